@@ -9,7 +9,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.utils.checkpoint import checkpoint
 
 import brigade
 
@@ -49,20 +48,9 @@ class Toy(nn.Module):
         super().__init__()
         self.p0, self.p1, self.p2 = (nn.Parameter(torch.ones(size)) for size in SIZES)
 
-    def forward(self, weights, twice):
-        terms = []
-        for i, (p, w) in enumerate(zip(self.parameters(), weights, strict=True)):
-            if i == twice:
-                terms += [_recomputed(p, w / 2) for _ in range(2)]
-            elif w is not None:
-                terms.append((p * w).sum())
-        return sum(terms)
-
-
-def _recomputed(parameter: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """A term whose gradient goes to the parameter in a backward of its own."""
-    one = torch.ones(1, requires_grad=True)
-    return checkpoint(lambda x: (parameter * weight * x).sum(), one, use_reentrant=True)
+    def forward(self, weights):
+        pairs = zip(self.parameters(), weights, strict=True)
+        return sum((p * w).sum() for p, w in pairs if w is not None)
 
 
 def weights_of(rank: int, iteration: int) -> list[torch.Tensor | None]:
@@ -98,42 +86,47 @@ class Training:
         self.iteration = 0
         self._rank_0_never = 1 if "find_unused_parameters" in options else None
 
-    def backward(self, *, without: int | None = None, twice: int | None = None) -> None:
+    def backward(self, without: int | None = None) -> None:
         self.iteration += 1
         self.optimizer.zero_grad()
         weights = self._weights_of(self.rank)
         if without is not None:
             weights[without] = None
-        self.wrapped(weights, twice).backward()
+        self.wrapped(weights).backward()
 
-    def expect_steps(
-        self, steps: int, *, without: int | None = None, twice: int | None = None
-    ) -> None:
+    def expect_gradients(self, without: int | None = None) -> list[torch.Tensor | None]:
+        """Goes backward; gradients are the averages, which it returns."""
+        self.backward(without)
+        of_ranks = [self._weights_of(rank) for rank in range(dist.get_world_size())]
+        averages = []
+        for i, p in enumerate(self.model.parameters()):
+            of_one = [w[i] for w in of_ranks if w[i] is not None]
+            average = None if i == without else sum(of_one) / len(of_ranks)
+            averages.append(average)
+            is_right = p.grad is None if average is None else torch.equal(p.grad, average)
+            assert is_right, (self.iteration, i, p.grad, average)
+        return averages
+
+    def expect_steps(self, steps: int, *, without: int | None = None) -> None:
         """Trains; gradients are the averages, parameters are the same on all ranks."""
-        world_size = dist.get_world_size()
         for _ in range(steps):
             before = [p.detach().clone() for p in self.model.parameters()]
-            self.backward(without=without, twice=twice)
+            averages = self.expect_gradients(without)
             self.optimizer.step()
-            of_ranks = [self._weights_of(rank) for rank in range(world_size)]
-            for i, (p, old) in enumerate(zip(self.model.parameters(), before, strict=True)):
-                if i == without:
-                    assert p.grad is None
-                    continue
-                average = sum(w[i] for w in of_ranks if w[i] is not None) / world_size
-                assert torch.equal(p.grad, average), (self.iteration, i, p.grad, average)
-                assert torch.equal(p.detach(), old - LEARNING_RATE * average)
+            for p, old, average in zip(self.model.parameters(), before, averages, strict=True):
+                if average is not None:
+                    assert torch.equal(p.detach(), old - LEARNING_RATE * average)
         flat = nn.utils.parameters_to_vector(self.model.parameters()).detach()
-        everybodys = [torch.empty_like(flat) for _ in range(world_size)]
+        everybodys = [torch.empty_like(flat) for _ in range(dist.get_world_size())]
         dist.all_gather(everybodys, flat)
         assert all(torch.equal(flat, other) for other in everybodys)
 
-    def expect_failure(self, failing, error, own_text, peers_text=None, **misuse) -> None:
+    def expect_failure(self, failing, error, own_text, peers_text=None) -> None:
         """Raises from backward on every rank: the own error, or the names of those that failed."""
         iteration = self.iteration + 1
         if self.rank in failing:
             with pytest.raises(error, match=own_text) as caught:
-                self.backward(**misuse)
+                self.backward()
             assert not isinstance(caught.value, dist.DistBackendError), caught.value
             return
         with pytest.raises(dist.DistBackendError) as caught:

@@ -27,7 +27,6 @@ from typing import Any, ClassVar
 import pytest
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.distributed.fsdp import MixedPrecisionPolicy
@@ -45,9 +44,6 @@ MOST = 3  # of activations; of their gradients in multiples of ONE
 ROWS = 9  # of tables
 WIDE = 3000  # a weight of 60 KB: large gradients need no bucket to share
 MESHES = {2: [None, (2,), (1, 2), (2, 1)], 3: [None, (3,)], 4: [None, (2, 2), (4,), (4, 1)]}
-
-# Programs that are known to fail: drawn only if they are asked for.
-KNOWN_FAULTS = ("evaluation in another thread",)
 
 
 # ---------------------------------------------------------------------------- the model
@@ -344,11 +340,10 @@ class Program:
     actions: dict[str, int]  # by name, how often they are drawn
     forwards_alone = ("no_grad", "eval", "dropped", "inference")
 
-    def __init__(self, rank: int, seed: int, folder: str, faults: tuple[str, ...] = ()) -> None:
+    def __init__(self, rank: int, seed: int, folder: str) -> None:
         self.rank, self.ranks = rank, range(dist.get_world_size())
         self.draw = random.Random(f"{type(self).__name__} {seed}")
         self.folder = Path(folder) / f"{type(self).__name__}-{seed}"
-        self.faults = faults
         self.log: list[str] = []
         self.batches = 1000 * seed
         self.saves = 0
@@ -399,6 +394,15 @@ class Program:
         assert (x.grad is None) == (expected_x.grad is None)
         if x.grad is not None:
             self.expect_same(x.grad, expected_x.grad, "input")
+
+    def backward_together(self, found, losses: list[torch.Tensor] | None = None) -> None:
+        """One backward for several forwards, of the sum of their losses if no others are given."""
+        nothing = torch.zeros(1)
+        losses = losses or [sum(pair[i][0] for pair in found) for i in range(2)]
+        self.backward([(losses[0], nothing), (losses[1], nothing)])
+        for (_, x), (_, expected) in found:
+            if x.grad is not None:
+                self.expect_same(x.grad, expected.grad, "input")
 
     def forward_only(self) -> None:
         way = self.draw.choice([*self.forwards_alone])
@@ -493,12 +497,11 @@ class Replicated(Program):
         rank: int,
         seed: int,
         folder: str,
-        faults: tuple[str, ...] = (),
         against: str = "plain",
         kind: str = "brigade",
         **options: Any,
     ) -> None:
-        super().__init__(rank, seed, folder, faults)
+        super().__init__(rank, seed, folder)
         draw = self.draw
         whole = against == "plain"
         self.stays = not whole or kind == "torch"
@@ -700,14 +703,9 @@ class Replicated(Program):
                 module.requires_grad_(second != "frozen")
                 if second == "same backward":
                     losses[i] = losses[i] + module(torch.tensor([float(ONE * (self.rank + 1))]))
-                if second == "frozen":
-                    doubled = module(losses[i])
-                    losses[i] = doubled if is_judged else losses[i]
-        nothing = torch.zeros(1)
-        self.backward([(losses[0], nothing), (losses[1], nothing)])
-        for (_, x), (_, expected) in found:
-            if x.grad is not None:
-                self.expect_same(x.grad, expected.grad, "input")
+                if second == "frozen" and is_judged:
+                    losses[i] = module(losses[i])
+        self.backward_together(found, losses)
 
     def _step_optimizer(self) -> None:
         self.expect_equal()
@@ -812,20 +810,11 @@ class Sharded(Program):
         "save_and_load": 1,
         "settings": 3,
         "freeze": 1,
-        "maximum": 0.3,
-        "save_asynchronously": 0.3,
         "load_by_placements": 0.3,
-        "scale_loss": 0.1,
-        "clip_two": 0.1,
-        "load_other_options": 0.2,
-        "wrap_in_ddp": 0.1,
-        "append_in_unit": 0.1,
     }
 
-    def __init__(self, rank: int, seed: int, folder: str, faults: tuple[str, ...] = ()) -> None:
-        super().__init__(rank, seed, folder, faults)
-        if "evaluation in another thread" in faults:
-            self.actions = self.actions | {"serve": 2}
+    def __init__(self, rank: int, seed: int, folder: str) -> None:
+        super().__init__(rank, seed, folder)
         net = self._draw_net()
         self.units = self._draw_units(net)  # names of modules, in the order that they are sharded
         self.plain = copy.deepcopy(net)
@@ -1059,7 +1048,7 @@ class Sharded(Program):
         if way == "reversed" or (way == "by rank" and self.rank % 2):
             found.reverse()
         if way == "together":
-            self._backward_together(found)
+            self.backward_together(found)
             return
         for each in found:
             if draw.random() < 0.1:
@@ -1078,13 +1067,6 @@ class Sharded(Program):
             reduces = reduces_each or is_last
             self.model.set_requires_gradient_sync(reduces)
             self.backward(found[i], None if reduces else set())
-
-    def _backward_together(self, found) -> None:
-        losses = [sum(pair[i][0] for pair in found) for i in range(2)]
-        nothing = torch.zeros(1)
-        self.backward([(losses[0], nothing), (losses[1], nothing)])
-        for (_, x), (_, expected) in found:
-            assert x.grad is None or torch.equal(x.grad, expected.grad)
 
     def _step_optimizer(self) -> None:
         draw = self.draw
@@ -1257,43 +1239,6 @@ class Sharded(Program):
             self.shards[name].requires_grad_(value)
             self.plain.get_parameter(name).requires_grad_(value)
 
-    # ---------------------------------------------------------- what once was wrong
-
-    def maximum(self) -> None:
-        for shard, whole in zip(self.shards.values(), self.plain.parameters(), strict=True):
-            found = torch.max(shard.detach(), -shard.detach())
-            expected = torch.max(whole.detach(), -whole.detach())
-            torch.testing.assert_close(found.norm(), expected.norm(), rtol=1e-5, atol=0)
-
-    def serve(self) -> None:
-        """Forwards in a thread during training: each is right, or an error says what is wrong."""
-        errors, forward = [], Forward([Call(i) for i in range(len(self.plain.parts))])
-
-        def answer() -> None:
-            try:
-                for _ in range(10):
-                    with torch.no_grad():
-                        self.model(self.batch(forward, self.batches), forward)
-            except RuntimeError as error:
-                errors.append(str(error))
-
-        thread = threading.Thread(target=answer)
-        thread.start()
-        with contextlib.suppress(RuntimeError):
-            for _ in range(5):
-                outputs = self.model(self.batch(forward, self.batches), forward)
-                _loss_of(outputs, "main", True).backward()
-        thread.join()
-        assert all("thread" in error for error in errors), errors
-
-    def save_asynchronously(self) -> None:
-        path = self._new_path()
-        writer = dcp.FileSystemWriter(path)
-        dcp.async_save({"m": self.model.state_dict()}, storage_writer=writer).result()
-        saved = dcp.FileSystemReader(path).read_metadata().state_dict_metadata
-        for name, whole in self.plain.named_parameters():
-            assert saved[f"m.{name}"].size == whole.shape, name
-
     def load_by_placements(self) -> None:
         full = {name: p.detach().neg() for name, p in self.plain.named_parameters()}
         shards = {
@@ -1303,66 +1248,6 @@ class Sharded(Program):
         self.model.load_state_dict(shards, assign=True, strict=False)
         self.plain.load_state_dict(full, strict=False)
         self.shards = dict(self.model.named_parameters())
-
-    def scale_loss(self) -> None:
-        """A parameter of one element that the loss uses after the forward."""
-        net = nn.Linear(3, 3)
-        net.scale = nn.Parameter(torch.tensor([2.0]))
-        brigade.fully_shard(net)
-        with pytest.raises(RuntimeError, match="outside of a forward is not recorded"):
-            (net(torch.ones(2, 3)).sum() * net.scale).backward()
-
-    def clip_two(self) -> None:
-        """The norm of gradients of two roots together."""
-        whole = [nn.Linear(4, 4), nn.Linear(4, 2)]
-        for layer in whole:
-            _fill(layer, random.Random(0), layer.weight)
-        sharded = copy.deepcopy(whole)
-        for layer in sharded:
-            brigade.fully_shard(layer)
-        x = torch.ones(2, 4)
-        for first, second in (whole, sharded):
-            second(first(x)).square().sum().backward()
-        norms = [
-            nn.utils.clip_grad_norm_([p for each in layers for p in each.parameters()], 0.1)
-            for layers in (whole, sharded)
-        ]
-        torch.testing.assert_close(norms[1], norms[0], check_dtype=False)
-
-    def load_other_options(self) -> None:
-        path = self._new_path()
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            brigade.save_shards(self.model, path, self.optimizer)
-        other = torch.optim.SGD(self.shards.values(), lr=2.0, foreach=self.foreach)
-        with pytest.warns(UserWarning, match="lr"):
-            brigade.load_shards(self.model, path, other)
-
-    def wrap_in_ddp(self) -> None:
-        net = nn.Sequential(nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False))
-        brigade.fully_shard(net[1])
-        with pytest.raises((RuntimeError, TypeError, ValueError)):
-            brigade.DistributedDataParallel(net)
-
-    def append_in_unit(self) -> None:
-        class Appends(nn.Linear):
-            def forward(self, x, found):
-                found.append(x)
-                return super().forward(x)
-
-        class Outer(nn.Module):
-            def __init__(self) -> None:
-                super().__init__()
-                self.inner = Appends(3, 3)
-
-            def forward(self, x):
-                found = []
-                return self.inner(x, found).sum(), len(found)
-
-        net = Outer()
-        for module in (net.inner, net):
-            brigade.fully_shard(module)
-        assert net(torch.ones(2, 3))[1] == 1
 
 
 @functools.cache

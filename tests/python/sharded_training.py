@@ -123,6 +123,13 @@ def expect_equal(model, plain):
         assert torch.equal(state[name], value.cpu()), name  # whole states are on the host
 
 
+def expect_alike(value):
+    """On all ranks. Collective."""
+    of_ranks = [None] * dist.get_world_size()
+    dist.all_gather_object(of_ranks, value)
+    assert all(other == value for other in of_ranks), of_ranks
+
+
 def expect_losses_alike(rank, *shards):
     """Of training that each of these ways to shard leads to. Collective."""
     results = []

@@ -6,6 +6,8 @@ import contextlib
 import gc
 import io
 import os
+import subprocess
+import sys
 import traceback
 
 import pytest
@@ -17,8 +19,7 @@ from torch.nn.utils import prune
 import brigade
 
 from cases import quick
-from programs import run_programs
-from ranks import run_ranks
+from ranks import on_ranks
 
 TIMEOUT_S = 20
 
@@ -155,7 +156,8 @@ WRONG = {
 }
 
 
-def _raises(rank):
+@on_ranks(1)
+def test_what_is_of_a_wrong_type_is_refused(rank):
     failures = []
     for name, (kind, text, call) in WRONG.items():
         print(name, flush=True)  # what crashed, if it does
@@ -169,10 +171,6 @@ def _raises(rank):
     wrapped = _wrap()
     wrapped(torch.ones(1, 2)).sum().backward()
     assert wrapped.module.weight.grad.eq(1).all()
-
-
-def test_what_is_of_a_wrong_type_is_refused():
-    run_ranks(_raises, world_size=1)
 
 
 # ------------------------------------------------------------------- module
@@ -225,11 +223,6 @@ CHANGES = {
 }
 
 
-def _changed(rank, change):
-    for options in ({}, {"find_unused_parameters": True, "gradient_as_bucket_view": True}):
-        _changed_with(change, options)
-
-
 def _changed_with(change, options):
     model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2))
     wrapped = brigade.DistributedDataParallel(model, **options)
@@ -253,11 +246,14 @@ def _changed_with(change, options):
 
 
 @pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.__name__)
-def test_a_change_of_the_wrapped_module_is_named_at_the_next_forward(change):
-    run_ranks(_changed, change, world_size=1)
+@on_ranks(1)
+def test_a_change_of_the_wrapped_module_is_named_at_the_next_forward(rank, change):
+    for options in ({}, {"find_unused_parameters": True, "gradient_as_bucket_view": True}):
+        _changed_with(change, options)
 
 
-def _unfrozen(rank):
+@on_ranks(1)
+def test_an_unfrozen_parameter_is_named_at_the_next_forward(rank):
     model = nn.Sequential(nn.Linear(3, 4).requires_grad_(False), nn.Linear(4, 2))
     wrapped = brigade.DistributedDataParallel(model)
     x = torch.ones(2, 3)
@@ -271,11 +267,8 @@ def _unfrozen(rank):
     assert model[0].weight.grad is None
 
 
-def test_an_unfrozen_parameter_is_named_at_the_next_forward():
-    run_ranks(_unfrozen, world_size=1)
-
-
-def _harmless(rank):
+@on_ranks(1)
+def test_changes_that_leave_the_parameters_alone_are_none(rank):
     model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2))
     wrapped = brigade.DistributedDataParallel(model)
     x = torch.ones(2, 3)
@@ -294,14 +287,19 @@ def _harmless(rank):
             wrapped(x).sum().backward()
 
 
-def test_changes_that_leave_the_parameters_alone_are_none():
-    run_ranks(_harmless, world_size=1)
-
-
 # -------------------------------------------------------------------- hooks
 
 
-def _keeps_the_buffer(rank, views, spoil):
+SPOILS = [
+    lambda tensor: tensor.fill_(float("nan")),
+    lambda tensor: tensor.resize_(1),
+    lambda tensor: tensor.resize_(10_000).fill_(7),
+]
+
+
+@pytest.mark.parametrize("views", [False, True])
+@on_ranks()
+def test_a_hook_may_keep_a_buckets_tensor_and_spoil_it_later(rank, views):
     kept = []
 
     def hook(state, bucket):
@@ -309,46 +307,16 @@ def _keeps_the_buffer(rank, views, spoil):
         work = dist.all_reduce(bucket.buffer(), async_op=True)
         return work.get_future().then(lambda done: done.value()[0] / 2)
 
-    wrapped = brigade.DistributedDataParallel(nn.Linear(3, 2), gradient_as_bucket_view=views)
-    wrapped.register_comm_hook(None, hook)
-    for _ in range(4):
-        wrapped.zero_grad()
-        wrapped(torch.full((1, 3), rank + 1.0)).sum().backward()
-        assert wrapped.module.weight.grad.eq(1.5).all()
-        spoil(kept[-1])
-        if not views:
+    for spoil in SPOILS:
+        wrapped = brigade.DistributedDataParallel(nn.Linear(3, 2), gradient_as_bucket_view=views)
+        wrapped.register_comm_hook(None, hook)
+        for _ in range(4):
+            wrapped.zero_grad()
+            wrapped(torch.full((1, 3), rank + 1.0)).sum().backward()
             assert wrapped.module.weight.grad.eq(1.5).all()
-
-
-def _write(tensor):
-    tensor.fill_(float("nan"))
-
-
-def _cut(tensor):
-    tensor.resize_(1)
-
-
-def _grow(tensor):
-    tensor.resize_(10_000).fill_(7)
-
-
-@pytest.mark.parametrize("views", [False, True])
-@pytest.mark.parametrize("spoil", [_write, _cut, _grow])
-def test_a_hook_may_keep_a_buckets_tensor_and_spoil_it_later(views, spoil):
-    run_ranks(_keeps_the_buffer, views, spoil)
-
-
-def _takes_memory_away(rank):
-    kept = []
-
-    def hook(state, bucket):
-        kept.append(bucket.buffer())
-        return (
-            dist.all_reduce(bucket.buffer(), async_op=True)
-            .get_future()
-            .then(lambda done: done.value()[0])
-        )
-
+            spoil(kept[-1])
+            if not views:
+                assert wrapped.module.weight.grad.eq(1.5).all()
     wrapped = brigade.DistributedDataParallel(nn.Linear(3, 2))
     wrapped.register_comm_hook(None, hook)
     for _ in range(2):  # afterwards buckets stay
@@ -356,10 +324,6 @@ def _takes_memory_away(rank):
     kept[-1].set_(torch.full((1,), 7.0).untyped_storage())
     with pytest.raises(ValueError, match="must have 8 elements, it has 1"):
         wrapped(torch.ones(1, 3)).sum().backward()
-
-
-def test_a_bucket_whose_memory_a_hook_took_away_is_an_error():
-    run_ranks(_takes_memory_away, timeout_s=TIMEOUT_S)
 
 
 # ---------------------------------------------------- groups, forks, exits
@@ -376,7 +340,9 @@ def _step(wrapped):
     wrapped(torch.ones(2, 3)).sum().backward()
 
 
-def _destroyed(rank, between):
+@pytest.mark.parametrize("between", [False, True])
+@on_ranks(timeout_s=TIMEOUT_S)
+def test_a_destroyed_group_does_no_harm(rank, between):
     wrapped = _small()
     _step(wrapped)
     output = wrapped(torch.ones(2, 3)).sum()
@@ -389,11 +355,6 @@ def _destroyed(rank, between):
     torch.save(wrapped.module.state_dict(), io.BytesIO())
     with pytest.raises(ValueError, match="init"):
         _small()
-
-
-@pytest.mark.parametrize("between", [False, True])
-def test_a_destroyed_group_does_no_harm(between):
-    run_ranks(_destroyed, between, timeout_s=TIMEOUT_S)
 
 
 def _fork(child):
@@ -409,7 +370,8 @@ def _fork(child):
     return os.waitstatus_to_exitcode(os.waitpid(process, 0)[1])
 
 
-def _forked(rank):
+@on_ranks(timeout_s=TIMEOUT_S)
+def test_a_fork_is_told_to_wrap_its_own_model(rank):
     wrapped = _small()
     _step(wrapped)
 
@@ -433,29 +395,43 @@ def _forked(rank):
     _step(wrapped)
 
 
-def test_a_fork_is_told_to_wrap_its_own_model():
-    run_ranks(_forked, timeout_s=TIMEOUT_S)
+# Both ranks train; rank 1 runs a line of its own in between.
+_PROGRAM = """
+import datetime, os, sys
+import torch
+import torch.distributed as dist
+from torch import nn
+import brigade
 
+rank = int(os.environ["RANK"])
+torch.set_num_threads(1)
+dist.init_process_group(
+    "gloo", init_method="file://" + os.environ["TEST_STORE"], rank=rank,
+    world_size=2, timeout=datetime.timedelta(seconds=15),
+)
+state, x = [None], torch.ones(2, 3)
 
-def _one_dies(rank):
-    wrapped = _small(bucket_cap_mb=1e-5)
-    for _ in range(2):
-        _step(wrapped)
-    if rank == 1:
-        wrapped.module[0].weight.register_hook(lambda gradient: os._exit(3))
-        _step(wrapped)
-    with pytest.raises(dist.DistBackendError, match=rf"bucket.*rank {rank}"):
-        for _ in range(3):
-            _step(wrapped)
-    torch.save(wrapped.module.state_dict(), io.BytesIO())
-    dist.destroy_process_group()
-    return "saved"
+def hook(state, bucket):
+    work = dist.all_reduce(bucket.buffer(), async_op=True)
+    if state[0]:
+        state[0]()
+    return work.get_future().then(lambda done: done.value()[0])
 
+def step():
+    wrapped(x).sum().backward()
 
-@pytest.mark.parametrize("world_size", [2, 3])
-def test_a_rank_that_dies_in_backward_is_an_error_on_the_others(world_size):
-    ended = run_ranks(_one_dies, world_size=world_size, timeout_s=TIMEOUT_S, may_die=[1])
-    assert ended == ["saved", 3, "saved"][:world_size]
+model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2))
+wrapped = brigade.DistributedDataParallel(model, bucket_cap_mb=1e-5)
+wrapped.register_comm_hook(state, hook)
+step()
+step()
+dist.barrier()
+if rank == 1:
+    exec(os.environ["TEST_LINE"])
+else:
+    step()
+    step()
+"""
 
 
 # A thread of a process group that works without the GIL, and then drops Python objects.
@@ -499,9 +475,29 @@ EXITS = {
 
 
 @pytest.mark.parametrize("name", quick(EXITS, ["an exit in backward"]))
-def test_an_interpreter_may_exit_with_work_in_flight(name):
-    source, code_of_1, code_of_0 = EXITS[name]
-    ended = run_programs(source)
-    assert ended[1].code == code_of_1, ended[1].output
-    if code_of_0:
-        assert ended[0].code == code_of_0 and "Error" in ended[0].output, ended[0].output
+def test_an_interpreter_may_exit_with_work_in_flight(name, tmp_path):
+    source, *codes = EXITS[name]
+    files, processes = [tmp_path / f"output_{rank}" for rank in range(2)], []
+    for rank, file in enumerate(files):
+        environment = {
+            **os.environ,
+            "RANK": str(rank),
+            "TEST_LINE": source,
+            "TEST_STORE": str(tmp_path / "store"),
+            "GLOO_SOCKET_IFNAME": "lo",
+            "PYTHONFAULTHANDLER": "1",
+        }
+        command = [sys.executable, "-c", _PROGRAM]
+        with open(file, "wb") as output:
+            processes.append(
+                subprocess.Popen(command, env=environment, stdout=output, stderr=subprocess.STDOUT)
+            )
+    try:
+        for process in processes:
+            process.wait(timeout=300)
+    finally:
+        for process in processes:
+            process.kill()
+    outputs = [file.read_text(errors="replace") for file in files]
+    assert [process.returncode for process in reversed(processes)] == codes, outputs
+    assert codes[1] == 0 or "Error" in outputs[0], outputs

@@ -13,7 +13,8 @@ import brigade
 from brigade import _C, bench
 from brigade.bench import Workload
 
-from ranks import run_ranks
+from ranks import on_ranks
+from sharded_training import expect_alike
 
 _EXAMPLE = pathlib.Path(__file__).parents[2] / "examples" / "python" / "bench_mlp.py"
 
@@ -74,7 +75,9 @@ def test_a_factory_is_found_by_module_and_by_file(tmp_path, monkeypatch):
 # ------------------------------------------------------------------ measuring
 
 
-def _sweep(rank: int, static_graph: bool) -> dict:
+@pytest.mark.parametrize("static_graph", [False, True])
+@on_ranks()
+def test_a_sweep_times_each_plan_once_and_leaves_the_module_as_it_was(rank, static_graph):
     module = nn.Sequential(nn.Linear(512, 256, bias=False), nn.Linear(256, 512, bias=False))
     for parameter in module.parameters():  # 0.5 MiB
         nn.init.constant_(parameter, 2)
@@ -95,42 +98,24 @@ def _sweep(rank: int, static_graph: bool) -> dict:
     loss(model).backward()
     # Four rows of 512 * 2 reach each weight of the last layer.
     average = torch.full((512, 256), 1.5 * 4 * 512 * 2)
-    return {
-        "rows": [(arm["cap"], arm["buckets"]) for arm in found.data["arms"]],
-        "right": found.all_right,
-        "visits": len(visits),
-        "average": torch.equal(module[1].weight.grad, average),
-        "table": found.table,
-    }
-
-
-@pytest.mark.parametrize("static_graph", [False, True])
-def test_a_sweep_times_each_plan_once_and_leaves_the_module_as_it_was(static_graph):
-    first, second = run_ranks(_sweep, static_graph)
-    assert first["rows"] == [
+    assert torch.equal(module[1].weight.grad, average)
+    assert [(arm["cap"], arm["buckets"]) for arm in found.data["arms"]] == [
         ("default, 100 MiB, one", 1),
         ("one per parameter, 0.001 MiB", 2),
     ]
-    assert first["right"]
-    assert first["visits"] == 5 + 2 * 3
-    assert first["average"]
-    assert first["table"].startswith("Sequential: 2 gradients, 1.05 MB")
-    assert "\nrecommended: " in first["table"]
-    # Times are those of the slowest rank.
-    assert first == second
+    assert found.all_right
+    assert len(visits) == 5 + 2 * 3
+    assert found.table.startswith("Sequential: 2 gradients, 1.05 MB")
+    assert "\nrecommended: " in found.table
+    expect_alike(found.table)  # times are those of the slowest rank
 
 
-def _bad_loss(rank: int) -> str:
+@on_ranks()
+def test_a_loss_that_is_no_number_is_named(rank):
     workload = Workload(nn.Linear(2, 2), lambda model: model(torch.ones(1, 2)))
-    with pytest.raises(ValueError) as error:
+    words = "(?s)must return a tensor of one element.*a tensor of 2 elements"
+    with pytest.raises(ValueError, match=words):
         bench.sweep(workload)
-    return str(error.value)
-
-
-def test_a_loss_that_is_no_number_is_named():
-    for text in run_ranks(_bad_loss):
-        assert "must return a tensor of one element" in text
-        assert "a tensor of 2 elements" in text
 
 
 @pytest.mark.parametrize("size", ["x", "-1", "0", "nan", ""])

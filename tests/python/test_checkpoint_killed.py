@@ -1,28 +1,21 @@
 """A process that is gone in the middle of saving: the checkpoint before is whole, and stays."""
 
 import os
-import pathlib
 import resource
 import signal
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
 
 import brigade
 
-from cases import quick
-from ranks import run_ranks
-from sharded_training import batch_of, make_net, shard_blocks
+from ranks import on_ranks, run_ranks
+from sharded_training import batch_of, expect_alike, make_net, shard_blocks
 
 HOUR_S = 3600  # of the group: nobody may wait for that
 DEADLINE_S = 60
 # Where the survivor misses its peer: in a gather, or where they tell each other how it went.
-LOST = (
-    r"(gathers shards|meets its peers) .*rank \d (did not|\(process)|"
-    r"could not save or load a checkpoint|could not connect"
-)
 
 
 WAYS = {
@@ -53,139 +46,6 @@ def _expect_state_of(rank, model, optimizer, steps):
     for name, values in wanted.items():
         for key, value in values.items():
             assert torch.equal(found[name][key], value), (name, key)
-
-
-def _die_when_a_file_has(num_bytes):
-    """The kernel ends this process where it is about to write more into one file."""
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, num_bytes))
-    signal.signal(signal.SIGXFSZ, signal.SIG_DFL)
-
-
-def _size_of(folder, begin):
-    found = [p for p in pathlib.Path(folder).rglob(f"{begin}*") if p.is_file()]
-    assert len(found) == 1, found
-    return found[0].stat().st_size
-
-
-def _is_killed(rank, way, path, victim, begin, part):
-    """In its second saving, where a file has this part of its size."""
-    save = WAYS[way][0]
-    model, optimizer = _trained(rank, 1)
-    save(model, path, optimizer, metadata={"step": "1"})
-    limit = int(part * _size_of(os.path.dirname(path), begin))
-    model, optimizer = _trained(rank, 2)
-    dist.barrier()
-    if rank == victim:
-        _die_when_a_file_has(limit)
-        save(model, path, optimizer, metadata={"step": "2"})
-    with pytest.raises(dist.DistBackendError, match=LOST):
-        save(model, path, optimizer, metadata={"step": "2"})
-    dist.destroy_process_group()
-    return limit
-
-
-def _loads_and_saves(rank, way, path):
-    """What was saved before, and again; nothing else is left in the folder then."""
-    save, load = WAYS[way]
-    model, optimizer = _trained(rank, 0)
-    assert load(model, path, optimizer)["step"] == "1"
-    _expect_state_of(rank, model, optimizer, 1)
-    model, optimizer = _trained(rank, 2)
-    save(model, path, optimizer, metadata={"step": "2"})
-    model, optimizer = _trained(rank, 0)
-    assert load(model, path, optimizer)["step"] == "2"
-    _expect_state_of(rank, model, optimizer, 2)
-
-
-# By way: who dies, and in which file, which is of this part of its size then.
-KILLS = [
-    ("whole", 0, "whole", 0.1),
-    ("whole", 0, "whole", 0.99),
-    ("shards", 0, "shard-0-", 0.5),
-    ("shards", 1, "shard-1-", 0.1),
-    ("shards", 1, "shard-1-", 0.99),
-]
-
-
-@pytest.mark.parametrize(("way", "victim", "begin", "part"), quick(KILLS, KILLS[1:3]))
-def test_the_files_before_are_whole(way, victim, begin, part, tmp_path):
-    path = tmp_path / way
-    ended = run_ranks(
-        *(_is_killed, way, str(path), victim, begin, part),
-        timeout_s=HOUR_S,
-        deadline_s=DEADLINE_S,
-        may_die=[victim],
-    )
-    assert ended[victim] == -signal.SIGXFSZ
-    left = [p.stat().st_size for p in tmp_path.rglob("*.tmp-*")]
-    assert left in ([0], [ended[1 - victim]]), left
-    run_ranks(_loads_and_saves, way, str(path))
-    if way == "shards":
-        names = sorted(p.name.split(".")[0] for p in path.iterdir())
-        assert names == ["index", "shard-0-of-2", "shard-1-of-2"]
-
-
-class _Many(nn.Module):
-    """So small parameters, and so many, that the index is the largest file."""
-
-    def __init__(self):
-        super().__init__()
-        self.scales = nn.ParameterList([torch.full((3,), float(i)) for i in range(60)])
-
-    def forward(self, x):
-        return sum((x * scale).sum() for scale in self.scales)
-
-
-def _dies_writing_the_index(rank, path):
-    model = brigade.fully_shard(_Many())
-    brigade.save_shards(model, path)
-    index = _size_of(path, "index")
-    assert index > 1.1 * max(_size_of(path, "shard-0-"), _size_of(path, "shard-1-"))
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.mul_(2.0)
-    dist.barrier()
-    if rank == 0:
-        _die_when_a_file_has(index - 8)
-        brigade.save_shards(model, path)
-    with pytest.raises(dist.DistBackendError, match=LOST):
-        brigade.save_shards(model, path)
-    dist.destroy_process_group()
-
-
-def _loads_and_saves_many(rank, path):
-    for saved, factor in ((None, 1.0), (3.0, 3.0)):
-        model = brigade.fully_shard(_Many())
-        if saved is not None:
-            with torch.no_grad():
-                for parameter in model.parameters():
-                    parameter.mul_(saved)
-            brigade.save_shards(model, path)
-            model = brigade.fully_shard(_Many())
-        brigade.load_shards(model, path)
-        found = model.full_state_dict()
-        for i in range(60):
-            assert torch.equal(found[f"scales.{i}"], torch.full((3,), factor * i))
-
-
-@pytest.mark.slow
-def test_killed_while_the_index_is_written(tmp_path):
-    """All shards are there already; they are not the checkpoint's."""
-    path = tmp_path / "shards"
-    ended = run_ranks(
-        *(_dies_writing_the_index, str(path)),
-        timeout_s=HOUR_S,
-        deadline_s=DEADLINE_S,
-        may_die=[0],
-    )
-    assert ended == [-signal.SIGXFSZ, None]
-    assert len(list(path.glob("shard-*.safetensors"))) == 4
-    run_ranks(_loads_and_saves_many, str(path))
-    assert len(list(path.glob("shard-*"))) == 2
-
-
-# ---- save_checkpoint(), through torch.distributed.checkpoint.
 
 
 def _kill_in_call(name, number):
@@ -254,17 +114,14 @@ def test_the_folder_before_is_whole_and_the_next_one_not_there(victim, kill, tmp
     assert names == [".metadata", "__0_0.distcp", "__1_0.distcp", "digests.json"]
 
 
-# ---- A full disk, as far as a process can have one.
-
-
-def _disk_is_full(rank, folder):
+@on_ranks(timeout_s=HOUR_S, deadline_s=2 * DEADLINE_S)
+def test_a_rank_that_cannot_write_is_told_by_all(rank, tmp_path):
     """For one rank after the other; what is there stays, and training goes on."""
-    told = {}
     model, optimizer = _trained(rank, 1)
     later, later_optimizer = _trained(rank, 2)
     for way, victim in (("whole", 0), ("shards", 0), ("shards", 1)):
         save, load = WAYS[way]
-        path = f"{folder}/{way} {victim}"
+        path = f"{tmp_path}/{way} {victim}"
         save(model, path, optimizer)
         if rank == victim:
             resource.setrlimit(resource.RLIMIT_FSIZE, (4096, resource.RLIM_INFINITY))
@@ -275,17 +132,7 @@ def _disk_is_full(rank, folder):
         _expect_state_of(rank, later, later_optimizer, 2)
         load(later, path, later_optimizer)
         _expect_state_of(rank, later, later_optimizer, 1)
-        told[victim, way] = str(caught.value)
+        expect_alike(str(caught.value))
+        assert f"rank {victim}: " in str(caught.value) and "File too large" in str(caught.value)
         later, later_optimizer = _trained(rank, 2)
-    left = [p.name for p in pathlib.Path(folder).rglob("*") if ".tmp-" in p.name]
-    assert left == []
-    return told
-
-
-def test_a_rank_that_cannot_write_is_told_by_all(tmp_path):
-    first, second = run_ranks(
-        _disk_is_full, str(tmp_path), timeout_s=HOUR_S, deadline_s=2 * DEADLINE_S
-    )
-    assert first == second
-    for (victim, _), text in first.items():
-        assert f"rank {victim}: " in text and "File too large" in text, text
+    assert [p.name for p in tmp_path.rglob("*") if ".tmp-" in p.name] == []

@@ -12,7 +12,7 @@ from torch import nn
 
 import brigade
 
-from ranks import run_ranks
+from ranks import on_ranks, run_ranks
 
 UNITS = 8
 UNIT_MIB = 8  # whole, in float32
@@ -73,49 +73,34 @@ def _stepped(model):
     return optimizer
 
 
-WAYS = {
-    "whole": (brigade.save_whole, brigade.load_whole),
-    "shards": (brigade.save_shards, brigade.load_shards),
-    "checkpoint": (
-        lambda model, path, optimizer: brigade.save_checkpoint(path, model, optimizer),
-        lambda model, path, optimizer: brigade.load_checkpoint(path, model, optimizer),
-    ),
-}
+def _save(model, path, optimizer):
+    brigade.save_checkpoint(path, model, optimizer)
 
 
-def _peaks(rank, way, folder):
-    """Of saving and of loading: without an optimizer, and with one."""
-    save, load = WAYS[way]
+def _load(model, path, optimizer):
+    brigade.load_checkpoint(path, model, optimizer)
+
+
+@on_ranks()
+def test_a_checkpoint_takes_little_beside_the_model(rank, tmp_path):
+    """Those of safetensors: tests/checkpoint.
+
+    torch's writer copies what lies in one storage with others, and keeps the copies. What is
+    loaded is held beside what this rank has: a damaged file is to change nothing.
+    """
     model = _model()
     optimizer = _stepped(model)
     model.full_state_dict(rank0_only=True)
-    save(model, f"{folder}/first", None)  # connections, code, and what else is made once
-    peaks = {}
-    for name, given in (("parameters", None), ("both", optimizer)):
-        for doing, call in (("saving", save), ("loading", load)):
+    _save(model, tmp_path / "first", None)  # connections, code, and what else is made once
+    for num_parts, given in ((1, None), (2, optimizer)):
+        for call, most in (
+            (_save, PART_MIB + UNIT_MIB),
+            (_load, (num_parts * PART_MIB) + 2 * UNIT_MIB),
+        ):
             dist.barrier()
-            path = f"{folder}/{name}"
-            peaks[doing, name] = _peak_mib(lambda c=call, p=path, g=given: c(model, p, g))
-    return peaks
-
-
-# Of saving, and of loading beside what this rank holds: a damaged file is to change nothing.
-# torch's writer copies what lies in one storage with others, and keeps the copies.
-MOST_MIB = {
-    "whole": (1.5 * UNIT_MIB, 0),
-    "shards": (UNIT_MIB / 4, 0),
-    "checkpoint": (PART_MIB + UNIT_MIB, 2 * UNIT_MIB),
-}
-
-
-@pytest.mark.parametrize("way", WAYS)
-def test_saving_and_loading_take_little_beside_the_model(way, tmp_path):
-    saving, loading = MOST_MIB[way]
-    for peaks in run_ranks(_peaks, way, str(tmp_path)):
-        print(way, {key: f"{peak:.1f} MiB" for key, peak in peaks.items()})
-        for num_parts, name in ((1, "parameters"), (2, "both")):
-            assert peaks["saving", name] <= saving + SLACK_MIB
-            assert peaks["loading", name] <= num_parts * PART_MIB + loading + SLACK_MIB
+            path = tmp_path / str(num_parts)
+            peak = _peak_mib(lambda c=call, p=path, g=given: c(model, p, g))
+            assert peak <= most + SLACK_MIB, (call, num_parts)
 
 
 def _keeps_on_rank_0(rank):

@@ -1,4 +1,4 @@
-"""torch's comm hooks work unchanged, and hooks that fail do so in an orderly way."""
+"""Comm hooks: what they see, what they may do behind the first collective, how they fail."""
 
 import functools
 
@@ -6,212 +6,364 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.algorithms.ddp_comm_hooks import (
-    default_hooks,
-    post_localSGD_hook,
-    powerSGD_hook,
-)
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
 import brigade
 
-from ranks import run_ranks
+from cases import pairwise
+from exact_training import MODES, Training, UserError
+from ranks import on_ranks, run_ranks
 from training import Perceptron, assert_same_bits, both, inputs, loss_of, train
 
-
-def no_state():
-    return None
+LIMITS = {"timeout_s": 20, "deadline_s": 60}  # ranks that wait for different things fail early
 
 
-def power_sgd():
-    return powerSGD_hook.PowerSGDState(None, matrix_approximation_rank=1, start_powerSGD_iter=2)
+def _sum(tensor):
+    return dist.all_reduce(tensor, async_op=True).get_future()
 
 
-def post_local_sgd():
-    alone, _ = dist.new_subgroups(group_size=1)
-    return post_localSGD_hook.PostLocalSGDState(None, alone, start_localSGD_iter=3)
+def _average_of(future):
+    return future.then(lambda done: done.value()[0] / dist.get_world_size())
 
 
-def chained(state, bucket):
-    future = dist.all_reduce(bucket.buffer(), async_op=True).get_future()
-    return future.then(lambda done: done.value()[0].div_(2)).then(lambda done: done.value() * 3)
+def _done(value):
+    future = torch.futures.Future()
+    future.set_result(value)
+    return future
 
 
-class CallableHook:
-    def __init__(self) -> None:
-        self.__name__ = self.__qualname__ = "CallableHook"  # torch wants them
-
-    def __call__(
-        self, state: object, bucket: dist.GradBucket
-    ) -> torch.futures.Future[torch.Tensor]:
-        return default_hooks.allreduce_hook(None, bucket)
-
-
-HOOKS = {
-    "power_sgd": (power_sgd, powerSGD_hook.powerSGD_hook),
-    "fp16_around_power_sgd": (
-        power_sgd,
-        default_hooks.fp16_compress_wrapper(powerSGD_hook.powerSGD_hook),
-    ),
-    "post_local_sgd": (post_local_sgd, post_localSGD_hook.post_localSGD_hook),
-    "chained": (no_state, chained),
-    "callable": (no_state, CallableHook()),
-}
-
-
-def _train_with(rank, name, views):
-    make_state, hook = HOOKS[name]
-    assert_same_bits(
-        both(
-            Perceptron,
-            inputs(rank, 5),
-            lambda wrapped: wrapped.register_comm_hook(make_state(), hook),
-            gradient_as_bucket_view=views,
-        )
-    )
-
-
-@pytest.mark.parametrize("views", [False, True])
-@pytest.mark.parametrize("name", HOOKS)
-def test_a_hook_of_torch_gives_the_same_bits(name, views):
-    run_ranks(_train_with, name, views)
-
-
-def _built_in(rank, kind):
-    results = both(
-        Perceptron,
-        inputs(rank, 3),
-        lambda wrapped: wrapped._register_builtin_comm_hook(kind),
-    )
-    if kind == dist.BuiltinCommHookType.ALLREDUCE:
-        assert_same_bits(results)
-    for ours, theirs in zip(results["brigade"], results["torch"], strict=True):
-        # We divide before the cast, which rounds differently.
-        torch.testing.assert_close(ours, theirs, rtol=1e-2, atol=1e-2)
-
-
-@pytest.mark.parametrize(
-    "kind", [dist.BuiltinCommHookType.ALLREDUCE, dist.BuiltinCommHookType.FP16_COMPRESS]
-)
-def test_built_in_hooks_average(kind):
-    run_ranks(_built_in, kind)
-
-
-def _sees_raw_gradients(rank):
+@on_ranks()
+def test_a_hook_sees_raw_gradients_and_the_callers_state(rank):
     seen = []
 
     def look(state, bucket: dist.GradBucket):
-        state.append(
-            (
-                bucket.index(),
-                bucket.is_last(),
-                bucket.buffer().clone(),
-                [g.shape for g in bucket.gradients()],
-                [p.shape for p in bucket.parameters()],
-            )
-        )
-        future = torch.futures.Future()
-        future.set_result(bucket.buffer())
-        return future
+        shapes = [[t.shape for t in of] for of in (bucket.gradients(), bucket.parameters())]
+        state.append((bucket.index(), bucket.is_last(), bucket.buffer().clone(), shapes))
+        return _done(bucket.buffer())
 
-    torch.manual_seed(0)
     wrapped = brigade.DistributedDataParallel(nn.Linear(2, 1))
     wrapped.register_comm_hook(seen, look)
     wrapped(torch.full((1, 2), float(rank + 1))).sum().backward()
-    ((index, is_last, buffer, gradients, parameters),) = seen
+    ((index, is_last, buffer, (gradients, parameters)),) = seen
     assert (index, is_last) == (0, True)
     assert sorted(buffer.tolist()) == sorted([rank + 1.0, rank + 1.0, 1.0])
     assert gradients == parameters and {tuple(s) for s in gradients} == {(1, 2), (1,)}
 
 
-def test_a_hook_sees_raw_gradients_and_the_callers_state():
-    run_ranks(_sees_raw_gradients)
-
-
-def _goes_on_after(rank, kind):
-    class Mine(kind):
-        pass
-
-    fail = [Mine(f"from rank {rank}")]
+@on_ranks(1)
+def test_a_hook_sees_neither_grad_mode_nor_autocast(rank):
+    seen = []
 
     def hook(state, bucket):
-        if fail[0]:
-            raise fail[0]
-        return default_hooks.allreduce_hook(None, bucket)
+        product = torch.ones(2, 2) @ torch.ones(2, 2)  # bfloat16 under autocast
+        seen.append((torch.is_grad_enabled(), torch.is_autocast_enabled("cpu"), product.dtype))
+        return _average_of(_sum(bucket.buffer()))
 
-    torch.manual_seed(0)
-    wrapped = brigade.DistributedDataParallel(Perceptron())
+    wrapped = brigade.DistributedDataParallel(nn.Linear(3, 2))
     wrapped.register_comm_hook(None, hook)
-    batches = inputs(rank, 3)
-    with pytest.raises(Mine) as error:
-        loss_of(wrapped(batches[0])).backward()
-    assert error.value is fail[0]
-    fail[0] = None
-    wrapped.zero_grad()
-    ours = train(wrapped, batches[1:])
-    assert not any(t.isnan().any() for t in ours)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        loss = wrapped(torch.ones(2, 3)).sum()
+    loss.backward()
+    assert seen == [(False, False, torch.float32)]
 
 
-@pytest.mark.parametrize("kind", [ValueError, RuntimeError, KeyError, Exception])
-def test_what_a_hook_raises_comes_out_of_backward_and_training_goes_on(kind):
-    run_ranks(_goes_on_after, kind)
-
-
-def _returns_no_future(rank):
-    wrapped = brigade.DistributedDataParallel(nn.Linear(2, 1))
-    wrapped.register_comm_hook(None, lambda state, bucket: bucket.buffer())
-    with pytest.raises(RuntimeError, match=r"(?i)future"):
-        wrapped(torch.ones(1, 2)).sum().backward()
-
-
-def test_a_hook_that_returns_no_future_is_an_error():
-    run_ranks(_returns_no_future, world_size=1)
-
-
-def _bad_hooks(rank):
-    wrapped = brigade.DistributedDataParallel(nn.Linear(2, 1))
-
-    def wrong_bucket(state: object, bucket: int):
-        raise NotImplementedError
-
-    def wrong_result(state: object, bucket: dist.GradBucket) -> torch.futures.Future[int]:
-        raise NotImplementedError
-
-    with pytest.raises(TypeError, match="callable, got 1"):
-        wrapped.register_comm_hook(None, 1)
-    with pytest.raises(ValueError, match=r"wrong_bucket.*<class 'int'>"):
-        wrapped.register_comm_hook(None, wrong_bucket)
-    with pytest.raises(ValueError, match="wrong_result"):
-        wrapped.register_comm_hook(None, wrong_result)
-    assert "wrong_result" in wrapped._get_ddp_logging_data()["error"]
-    wrapped.register_comm_hook(None, default_hooks.allreduce_hook)
-    with pytest.raises(RuntimeError, match=r"fp16_compress_hook.*is allreduce_hook already"):
-        wrapped.register_comm_hook(None, default_hooks.fp16_compress_hook)
-    assert wrapped._get_ddp_logging_data()["comm_hook"] == "allreduce_hook"
-
-
-def test_bad_hooks_are_refused_by_name():
-    run_ranks(_bad_hooks, world_size=1)
-
-
-def _buffer_hook(rank):
+@on_ranks()
+def test_buffer_hooks_are_awaited_at_the_end_of_backward(rank):
     def average(state, buffers):
-        return [
-            dist.all_reduce(b, async_op=True).get_future()
-            for b in buffers.values()
-            if b.is_floating_point()
-        ]
+        return [_sum(buffer) for buffer in buffers.values() if buffer.is_floating_point()]
 
-    results = both(
-        Perceptron,
-        inputs(rank, 4),
-        functools.partial(_register_buffer_hook, average),
-    )
-    assert_same_bits(results)
+    def register(wrapped):
+        wrapped._register_buffer_comm_hook(None, average)
+
+    assert_same_bits(both(Perceptron, inputs(rank, 4), register))
 
 
-def _register_buffer_hook(hook, wrapped):
-    wrapped._register_buffer_comm_hook(None, hook)
+@on_ranks()
+def test_what_a_hook_raises_comes_out_of_backward_and_training_goes_on(rank):
+    for kind in (ValueError, RuntimeError, KeyError, Exception):
+        fail = [type("Mine", (kind,), {})(f"from rank {rank}")]
+
+        def hook(state, bucket, fail=fail):
+            if fail:
+                raise fail[0]
+            return default_hooks.allreduce_hook(None, bucket)
+
+        wrapped = brigade.DistributedDataParallel(Perceptron())
+        wrapped.register_comm_hook(None, hook)
+        batches = inputs(rank, 3)
+        with pytest.raises(kind) as error:
+            loss_of(wrapped(batches[0])).backward()
+        assert error.value is fail.pop()
+        assert not any(t.isnan().any() for t in train(wrapped, batches[1:]))
 
 
-def test_buffer_hooks_are_awaited_at_the_end_of_backward():
-    run_ranks(_buffer_hook)
+# ------------------------------------------- work that is finished at the end of backward
+
+
+def at_the_end_of_backward(callback):
+    torch.autograd.Variable._execution_engine.queue_callback(callback)
+
+
+def finish_bucket(state, bucket):
+    """One callback per bucket; what is delivered is that memory, finished or not."""
+    buffer = bucket.buffer()
+    work = dist.all_reduce(buffer, async_op=True)
+    at_the_end_of_backward(lambda: (work.wait(), buffer.div_(dist.get_world_size())))
+    return _done(buffer)
+
+
+def finish_all(state, bucket):
+    """One callback per backward, as torch's hook for mixed precision has."""
+    buffer = bucket.buffer()
+    state.append((dist.all_reduce(buffer, async_op=True), buffer))
+
+    def finish():
+        for work, reduced in state:
+            work.wait()
+            reduced.div_(dist.get_world_size())
+        state.clear()
+
+    if len(state) == 1:
+        at_the_end_of_backward(finish)
+    return _done(buffer)
+
+
+def complete_future(state, bucket):
+    """The future is completed by the callback, with memory of the hook's own."""
+    buffer, future = bucket.buffer().clone(), torch.futures.Future()
+    work = dist.all_reduce(buffer, async_op=True)
+    at_the_end_of_backward(lambda: (work.wait(), future.set_result(buffer / dist.get_world_size())))
+    return future
+
+
+def finish_in_a_second_callback(state, bucket):
+    """What is finished by a callback that the first one queues."""
+    buffer = bucket.buffer()
+    work = dist.all_reduce(buffer, async_op=True)
+
+    def wait():
+        work.wait()
+        at_the_end_of_backward(lambda: buffer.div_(dist.get_world_size()))
+
+    at_the_end_of_backward(wait)
+    return _done(buffer)
+
+
+def the_collectives_own(state, bucket):
+    """The value of a collective's own future is a list of the bucket's buffer."""
+    return _sum(bucket.buffer().div_(dist.get_world_size()))
+
+
+HOOKS = [
+    finish_bucket,
+    finish_all,
+    complete_future,
+    finish_in_a_second_callback,
+    the_collectives_own,
+]
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("hook", HOOKS)
+@on_ranks(**LIMITS)
+def test_gradients_are_delivered_behind_what_hooks_have_queued(rank, hook, mode):
+    training = Training(rank, MODES[mode])
+    training.wrapped.register_comm_hook([], hook)
+    training.expect_steps(4)
+
+
+@on_ranks(**LIMITS)
+def test_a_queued_callback_that_raises_on_one_rank_is_told_to_the_others(rank):
+    armed = False
+
+    def hook(state, bucket):
+        index = bucket.index()
+
+        def maybe_raise():
+            if armed and index == 0:
+                raise UserError("no disk")
+
+        at_the_end_of_backward(maybe_raise)
+        return _average_of(_sum(bucket.buffer()))
+
+    training = Training(rank, {})
+    training.wrapped.register_comm_hook(None, hook)
+    for _ in range(2):
+        training.expect_steps(2)
+        armed = rank == 1
+        training.expect_failure([1], UserError, "no disk", ".")
+        armed = False
+    training.expect_steps(1)
+
+
+# ------------------------------------------------------- ordered second collectives
+
+
+class Ordered:
+    """Second collectives by then_collective(); ranks differ in which firsts are done when."""
+
+    def __init__(self, rank) -> None:
+        self.backwards = rank == 1
+        self.firsts: list[torch.futures.Future] = []
+        self.launched: list[int] = []
+        self.fail_at: int | None = None
+        self.return_nothing_at: int | None = None
+        self.__name__ = self.__qualname__ = "ordered"
+
+    def __call__(self, state, bucket):
+        index, first = bucket.index(), torch.futures.Future()
+        self.firsts.append((first, bucket.buffer().clone()))
+
+        def launch(value):
+            self.launched.append(index)
+            if self.fail_at == index:
+                raise UserError("no disk")
+            return None if self.return_nothing_at == index else _average_of(_sum(value))
+
+        result = brigade.then_collective(first, launch)
+        if bucket.is_last():
+            for future, value in self.firsts[:: -1 if self.backwards else 1]:
+                future.set_result(value)
+            self.firsts.clear()
+        return result
+
+
+@pytest.mark.parametrize("mode", MODES)
+@on_ranks(3, **LIMITS)
+def test_then_collective_launches_in_plan_order(rank, mode):
+    training, hook = Training(rank, MODES[mode]), Ordered(rank)
+    training.wrapped.register_comm_hook(None, hook)
+    for _ in range(4):
+        hook.launched.clear()
+        training.expect_steps(1)
+        assert hook.launched == list(range(len(hook.launched)))
+    assert len(hook.launched) == 3
+
+
+def _scatter_then_gather(state, bucket):
+    """Both halves are collectives: each rank averages its part, then all collect the parts."""
+    ranks, buffer = dist.get_world_size(), bucket.buffer()
+    padded = torch.zeros(-(-buffer.numel() // ranks) * ranks)
+    padded[: buffer.numel()] = buffer
+    parts = torch.empty_like(padded)
+    first = dist.all_to_all_single(parts, padded, async_op=True).get_future()
+
+    def gather(value):
+        own = parts.view(ranks, -1).sum(0) / ranks
+        whole = torch.empty_like(padded)
+        second = dist.all_gather_into_tensor(whole, own, async_op=True).get_future()
+        return second.then(lambda done: whole[: buffer.numel()])
+
+    return brigade.then_collective(first, gather)
+
+
+@on_ranks(3, **LIMITS)
+def test_a_chain_of_two_collectives_averages(rank):
+    training = Training(rank, {})
+    training.wrapped.register_comm_hook(None, _scatter_then_gather)
+    training.expect_steps(6)
+
+
+@pairwise(bucket=[0, 2], fault=["fail_at", "return_nothing_at"])
+@on_ranks(**LIMITS)
+def test_a_second_launch_that_fails_on_one_rank_is_told_to_the_others(rank, fault, bucket):
+    """Nothing can stand in for what its peers have launched: the group is of no more use."""
+    training, hook = Training(rank, {}), Ordered(rank)
+    training.wrapped.register_comm_hook(None, hook)
+    training.expect_steps(2)
+    assert training.wrapped.reducer.can_continue()
+    if rank == 1:
+        setattr(hook, fault, bucket)
+    if fault == "fail_at":
+        training.expect_failure([1], UserError, "^no disk$", "UserError: no disk")
+    else:
+        training.expect_failure([1], TypeError, "(?i)future", "(?i)future")
+    assert not training.wrapped.reducer.can_continue()
+    dist.destroy_process_group()
+
+
+# ------------------------------------------------- a continuation that raises
+
+
+def _raises_then(future, error):
+    def finish(done):
+        if error is not None:
+            raise error
+        return done.value()[0] / dist.get_world_size()
+
+    return future.then(finish)
+
+
+def _set_exception(future, error):
+    result = torch.futures.Future()
+
+    def finish(done):
+        if error is not None:
+            result.set_exception(error)
+        else:
+            result.set_result(done.value()[0] / dist.get_world_size())
+
+    future.add_done_callback(finish)
+    return result
+
+
+@pairwise(mode=MODES, bucket=[0, 2], way=[_raises_then, _set_exception])
+@on_ranks(**LIMITS)
+def test_a_continuation_that_raises_on_one_rank_is_quoted_on_the_others(rank, way, bucket, mode):
+    """That rank raises its own error (torch's then() makes a RuntimeError of it)."""
+    armed, at_bucket = False, bucket
+
+    def hook(state, bucket):
+        error = UserError("no disk") if armed and bucket.index() == at_bucket else None
+        return way(_sum(bucket.buffer()), error)
+
+    training = Training(rank, MODES[mode])
+    training.wrapped.register_comm_hook(None, hook)
+    for _ in range(2):
+        training.expect_steps(2)
+        armed = rank == 1
+        training.expect_failure([1], (UserError, RuntimeError), "no disk", "no disk")
+        armed = False
+    training.expect_steps(2)
+
+
+# ---------------------------------------------- hooks that never end, or are unlike
+
+
+def averages(state, bucket):
+    return _average_of(_sum(bucket.buffer()))
+
+
+def two_collectives(state, bucket):
+    _sum(bucket.buffer().clone())
+    return averages(state, bucket) if not bucket.is_last() else _done(bucket.buffer())
+
+
+def never_done(state, bucket):
+    _sum(bucket.buffer().clone())
+    return averages(state, bucket) if not bucket.is_last() else torch.futures.Future()
+
+
+def _backward_fails(rank, hooks):
+    training = Training(rank, {})
+    with pytest.raises(RuntimeError) as caught:
+        training.wrapped.register_comm_hook(None, hooks[rank])
+        for _ in range(4):
+            training.backward()
+    dist.destroy_process_group()
+    return str(caught.value)
+
+
+_texts_of = functools.partial(run_ranks, _backward_fails, timeout_s=5, deadline_s=60)
+
+
+@pytest.mark.parametrize("first", [never_done, two_collectives])
+def test_a_future_that_never_completes_ends_at_the_timeout(first):
+    texts = _texts_of([first, never_done])
+    assert "never_done" in texts[1]
+    assert "never_done" in texts[0] or "rank 1" in texts[0], texts
+
+
+def test_unlike_hooks_on_unlike_ranks_are_named():
+    for text in _texts_of([averages, two_collectives]):
+        assert "averages" in text and "two_collectives" in text, text

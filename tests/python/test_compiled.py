@@ -9,7 +9,7 @@ from torch.nn.parallel import DistributedDataParallel as TorchDistributedDataPar
 
 import brigade
 
-from ranks import run_ranks
+from ranks import on_ranks
 from training import CLASSES, assert_equal, inputs, loss_of
 
 
@@ -42,14 +42,6 @@ def _train(rank, wrapped, compiled):
     return seen
 
 
-def _parity(rank, make, options):
-    results = {}
-    for name, wrapper in CLASSES.items():
-        torch._dynamo.reset()
-        results[name] = _train(rank, *make(wrapper, options))
-    assert_equal(results["brigade"], results["torch"])
-
-
 @pytest.mark.parametrize(
     ("make", "options"),
     [
@@ -61,11 +53,18 @@ def _parity(rank, make, options):
         pytest.param(_in_a_step, {}, marks=pytest.mark.slow),
     ],
 )
-def test_compiled_either_way_the_gradients_have_torchs_bits(make, options):
-    run_ranks(_parity, make, options)
+@on_ranks()
+def test_compiled_either_way_the_gradients_have_torchs_bits(rank, make, options):
+    results = {}
+    for name, wrapper in CLASSES.items():
+        torch._dynamo.reset()
+        results[name] = _train(rank, *make(wrapper, options))
+    assert_equal(results["brigade"], results["torch"])
 
 
-def _frames(rank, make):
+@pytest.mark.parametrize("make", [_around, _inside, _in_a_step])
+@on_ranks(1)
+def test_the_compiler_converts_nothing_of_the_wrappers_python(rank, make):
     """The compiler's callback gets each frame that is new to it, and tells what it made of it."""
     from torch._dynamo.convert_frame import CatchErrorsWrapper
 
@@ -91,12 +90,8 @@ def _frames(rank, make):
     assert ours == []
 
 
-@pytest.mark.parametrize("make", [_around, _inside, _in_a_step])
-def test_the_compiler_converts_nothing_of_the_wrappers_python(make):
-    run_ranks(_frames, make, world_size=1)
-
-
-def _python_reducer(rank):
+@on_ranks()
+def test_the_compiler_may_reduce_in_one_graph(rank):
     """The compiled backward reduces, so that there is no break in either graph."""
     results = {}
     with torch._dynamo.config.patch(optimize_ddp="python_reducer", compiled_autograd=True):
@@ -113,11 +108,8 @@ def _python_reducer(rank):
     assert isinstance(wrapped, TorchDistributedDataParallel)
 
 
-def test_the_compiler_may_reduce_in_one_graph():
-    run_ranks(_python_reducer)
-
-
-def _compiled_backward(rank):
+@on_ranks(1)
+def test_a_compiled_backward_through_a_reducer_is_told_what_to_set(rank):
     from torch._dynamo import compiled_autograd
 
     wrapped = brigade.DistributedDataParallel(_model())
@@ -127,7 +119,3 @@ def _compiled_backward(rank):
         pytest.raises(RuntimeError, match=r'optimize_ddp\W+"python_reducer"'),
     ):
         output.backward()
-
-
-def test_a_compiled_backward_through_a_reducer_is_told_what_to_set():
-    run_ranks(_compiled_backward, world_size=1)

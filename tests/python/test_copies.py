@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 import brigade
 
-from ranks import run_ranks
+from ranks import on_ranks
 from training import Perceptron, assert_equal, inputs, train
 
 
@@ -24,7 +24,14 @@ def _pickled(wrapped):
     return torch.load(file, weights_only=False)
 
 
-def _one_rank_alone(rank, make, options):
+@pytest.mark.parametrize("make", [_copied, _pickled])
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"static_graph": True}, {"find_unused_parameters": True, "check_module": "off"}],
+    ids=["default", "static_graph", "find_unused"],
+)
+@on_ranks(timeout_s=30)
+def test_one_rank_may_copy_its_wrapper_alone(rank, make, options):
     torch.manual_seed(0)
     wrapped = brigade.DistributedDataParallel(Perceptron(), **options)
     expected = train(copy.deepcopy(wrapped), inputs(rank, 3))
@@ -42,17 +49,8 @@ def _one_rank_alone(rank, make, options):
     assert again.static_graph == options.get("static_graph", False)
 
 
-@pytest.mark.parametrize("make", [_copied, _pickled])
-@pytest.mark.parametrize(
-    "options",
-    [{}, {"static_graph": True}, {"find_unused_parameters": True, "check_module": "off"}],
-    ids=["default", "static_graph", "find_unused"],
-)
-def test_one_rank_may_copy_its_wrapper_alone(make, options):
-    run_ranks(_one_rank_alone, make, options, timeout_s=30)
-
-
-def _a_spare(rank):
+@on_ranks(timeout_s=30)
+def test_a_copy_that_is_never_trained_disturbs_nobody(rank):
     """A copy that is kept on rank 0 only, as an average of weights is."""
     wrapped = brigade.DistributedDataParallel(Perceptron())
     spare = copy.deepcopy(wrapped) if rank == 0 else None
@@ -62,7 +60,3 @@ def _a_spare(rank):
             spare.module(inputs(rank, 1)[0])
     del spare
     train(wrapped, inputs(rank, 2))
-
-
-def test_a_copy_that_is_never_trained_disturbs_nobody():
-    run_ranks(_a_spare, timeout_s=30)

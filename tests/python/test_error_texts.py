@@ -11,7 +11,7 @@ from torch.utils.checkpoint import checkpoint
 
 import brigade
 
-from ranks import run_ranks
+from ranks import on_ranks
 
 
 def _sum(state, bucket):
@@ -120,33 +120,12 @@ WORDS = {
 }
 
 
-def _says(rank):
+@on_ranks(1)
+def test_the_words_that_programs_look_for_are_torchs(rank):
     for run, kind, words in WORDS.values():
         for wrapper in (TorchDistributedDataParallel, brigade.DistributedDataParallel):
             with pytest.raises(kind, match=words):
                 run(wrapper)
-
-
-def test_the_words_that_programs_look_for_are_torchs():
-    run_ranks(_says, world_size=1)
-
-
-UNLIKE = {
-    "sizes": lambda: nn.Conv2d(2, 3, 3),
-    "strides": lambda: nn.Conv2d(2, 3, 2).to(memory_format=torch.channels_last),
-}
-
-
-def _is_unlike(rank, what):
-    module = UNLIKE[what]() if rank else nn.Conv2d(2, 3, 2)
-    words = rf"(?s)'weight'.*appears not to match {what} of the same param in process 0"
-    with pytest.raises(RuntimeError, match=words):
-        brigade.DistributedDataParallel(module)
-
-
-@pytest.mark.parametrize("what", UNLIKE)
-def test_sizes_and_strides_that_differ_from_those_of_process_0_are_called_so(what):
-    run_ranks(_is_unlike, what)
 
 
 # ------------------------------------------------------- what to do, in Python
@@ -156,21 +135,6 @@ def _error_of(run):
     with pytest.raises(RuntimeError) as raised:
         run(brigade.DistributedDataParallel)
     return str(raised.value)
-
-
-def _names_the_option(rank):
-    text = _error_of(_leave_out)
-    assert "2 of 4 parameters got no gradient in iteration 1 on rank 0" in text
-    assert "parameters 2 ('b.weight'), 3 ('b.bias')." in text
-    for option in (
-        'strategy="ddp_find_unused_parameters_true"',
-        "DistributedDataParallelKwargs(find_unused_parameters=True)",
-        "ddp_find_unused_parameters=True",
-    ):
-        assert option in text
-    texts = [text, _error_of(_use_twice), _error_of(_go_back_twice), _error_of(_resize)]
-    for text in texts:
-        assert not re.search(r"prepare_for_backward|the reducer\.|tie_outputs", text), text
 
 
 def _go_back_twice(wrapper):
@@ -187,8 +151,20 @@ def _resize(wrapper):
     wrapped(X)
 
 
-def test_texts_name_what_can_be_done_in_python():
-    run_ranks(_names_the_option, world_size=1)
+@on_ranks(1)
+def test_texts_name_what_can_be_done_in_python(rank):
+    text = _error_of(_leave_out)
+    assert "2 of 4 parameters got no gradient in iteration 1 on rank 0" in text
+    assert "parameters 2 ('b.weight'), 3 ('b.bias')." in text
+    for option in (
+        'strategy="ddp_find_unused_parameters_true"',
+        "DistributedDataParallelKwargs(find_unused_parameters=True)",
+        "ddp_find_unused_parameters=True",
+    ):
+        assert option in text
+    texts = [text, _error_of(_use_twice), _error_of(_go_back_twice), _error_of(_resize)]
+    for text in texts:
+        assert not re.search(r"prepare_for_backward|the reducer\.|tie_outputs", text), text
 
 
 def _freeze(wrapper):
@@ -200,7 +176,8 @@ def _freeze(wrapper):
     wrapped(x)
 
 
-def _names_the_frozen(rank):
+@on_ranks(1)
+def test_a_parameter_frozen_after_wrapping_is_named_as_frozen(rank):
     text = _error_of(_freeze)
     assert "Frozen since the module was wrapped: parameters 0 ('a.weight'), 1 ('a.bias')." in text
     assert "Freeze parameters before the module is wrapped" in text
@@ -209,10 +186,6 @@ def _names_the_frozen(rank):
     for _ in range(2):
         wrapped(X.clone().requires_grad_()).sum().backward()
     assert wrapped.module.b.bias.grad.tolist() == [2.0, 2.0]
-
-
-def test_a_parameter_frozen_after_wrapping_is_named_as_frozen():
-    run_ranks(_names_the_frozen, world_size=1)
 
 
 class Lazy(nn.Module):
@@ -226,7 +199,8 @@ class Lazy(nn.Module):
         return self.second(self.first(x))
 
 
-def _names_the_lazy(rank):
+@on_ranks(1)
+def test_a_module_that_builds_submodules_lazily_is_told_to_run_first(rank):
     wrapped = brigade.DistributedDataParallel(Lazy())
     wrapped(X).sum().backward()
     with pytest.raises(
@@ -234,7 +208,3 @@ def _names_the_lazy(rank):
         match=r"(?s)added: 'second.weight', 'second.bias'.*builds submodules lazily.*one forward",
     ):
         wrapped(X)
-
-
-def test_a_module_that_builds_submodules_lazily_is_told_to_run_first():
-    run_ranks(_names_the_lazy, world_size=1)

@@ -7,16 +7,15 @@ from torch import nn
 
 import brigade
 
-from ranks import run_ranks
+from ranks import on_ranks
 
 _NUM_RANKS = 8
 
 
-def _as_one_of_many(rank, train):
+def _be_one_of_many():
     fake = pytest.importorskip("torch.testing._internal.distributed.fake_pg")
     dist.destroy_process_group()
     dist.init_process_group("fake", store=fake.FakeStore(), rank=0, world_size=_NUM_RANKS)
-    train()
 
 
 def _net():
@@ -24,7 +23,9 @@ def _net():
     return nn.Sequential(nn.Linear(4, 16), nn.ReLU(), nn.Linear(16, 4))
 
 
-def _trains_data_parallel():
+@on_ranks(1)
+def test_data_parallel_training_needs_no_peers(rank):
+    _be_one_of_many()
     plain, module = _net(), _net()
     model = brigade.DistributedDataParallel(module, bucket_cap_mb=1e-4)
     x = torch.ones(2, 4)
@@ -37,11 +38,9 @@ def _trains_data_parallel():
             assert torch.equal(found.grad, expected.grad)  # as if all ranks were alike
 
 
-def test_data_parallel_training_needs_no_peers():
-    run_ranks(_as_one_of_many, _trains_data_parallel, world_size=1)
-
-
-def _trains_sharded():
+@on_ranks(1)
+def test_sharded_training_takes_what_one_rank_of_many_takes(rank):
+    _be_one_of_many()
     model = _net()
     for layer in (model[0], model[2]):
         brigade.fully_shard(layer)
@@ -55,7 +54,3 @@ def _trains_sharded():
     assert statistics["peak_buffer_bytes"] == statistics["planned_buffer_bytes"] > 0
     held = sum(p.to_local().numel() for p in model.parameters())
     assert held == (4 * 16 + 16 + 16 * 4 + 4) // _NUM_RANKS + 1
-
-
-def test_sharded_training_takes_what_one_rank_of_many_takes():
-    run_ranks(_as_one_of_many, _trains_sharded, world_size=1)

@@ -6,26 +6,20 @@ from torch import nn
 
 import brigade
 
-from ranks import run_ranks
-from training import CLASSES, Perceptron, assert_equal, inputs, loss_of
+from exact_training import MODES
+from ranks import on_ranks
+from training import CLASSES, Perceptron, assert_equal, gradients_of, inputs, loss_of
 
 # Older ones have none of this.
 _CLASSES = {name: c for name, c in CLASSES.items() if hasattr(c, "finalize_backward")}
 _NOTHING = "no gradient reduction requires finalization"
-_MODES = {
-    "default": {},
-    "views": {"gradient_as_bucket_view": True},
-    "find_unused": {"find_unused_parameters": True},
-    "static_graph": {"static_graph": True},
-}
 
 
-def _gradients(wrapped):
-    return [None if p.grad is None else p.grad.clone() for p in wrapped.parameters()]
-
-
-def _after_backward(rank, options):
+@pytest.mark.parametrize("mode", MODES)
+@on_ranks()
+def test_gradients_are_averaged_when_the_caller_says_so(rank, mode):
     """Against a wrapper that finalizes by itself: the same bits, once they are asked for."""
+    options = MODES[mode]
     results = {}
     for manual in (False, True):
         torch.manual_seed(0)
@@ -37,18 +31,17 @@ def _after_backward(rank, options):
             loss_of(wrapped(x)).backward()
             if manual:
                 wrapped.finalize_backward()
-            seen += _gradients(wrapped)
+            seen += gradients_of(wrapped)
         results[manual] = seen
     assert_equal(results[True], results[False])
 
 
-@pytest.mark.parametrize("mode", _MODES)
-def test_gradients_are_averaged_when_the_caller_says_so(mode):
-    run_ranks(_after_backward, _MODES[mode])
-
-
-def _asks(rank, options):
+@pytest.mark.skipif("torch" not in _CLASSES, reason="torch's class can't be told to wait")
+@pytest.mark.parametrize("mode", MODES)
+@on_ranks()
+def test_the_caller_is_told_when_only_the_end_of_backward_will_do(rank, mode):
     """Whether the end of backward has to be waited for, forward by forward, as torch's."""
+    options = MODES[mode]
     answers = {}
     for name, wrapper in _CLASSES.items():
         wrapped = wrapper(Perceptron(), **options)
@@ -62,14 +55,11 @@ def _asks(rank, options):
     assert answers["brigade"] == answers["torch"]
 
 
-@pytest.mark.skipif("torch" not in _CLASSES, reason="torch's class can't be told to wait")
-@pytest.mark.parametrize("mode", _MODES)
-def test_the_caller_is_told_when_only_the_end_of_backward_will_do(mode):
-    run_ranks(_asks, _MODES[mode])
-
-
-def _in_a_hook(rank, wrapper):
+@pytest.mark.parametrize("name", _CLASSES)
+@on_ranks()
+def test_a_hook_in_backward_may_finalize_once_all_gradients_are_there(rank, name):
     """Something before the model is still in backward when the averages are there."""
+    wrapper = _CLASSES[name]
     wrapped = wrapper(nn.Linear(3, 2, bias=False))
     wrapped.require_manual_backward_finalization = True
     before = torch.ones(3, requires_grad=True)
@@ -88,11 +78,9 @@ def _in_a_hook(rank, wrapper):
 
 
 @pytest.mark.parametrize("name", _CLASSES)
-def test_a_hook_in_backward_may_finalize_once_all_gradients_are_there(name):
-    run_ranks(_in_a_hook, _CLASSES[name])
-
-
-def _misused(rank, wrapper):
+@on_ranks()
+def test_misuse_is_told_in_words_that_torch_has_too(rank, name):
+    wrapper = _CLASSES[name]
     wrapped = wrapper(Perceptron())
     x = inputs(rank, 1)[0]
     with pytest.raises(RuntimeError, match="manual backward finalization is not required"):
@@ -121,18 +109,16 @@ def _misused(rank, wrapper):
             wrapped.finalize_backward()
     wrapped.require_manual_backward_finalization = False
     loss_of(wrapped(x)).backward()  # averages what no_sync() left, too
-    flat = torch.cat([gradient.flatten() for gradient in _gradients(wrapped)])
+    flat = torch.cat([gradient.flatten() for gradient in gradients_of(wrapped)])
     gathered = [torch.empty_like(flat) for _ in range(2)]
     torch.distributed.all_gather(gathered, flat)
     assert torch.equal(*gathered)
 
 
 @pytest.mark.parametrize("name", _CLASSES)
-def test_misuse_is_told_in_words_that_torch_has_too(name):
-    run_ranks(_misused, _CLASSES[name])
-
-
-def _too_early(rank, wrapper):
+@on_ranks()
+def test_finalizing_before_all_gradients_are_there_is_an_error(rank, name):
+    wrapper = _CLASSES[name]
     wrapped = wrapper(Perceptron())
     wrapped.require_manual_backward_finalization = True
     x = inputs(rank, 1)[0]
@@ -149,12 +135,8 @@ def _too_early(rank, wrapper):
     wrapped.finalize_backward()
 
 
-@pytest.mark.parametrize("name", _CLASSES)
-def test_finalizing_before_all_gradients_are_there_is_an_error(name):
-    run_ranks(_too_early, _CLASSES[name])
-
-
-def _without_a_reducer(rank):
+@on_ranks(1)
+def test_without_a_reducer_there_is_nothing_to_finalize(rank):
     model, before = nn.Linear(3, 2), nn.Parameter(torch.ones(3))
     model = nn.Sequential(model)
     delayed = brigade.DistributedDataParallel(
@@ -172,7 +154,3 @@ def _without_a_reducer(rank):
         compiled.require_manual_backward_finalization = True
     with pytest.raises(RuntimeError, match="Manual backward finalization is not supported with"):
         compiled.finalize_backward()
-
-
-def test_without_a_reducer_there_is_nothing_to_finalize():
-    run_ranks(_without_a_reducer, world_size=1)

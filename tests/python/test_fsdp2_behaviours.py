@@ -12,7 +12,7 @@ from torch import nn
 import brigade
 
 from ranks import on_ranks
-from sharded_training import Pair, expect_equal, loss_of, make_net, shard_blocks
+from sharded_training import expect_equal, loss_of, make_net, shard_blocks
 from whole_numbers import backward_of_all
 
 
@@ -68,24 +68,6 @@ def test_a_scaler_skips_a_step_on_all_ranks(rank):
         assert scalers[1].get_scale() == scalers[0].get_scale()
         expect_equal(model, plain)
     assert scalers[1].get_scale() == 2.0**8
-
-
-@on_ranks()
-def test_a_moving_average_of_parts(rank):
-    pair = Pair(rank)
-    plain, model = pair.plain, pair.model
-    plain_average = {name: p.detach().clone() for name, p in plain.named_parameters()}
-    average = {name: p.detach().clone() for name, p in model.named_parameters()}
-    for step in range(3):
-        pair.step(step)
-        for net, values in ((plain, plain_average), (model, average)):
-            for name, parameter in net.named_parameters():
-                values[name].lerp_(parameter.detach(), 0.5)
-    trained = {name: value.clone() for name, value in model.state_dict().items()}
-    model.load_state_dict(average)
-    plain.load_state_dict(plain_average)
-    expect_equal(model, plain)
-    model.load_state_dict(trained)
 
 
 class Speaker(nn.Module):

@@ -11,7 +11,7 @@ from torch import nn
 
 import brigade
 
-from ranks import run_ranks
+from ranks import on_ranks
 
 # So often the peer hears from the other thread before it takes part: backward has long
 # reached its wait by then, and the thread needs the GIL each time.
@@ -43,7 +43,14 @@ def _waits_for_the_thread():
     store.wait(["seen"])
 
 
-def _backward_waits(rank, options, with_hook):
+@pytest.mark.parametrize("with_hook", [False, True], ids=["all_reduce", "python_hook"])
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"find_unused_parameters": True}, {"static_graph": True}],
+    ids=["plain", "find_unused", "static_graph"],
+)
+@on_ranks(timeout_s=30)
+def test_a_thread_runs_while_backward_waits_for_a_peer(rank, options, with_hook):
     model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
     wrapped = brigade.DistributedDataParallel(model, bucket_cap_mb=1e-6, **options)
     if with_hook:
@@ -67,13 +74,3 @@ def _backward_waits(rank, options, with_hook):
     assert model[1].bias.grad.eq(1).all()
     # Averages of gradients in proportion to 0 and 2.
     assert torch.equal(model[0].weight.grad, model[1].weight.detach().sum(0)[:, None].expand(2, 2))
-
-
-@pytest.mark.parametrize("with_hook", [False, True], ids=["all_reduce", "python_hook"])
-@pytest.mark.parametrize(
-    "options",
-    [{}, {"find_unused_parameters": True}, {"static_graph": True}],
-    ids=["plain", "find_unused", "static_graph"],
-)
-def test_a_thread_runs_while_backward_waits_for_a_peer(options, with_hook):
-    run_ranks(_backward_waits, options, with_hook, timeout_s=30)

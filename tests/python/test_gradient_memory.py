@@ -1,6 +1,5 @@
 """What a user keeps of a gradient stays as it was, whosever memory the gradient has."""
 
-import copy
 import io
 
 import numpy as np
@@ -10,7 +9,7 @@ from torch import nn
 
 import brigade
 
-from ranks import run_ranks
+from ranks import on_ranks
 
 WIDTH = 160  # weights of 100 KB: their gradients may get their bucket's memory
 STEPS = 5
@@ -54,7 +53,8 @@ def _lie_in_bucket(net):
     return abs(first - second) == 4 * (WIDTH * WIDTH + WIDTH)
 
 
-def _gradients_get_memory_of_their_bucket(rank):
+@on_ranks()
+def test_gradients_get_memory_of_their_bucket_and_can_be_saved(rank):
     model = brigade.DistributedDataParallel(_net())
     for step, x in enumerate(_inputs(rank)):
         _step(model, x)
@@ -62,65 +62,24 @@ def _gradients_get_memory_of_their_bucket(rank):
         if step > 1:
             assert _lie_in_bucket(model.module), step
         assert not model.module[0].weight.grad._is_view()
+    file, gradient = io.BytesIO(), model.module[0].weight.grad
+    torch.save(gradient, file)
+    file.seek(0)
+    assert torch.equal(torch.load(file), gradient)
 
 
-def test_gradients_get_memory_of_their_bucket():
-    run_ranks(_gradients_get_memory_of_their_bucket)
-
-
-def _what_is_kept_after_backward_stays(rank, form):
+@pytest.mark.parametrize("form", FORMS)
+@on_ranks()
+def test_what_is_kept_of_a_gradient_stays(rank, form):
+    """And what is kept in backward gets the average at its end."""
     keep, read = FORMS[form]
     model = brigade.DistributedDataParallel(_net())
-    kept = []
+    first, second = model.module[0].weight, model.module[2].weight
+    kept, early = [], []
+    second.register_post_accumulate_grad_hook(lambda p: early.append(keep(p.grad)))
     for x in _inputs(rank):
         _step(model, x)
-        weight = model.module[0].weight
-        kept.append((keep(weight.grad), weight.grad.clone()))
-        for step, (mine, expected) in enumerate(kept):
+        kept.append((keep(first.grad), first.grad.clone()))
+        for mine, expected in (*kept, (early.pop(), second.grad)):
             values = read(mine)
-            assert torch.equal(values, expected[0] if values.dim() == 1 else expected), step
-
-
-@pytest.mark.parametrize("form", FORMS)
-def test_what_is_kept_after_backward_stays(form):
-    run_ranks(_what_is_kept_after_backward_stays, form)
-
-
-def _what_is_kept_in_backward_gets_the_average(rank, form):
-    keep, read = FORMS[form]
-    model = brigade.DistributedDataParallel(_net())
-    weight = model.module[2].weight  # its gradient is there long before the last
-    kept = []
-    weight.register_post_accumulate_grad_hook(lambda p: kept.append(keep(p.grad)))
-    for step, x in enumerate(_inputs(rank)):
-        _step(model, x)
-        values = read(kept[-1])
-        expected = weight.grad[0] if values.dim() == 1 else weight.grad
-        assert torch.equal(values, expected), step
-        kept.clear()
-
-
-@pytest.mark.parametrize("form", FORMS)
-def test_what_is_kept_in_backward_gets_the_average(form):
-    run_ranks(_what_is_kept_in_backward_gets_the_average, form)
-
-
-def _gradients_can_be_copied_and_saved(rank):
-    model = brigade.DistributedDataParallel(_net())
-    inputs = _inputs(rank)
-    for x in inputs[:3]:
-        _step(model, x)
-    gradient = model.module[0].weight.grad
-    assert _lie_in_bucket(model.module)
-    expected = gradient.clone()
-    copied = copy.deepcopy(gradient)
-    file = io.BytesIO()
-    torch.save(gradient, file)
-    _step(model, inputs[3])
-    assert torch.equal(copied, expected)
-    file.seek(0)
-    assert torch.equal(torch.load(file), expected)
-
-
-def test_gradients_can_be_copied_and_saved():
-    run_ranks(_gradients_can_be_copied_and_saved)
+            assert torch.equal(values, expected[0] if values.dim() == 1 else expected)

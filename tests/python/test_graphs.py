@@ -1,16 +1,15 @@
-"""Unused parameters, static graphs, logging data."""
+"""Outputs that the loss leaves out or changes, and what is told of a step's graph."""
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.utils.checkpoint import checkpoint
 
 import brigade
 
 from cases import pairwise
-from ranks import run_ranks
-from training import CLASSES, Perceptron, assert_equal, assert_same_bits, both, inputs, loss_of
+from ranks import on_ranks
+from training import CLASSES, Perceptron, expect_torchs_bits, gradients_of, inputs, loss_of
 
 
 class Branches(nn.Module):
@@ -22,156 +21,130 @@ class Branches(nn.Module):
         self.never = nn.Linear(2, 2)
         self.head = nn.Linear(3, 2)
 
-    def forward(self, way_and_x):
-        way, x = way_and_x
-        return self.head(self.ways[way](x)), self.ways[way](x)
+    def forward(self, way, x):
+        return self.head(self.ways[way](x)), self.ways[way](x).tanh()
 
 
-def _unused(rank, ways, views, set_to_none):
-    batches = list(zip(ways[rank], inputs(rank, len(ways[rank])), strict=True))
-    assert_same_bits(
-        both(
-            Branches,
-            batches,
-            set_to_none=set_to_none,
-            find_unused_parameters=True,
-            gradient_as_bucket_view=views,
-        )
-    )
+class _Marked(torch.Tensor):
+    """A subclass in Python, as quantities with units are."""
+
+
+class _Marking(Branches):
+    def forward(self, way, x):
+        head, hidden = super().forward(way, x)
+        return head.as_subclass(_Marked), hidden
 
 
 @pairwise(
     views=[False, True],
     set_to_none=[True, False],
-    ways=[([0, 1, 2, 0], [0, 1, 2, 0]), ([0, 1, 2, 0], [1, 1, 0, 2]), ([0, 0, 0, 0], [2, 2, 2, 2])],
+    make=[Branches, _Marking],
+    copies=[True, False],
 )
-def test_unused_parameters_train_to_the_same_bits(ways, views, set_to_none):
-    run_ranks(_unused, ways, views, set_to_none)
-
-
-def _used_map(rank):
-    wrapped = brigade.DistributedDataParallel(Branches(), find_unused_parameters=True)
-    output = wrapped((rank, inputs(rank, 1)[0]))
-    loss_of(output).backward()
-    used = wrapped.reducer._get_local_used_map()
-    assert used.dtype == torch.int32
-    assert used.tolist() == [1, 1, 1, 1, 0, 0, 0, 0, 2, 2]  # by how many ranks
-    assert wrapped.module.never.weight.grad is None
-    assert wrapped.module.ways[2].weight.grad is None
-    assert wrapped.module.ways[1 - rank].weight.grad is not None
-
-
-def test_a_parameter_that_no_rank_uses_keeps_its_gradient():
-    run_ranks(_used_map)
-
-
-def _outputs_outside_the_loss(rank, views, set_to_none):
+@on_ranks()
+def test_the_loss_may_leave_outputs_out_and_change_them(rank, make, views, set_to_none, copies):
     """Rank 0 leaves the head out in odd steps, rank 1 in the last three."""
-    results = {}
-    for name, wrapper in CLASSES.items():
-        torch.manual_seed(0)
-        wrapped = wrapper(Branches(), find_unused_parameters=True, gradient_as_bucket_view=views)
+
+    def run(wrapper):
+        wrapped = wrapper(make(), find_unused_parameters=True, gradient_as_bucket_view=views)
+        wrapped._set_ddp_sink_clone(copies)
         seen = []
         for step, x in enumerate(inputs(rank, 6)):
             wrapped.zero_grad(set_to_none=set_to_none)
             leaves_out = step >= 3 if rank == 1 else step % 2 == 1
-            head, way = wrapped((0, x))
-            loss_of(way if leaves_out else [head, way]).backward()
-            seen += [None if p.grad is None else p.grad.clone() for p in wrapped.parameters()]
-        results[name] = seen
-    assert_equal(results["brigade"], results["torch"])
+            head, hidden = wrapped(0, x)
+            assert type(head) is (_Marked if make is _Marking else torch.Tensor)
+            if copies:
+                hidden.mul_(2)
+            loss_of(hidden if leaves_out else [head, hidden]).backward()
+            seen += gradients_of(wrapped)
+        return seen
+
+    expect_torchs_bits(run)
 
 
-@pytest.mark.parametrize("views", [False, True])
-@pytest.mark.parametrize("set_to_none", [True, False])
-def test_the_loss_may_leave_outputs_out(views, set_to_none):
-    run_ranks(_outputs_outside_the_loss, views, set_to_none)
-
-
-def _outputs_keep_their_structure(rank):
+@on_ranks(1)
+def test_outputs_keep_their_structure(rank):
     class Nested(Branches):
         def forward(self, x):
-            head, way = super().forward((0, x))
+            head, way = super().forward(0, x)
             return {"head": [head, (way, x)], "constant": 3}
 
     wrapped = brigade.DistributedDataParallel(Nested(), find_unused_parameters=True)
     x = inputs(rank, 1)[0]
     output = wrapped(x)
     assert output["constant"] == 3 and output["head"][1][1] is x
-    output["head"][1][0].relu_()  # an output may be changed in place
     loss_of(output["head"][1][0]).backward()
     assert wrapped.module.head.weight.grad is None
 
 
-def test_outputs_keep_their_structure_and_may_be_changed_in_place():
-    run_ranks(_outputs_keep_their_structure, world_size=1)
+class _Heads(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(6).requires_grad_(False)  # both backwards would go through it
+        self.left, self.right = nn.Linear(6, 3), nn.Linear(6, 3)
+
+    def forward(self, x):
+        x = self.norm(x)
+        return self.left(x).tanh(), self.right(x).tanh()
 
 
-def _missing(rank):
+@on_ranks(timeout_s=30)
+def test_a_forward_without_gradients_between_two_backwards_leaves_their_reduction_alone(rank):
+    def run(wrapper):
+        wrapped, seen = wrapper(_Heads()), []
+        for x in inputs(rank, 3):
+            wrapped.zero_grad()
+            left, right = wrapped(x)
+            left.sum().backward()
+            with torch.no_grad():
+                seen += [output.clone() for output in wrapped(x + 1)]
+            right.square().sum().backward()
+            seen += gradients_of(wrapped) + [buffer.clone() for buffer in wrapped.buffers()]
+        return seen
+
+    expect_torchs_bits(run)
+
+
+# ---------------------------------------------------------------------- what is told
+
+
+@on_ranks()
+def test_what_the_search_for_unused_parameters_has_found_is_told(rank):
+    wrapped = brigade.DistributedDataParallel(Branches(), find_unused_parameters=True)
+    x = inputs(rank, 1)[0]
+    for _ in range(2):
+        loss_of(wrapped(0, x)).backward()
+        assert wrapped.reducer._ddp_graph_static()
+    names = [name for name, _ in wrapped.module.named_parameters()]
+    times = dict(zip(names, wrapped.reducer.get_backward_stats(), strict=True))
+    assert times["never.bias"] == 0 and times["ways.1.weight"] == 0
+    assert 0 < times["head.bias"] < times["ways.0.weight"]
+    loss_of(wrapped(rank, x)).backward()
+    used = wrapped.reducer._get_local_used_map()
+    assert used.dtype == torch.int32
+    assert used.tolist() == [1, 1, 1, 1, 0, 0, 0, 0, 2, 2]  # by how many ranks
+    unused = [wrapped.module.never, wrapped.module.ways[1 - rank], wrapped.module.ways[2]]
+    unused_bytes = sum(4 * p.numel() for module in unused for p in module.parameters())
+    wrapped(rank, x)
+    assert wrapped._get_ddp_logging_data()["unused_parameter_size"] == unused_bytes
+    assert rank == 0 or not wrapped.reducer._ddp_graph_static()
+
+
+@on_ranks()
+def test_missing_gradients_are_named_with_the_rank_in_lines_that_tools_read(rank):
     wrapped = brigade.DistributedDataParallel(Branches())
     x = inputs(rank, 1)[0]
-    loss_of(wrapped((0, x))).backward()
-    with pytest.raises(RuntimeError, match=rf"rank {rank}.*'ways.1.weight'") as error:
-        wrapped((0, x))
+    loss_of(wrapped(0, x)).backward()
+    words = rf"(?s)rank {rank}.*'ways.1.weight'.*did not receive grad for rank {rank}: 2, 3, 4"
+    with pytest.raises(RuntimeError, match=words) as error:
+        wrapped(0, x)
     assert "'ways.0.weight'" not in str(error.value)
     assert "ways.2.bias" in wrapped._get_ddp_logging_data()["error"]
 
 
-def test_missing_gradients_are_named_with_the_rank():
-    run_ranks(_missing)
-
-
-def _missing_all(rank):
-    wrapped = brigade.DistributedDataParallel(nn.ModuleList(nn.Linear(1, 1) for _ in range(9)))
-    wrapped.module.forward = lambda x: wrapped.module[8](x)
-    wrapped(torch.ones(1, 1)).sum().backward()
-    with pytest.raises(
-        RuntimeError, match=f"did not receive grad for rank {rank}: 0, 1, 2"
-    ) as error:
-        wrapped(torch.ones(1, 1))
-    assert all(f"{i}.weight" in str(error.value) for i in range(8))
-
-
-def test_every_missing_gradient_is_in_the_lines_that_tools_read():
-    run_ranks(_missing_all)
-
-
-class Checkpointed(nn.Module):
-    def __init__(self, reentrant: bool) -> None:
-        super().__init__()
-        self.reentrant = reentrant
-        self.a, self.b, self.unused = nn.Linear(6, 6), nn.Linear(6, 2), nn.Linear(1, 1)
-
-    def forward(self, x):
-        y = checkpoint(self.a, x.requires_grad_(), use_reentrant=self.reentrant)
-        return checkpoint(
-            self.b,
-            checkpoint(self.a, y, use_reentrant=self.reentrant),
-            use_reentrant=self.reentrant,
-        )
-
-
-def _static(rank, reentrant, views):
-    results = {}
-    for name, wrapper in CLASSES.items():
-        torch.manual_seed(0)
-        wrapped = wrapper(Checkpointed(reentrant), static_graph=True, gradient_as_bucket_view=views)
-        seen = []
-        for x in inputs(rank, 4):
-            wrapped.zero_grad()
-            loss_of(wrapped(x)).backward()
-            seen += [None if p.grad is None else p.grad.clone() for p in wrapped.parameters()]
-        results[name] = seen
-    assert_equal(results["brigade"], results["torch"])
-
-
-@pytest.mark.parametrize("reentrant", [False, True])
-@pytest.mark.parametrize("views", [False, True])
-def test_checkpointed_layers_train_under_a_static_graph(reentrant, views):
-    run_ranks(_static, reentrant, views)
-
-
-def _static_too_late(rank):
+@on_ranks(1)
+def test_a_static_graph_is_declared_before_training(rank):
     wrapped = brigade.DistributedDataParallel(Perceptron())
     loss_of(wrapped(inputs(rank, 1)[0])).backward()
     with pytest.raises(RuntimeError, match="iteration 1"):
@@ -179,25 +152,13 @@ def _static_too_late(rank):
     assert "iteration 1" in wrapped._get_ddp_logging_data()["error"]
 
 
-def test_a_static_graph_is_declared_before_training():
-    run_ranks(_static_too_late, world_size=1)
-
-
-def _detects_static(rank):
-    wrapped = brigade.DistributedDataParallel(Branches(), find_unused_parameters=True)
-    for x in inputs(rank, 3):
-        loss_of(wrapped((0, x))).backward()
-        assert wrapped.reducer._ddp_graph_static()
-    loss_of(wrapped((1, inputs(rank, 1)[0]))).backward()
-    assert not wrapped.reducer._ddp_graph_static()
-
-
-def test_a_graph_that_never_changes_is_recognised():
-    run_ranks(_detects_static)
-
-
-def _timings(rank):
-    wrapped = brigade.DistributedDataParallel(Perceptron())
+@on_ranks()
+def test_logging_data_are_torchs_and_tell_times_order_and_errors(rank):
+    wrapped = brigade.DistributedDataParallel(Perceptron(), bucket_cap_mb=1.5)
+    expected = CLASSES["torch"](Perceptron(), bucket_cap_mb=1.5)._get_ddp_logging_data()
+    data = wrapped._get_ddp_logging_data()
+    assert {key: data.get(key) for key in expected} == expected
+    assert data["rank"] == rank and data["world_size"] == dist.get_world_size()
     for x in inputs(rank, 3):
         loss_of(wrapped(x)).backward()
     data = wrapped._get_ddp_logging_data()
@@ -206,59 +167,13 @@ def _timings(rank):
     assert data["has_rebuilt_buckets"] == 1
     assert data["prev_iteration_grad_ready_order_indices"].startswith("7, ")
 
-
-def test_logging_data_tell_times_and_the_order_of_gradients():
-    run_ranks(_timings)
-
-
-def _gradient_times(rank):
-    wrapped = brigade.DistributedDataParallel(Branches(), find_unused_parameters=True)
-    loss_of(wrapped((0, inputs(rank, 1)[0]))).backward()
-    wrapped((0, inputs(rank, 1)[0]))
-    times = dict(
-        zip(
-            [name for name, _ in wrapped.module.named_parameters()],
-            wrapped.reducer.get_backward_stats(),
-            strict=True,
-        )
-    )
-    assert times["never.bias"] == 0 and times["ways.1.weight"] == 0
-    assert 0 < times["head.bias"] < times["ways.0.weight"]
-    unused = [wrapped.module.never, wrapped.module.ways[1], wrapped.module.ways[2]]
-    unused_bytes = sum(4 * p.numel() for module in unused for p in module.parameters())
-    assert wrapped._get_ddp_logging_data()["unused_parameter_size"] == unused_bytes
-
-
-def test_gradient_times_tell_unused_parameters():
-    run_ranks(_gradient_times)
-
-
-def _error_in_backward(rank):
     def hook(state, bucket):
         raise ValueError("the hook is out of order")
 
-    wrapped = brigade.DistributedDataParallel(nn.Linear(3, 2))
     wrapped.register_comm_hook(None, hook)
     assert "has_error" not in wrapped._get_ddp_logging_data()
     with pytest.raises(ValueError, match="out of order"):
-        wrapped(torch.ones(1, 3)).sum().backward()
+        loss_of(wrapped(inputs(rank, 1)[0])).backward()
     data = wrapped._get_ddp_logging_data()
-    assert data["has_error"] == 1 and data["iteration"] == 1
+    assert data["has_error"] == 1 and data["iteration"] == 4
     assert "the hook is out of order" in data["error"]
-
-
-def test_logging_data_tell_an_error_raised_in_backward():
-    run_ranks(_error_in_backward)
-
-
-def _logging_data(rank):
-    wrapped = brigade.DistributedDataParallel(Perceptron(), bucket_cap_mb=1.5)
-    theirs = CLASSES["torch"](Perceptron(), bucket_cap_mb=1.5)
-    expected = theirs._get_ddp_logging_data()
-    data = wrapped._get_ddp_logging_data()
-    assert {key: data.get(key) for key in expected} == expected
-    assert data["rank"] == rank and data["world_size"] == dist.get_world_size()
-
-
-def test_logging_data_after_construction_are_torchs():
-    run_ranks(_logging_data)

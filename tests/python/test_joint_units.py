@@ -111,36 +111,6 @@ def test_whole_from_the_first_forward_to_the_last(rank):
 
 
 @on_ranks()
-def test_a_failure_inside_of_them(rank):
-    class Bad(nn.Linear):
-        fails = False
-
-        def forward(self, x):
-            if self.fails:
-                raise ValueError("bad batch")
-            return super().forward(x)
-
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(4, 4), Bad(4, 4), Bad(4, 4), nn.Linear(4, 4))
-    brigade.fully_shard([model[0], model[2]])
-    brigade.fully_shard(model[1])
-    brigade.fully_shard(model)
-    for step in range(5):
-        bad = model[step % 2 + 1]  # between the two of a unit, or the second
-        bad.fails = step in (1, 2) and rank == 1
-        model.zero_grad()
-        if step in (1, 2):
-            expected = ValueError if bad.fails else dist.DistBackendError
-            with pytest.raises(expected, match="bad batch"):
-                model(torch.ones(2, 4)).sum().backward()
-            assert all(isinstance(p, brigade.ShardedParameter) for p in model.parameters())
-            bad.fails = False
-        else:
-            model(torch.ones(2, 4)).sum().backward()
-            assert all(p.grad is not None for p in model.parameters())
-
-
-@on_ranks()
 def test_parameters_are_named_by_their_path(rank):
     model = _sharded(_model())
     model(_tokens(rank, 0))  # makes the root, which knows where modules are
@@ -250,17 +220,3 @@ def test_a_member_called_alone_trains_as_in_one_process(rank, reshards, loss):
         expect_gradients(model, plain)
         step_by_sign(model, plain)
         expect_parameters(model, plain)
-
-
-@on_ranks()
-def test_a_member_is_evaluated_between_forward_and_backward(rank):
-    plain, model = _pair(True)
-    loss = loss_of(model, batch_of(3, rank, 0))
-    with torch.no_grad():
-        for i in (1, 0, 1):
-            x = batch_of(4, rank, i)
-            assert torch.equal(model.heads[i](x), plain.heads[i](x))
-            assert isinstance(model.heads[i].weight, brigade.ShardedParameter)
-    backward_of_all(plain, 2, lambda net, r: loss_of(net, batch_of(3, r, 0)))
-    loss.backward()
-    expect_gradients(model, plain)

@@ -13,7 +13,7 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 import brigade
 from brigade import _sharding_mesh
 
-from ranks import on_ranks, run_ranks
+from ranks import on_ranks
 from sharded_training import batch_of, expect_equal, make_net, shard_blocks
 
 _Dims = getattr(fsdp, "DataParallelMeshDims", None)  # of torch 2.15
@@ -96,7 +96,14 @@ def _drawn(rank, step):
     return torch.randn(3, 5, generator=torch.Generator().manual_seed(10 * step + rank))
 
 
-def _inner_replicas(rank, folder):
+@pytest.mark.skipif(_Dims is None, reason="torch has no DataParallelMeshDims")
+@pytest.mark.skipif(
+    "sort_ranks" not in inspect.signature(dist.new_group).parameters,
+    reason="torch's new_group() sorts ranks",
+)
+@on_ranks(4)
+def test_replicas_may_be_the_inner_dimension(rank, tmp_path):
+    folder = str(tmp_path / "checkpoint")
     mesh = dist.init_device_mesh("cpu", (2, 2), mesh_dim_names=("shards", "copies"))
     model = nn.Linear(5, 3, bias=False)
     nn.init.ones_(model.weight)
@@ -121,15 +128,6 @@ def _inner_replicas(rank, folder):
     found = brigade.load_checkpoint(folder, loaded, torch.optim.SGD(loaded.parameters(), lr=0.5))
     assert found.own == {"rank": rank}
     torch.testing.assert_close(loaded.full_state_dict()["weight"], expected, rtol=0, atol=0)
-
-
-@pytest.mark.skipif(_Dims is None, reason="torch has no DataParallelMeshDims")
-@pytest.mark.skipif(
-    "sort_ranks" not in inspect.signature(dist.new_group).parameters,
-    reason="torch's new_group() sorts ranks",
-)
-def test_replicas_may_be_the_inner_dimension(tmp_path):
-    run_ranks(_inner_replicas, str(tmp_path / "checkpoint"), world_size=4)
 
 
 @on_ranks(4)

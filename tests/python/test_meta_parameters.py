@@ -11,7 +11,7 @@ from torch import nn
 
 import brigade
 
-from ranks import on_ranks, run_ranks
+from ranks import on_ranks
 from sharded_training import Net, Pair, batch_of, expect_equal, make_net, shard_blocks
 
 
@@ -153,7 +153,9 @@ def test_a_unit_is_on_meta_or_not(rank):
         brigade.fully_shard(on_one_rank)
 
 
-def _loaded(rank, folder):
+@on_ranks()
+def test_checkpoints_are_loaded_into_what_was_on_meta(rank, tmp_path):
+    folder = str(tmp_path)
     plain = make_net()
     source = shard_blocks(make_net())
     dcp.save({"model": source.state_dict()}, checkpoint_id=folder)
@@ -169,10 +171,6 @@ def _loaded(rank, folder):
     again = shard_blocks(_on_meta())
     again.load_full_state_dict(plain.state_dict())
     _expect_trains_alike(rank, again, plain)
-
-
-def test_checkpoints_are_loaded_into_what_was_on_meta(tmp_path):
-    run_ranks(_loaded, str(tmp_path))
 
 
 @on_ranks()

@@ -10,7 +10,7 @@ from torch.nn.parallel.distributed import _MixedPrecision
 import brigade
 
 from cases import pairwise
-from ranks import run_ranks
+from ranks import on_ranks
 from training import CLASSES, Perceptron, assert_equal, inputs, loss_of
 
 
@@ -28,7 +28,16 @@ def _streams_on_the_cpu():
     )
 
 
-def _trains(rank, precision, views, set_to_none):
+@pairwise(
+    views=[False, True],
+    set_to_none=[True, False],
+    reduce_dtype=[torch.bfloat16, torch.float32],
+)
+@on_ranks()
+def test_training_in_low_precision_gives_torchs_bits(rank, views, set_to_none, reduce_dtype):
+    precision = _MixedPrecision(
+        param_dtype=torch.bfloat16, reduce_dtype=reduce_dtype, buffer_dtype=torch.bfloat16
+    )
     streams, current = _streams_on_the_cpu()
     first, *others = inputs(rank, 4)
     gradients = {}
@@ -53,19 +62,8 @@ def _trains(rank, precision, views, set_to_none):
         assert_equal(ours, torchs)
 
 
-@pairwise(
-    views=[False, True],
-    set_to_none=[True, False],
-    reduce_dtype=[torch.bfloat16, torch.float32],
-)
-def test_training_in_low_precision_gives_torchs_bits(views, set_to_none, reduce_dtype):
-    precision = _MixedPrecision(
-        param_dtype=torch.bfloat16, reduce_dtype=reduce_dtype, buffer_dtype=torch.bfloat16
-    )
-    run_ranks(_trains, precision, views, set_to_none)
-
-
-def _refuses_the_search(rank):
+@on_ranks(1)
+def test_unused_parameters_are_not_looked_for(rank):
     streams, current = _streams_on_the_cpu()
     precision = _MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)
     model = Perceptron()
@@ -74,7 +72,3 @@ def _refuses_the_search(rank):
             model, mixed_precision=precision, find_unused_parameters=True
         )
     assert all(not module._forward_pre_hooks for module in model.modules())
-
-
-def test_unused_parameters_are_not_looked_for():
-    run_ranks(_refuses_the_search, world_size=1)

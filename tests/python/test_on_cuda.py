@@ -15,7 +15,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 
 import brigade
 
-from ranks import on_ranks, run_ranks
+from ranks import on_ranks
 from sharded_training import Net, shard_blocks
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
@@ -69,7 +69,10 @@ def _expect_same(model, plain):
             torch.testing.assert_close(ours.grad, theirs.grad, rtol=0, atol=0)
 
 
-def _train_as_alone(rank, options):
+@pytest.mark.parametrize("mode", MODES)
+@on_ranks(1, backend="nccl")
+def test_bits_are_those_of_one_process_over_nccl(rank, mode):
+    options = MODES[mode]
     uses_all = not options.get("find_unused_parameters", False)
     plain = _make(WithUnused)
     wrapped = brigade.DistributedDataParallel(copy.deepcopy(plain), device_ids=[0], **options)
@@ -81,11 +84,6 @@ def _train_as_alone(rank, options):
             model(_batch_of(rank, step), uses).square().mean().backward()
             optimizer.step()
         _expect_same(wrapped, plain)
-
-
-@pytest.mark.parametrize("mode", MODES)
-def test_bits_are_those_of_one_process_over_nccl(mode):
-    run_ranks(_train_as_alone, MODES[mode], world_size=1, backend="nccl")
 
 
 @pytest.mark.parametrize("name", ["allreduce_hook", "fp16_compress_hook", "bf16_compress_hook"])
@@ -105,7 +103,10 @@ def test_hooks_over_nccl(rank, name):
             torch.testing.assert_close(ours.grad, rounded, rtol=0, atol=0)
 
 
-def _train_accumulating(rank, options):
+@pytest.mark.parametrize("mode", ["copies", "views", "static_graph"])
+@on_ranks(1, backend="nccl")
+def test_accumulates_over_nccl(rank, mode):
+    options = MODES[mode]
     plain = _make()
     wrapped = brigade.DistributedDataParallel(copy.deepcopy(plain), **options)
     scaler = torch.amp.GradScaler("cuda")
@@ -121,11 +122,6 @@ def _train_accumulating(rank, options):
             else:
                 scaler.scale(wrapped(x).square().mean()).backward()
         _expect_same(wrapped, plain)
-
-
-@pytest.mark.parametrize("mode", ["copies", "views", "static_graph"])
-def test_accumulates_over_nccl(mode):
-    run_ranks(_train_accumulating, MODES[mode], world_size=1, backend="nccl")
 
 
 @pytest.mark.parametrize("kind", ["copies", "views", "static_graph", "small buckets", *STRATEGIES])
@@ -155,7 +151,11 @@ def test_the_host_never_waits_over_nccl(rank, kind):
     assert not torch.cuda.current_stream().query(), "a step has waited for the device"
 
 
-def _train_sharded(rank, reshards, low):
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("low", [None, torch.bfloat16])
+@on_ranks(1, backend="nccl")
+def test_sharded_as_one_process_over_nccl(rank, strategy, low):
+    reshards = STRATEGIES[strategy]
     plain = _make()
     policy = MixedPrecisionPolicy(param_dtype=low, reduce_dtype=torch.float32 if low else None)
     model = shard_blocks(copy.deepcopy(plain), reshard_after_forward=reshards, mp_policy=policy)
@@ -176,12 +176,6 @@ def _train_sharded(rank, reshards, low):
             optimizer.step()
         for ours, theirs in zip(model.parameters(), plain.parameters(), strict=True):
             torch.testing.assert_close(ours.view(-1), theirs.view(-1))
-
-
-@pytest.mark.parametrize("strategy", STRATEGIES)
-@pytest.mark.parametrize("low", [None, torch.bfloat16])
-def test_sharded_as_one_process_over_nccl(strategy, low):
-    run_ranks(_train_sharded, STRATEGIES[strategy], low, world_size=1, backend="nccl")
 
 
 @pytest.mark.parametrize("has_mesh", [True, False])
@@ -242,8 +236,11 @@ def test_compiled_over_nccl(rank):
             torch.testing.assert_close(ours.grad, theirs.grad)
 
 
-def _capture(rank, options):
+@pytest.mark.parametrize("mode", ["copies", "views", "static_graph"])
+@on_ranks(1, backend="nccl")
+def test_captured_in_a_cuda_graph(rank, mode):
     """As torch's class is captured: on a side stream, after 11 steps there."""
+    options = MODES[mode]
     torch.cuda.set_stream(torch.cuda.Stream())
     model = brigade.DistributedDataParallel(_make(), **options)
     plain = _make()
@@ -265,12 +262,10 @@ def _capture(rank, options):
             torch.testing.assert_close(ours.grad, theirs.grad)
 
 
-@pytest.mark.parametrize("mode", ["copies", "views", "static_graph"])
-def test_captured_in_a_cuda_graph(mode):
-    run_ranks(_capture, MODES[mode], world_size=1, backend="nccl")
-
-
-def _share_a_device(rank, options):
+@pytest.mark.parametrize("mode", MODES)
+@on_ranks()
+def test_ranks_that_share_a_device(rank, mode):
+    options = MODES[mode]
     torch.cuda.set_device(DEVICE)
     world_size = dist.get_world_size()
     plain = _make(WithUnused)
@@ -292,12 +287,10 @@ def _share_a_device(rank, options):
                 torch.testing.assert_close(parameter.grad, of_all / world_size, rtol=0, atol=0)
 
 
-@pytest.mark.parametrize("mode", MODES)
-def test_ranks_that_share_a_device(mode):
-    run_ranks(_share_a_device, MODES[mode])
-
-
-def _shard_on_one_device(rank, strategy, reshards):
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@on_ranks()
+def test_shards_of_ranks_that_share_a_device(rank, strategy):
+    reshards = STRATEGIES[strategy]
     torch.cuda.set_device(DEVICE)
     plain = _make()
     model = shard_blocks(copy.deepcopy(plain), reshard_after_forward=reshards)
@@ -316,8 +309,3 @@ def _shard_on_one_device(rank, strategy, reshards):
         (p.full_tensor() for p in model.parameters()), plain.parameters(), strict=True
     ):
         torch.testing.assert_close(whole, theirs)
-
-
-@pytest.mark.parametrize("strategy", STRATEGIES)
-def test_shards_of_ranks_that_share_a_device(strategy):
-    run_ranks(_shard_on_one_device, strategy, STRATEGIES[strategy])

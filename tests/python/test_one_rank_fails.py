@@ -1,39 +1,46 @@
-"""One rank fails: every rank raises and says which one it was, then all train on exactly."""
+"""One rank fails or is gone: every rank raises and says which one it was, then all train on."""
+
+import os
 
 import pytest
+import torch
+import torch.distributed as dist
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
 from cases import pairwise
-from exact_training import MODES, Training, UserError, weights_of
-from ranks import run_ranks
+from exact_training import MODES, SIZES, SumOverRanks, Training, UserError
+from ranks import on_ranks
 
-# ------------------------------------------------------- what users' code raises
-
-
-def _tensor_hook_raises(rank, name, options):
-    training = Training(rank, options)
-
-    def raise_once(gradient):
-        handle.remove()
-        raise UserError("the user's own")
-
-    for _ in range(2):  # in the first iteration and in a later one
-        if rank == 1:
-            handle = getattr(training.model, name).register_hook(raise_once)
-        training.expect_failure([1], UserError, "^the user's own$", "an exception ended backward")
-        training.expect_steps(2)
+HOUR_S = 3600  # of the group: nobody may wait for that
 
 
 @pairwise(
     world_size=[2, 3],
     mode=MODES,
     name=["p2", "p1", "p0"],
+    failing=[[1], [0, 1]],
 )
-def test_an_exception_in_the_backward_of_one_rank_ends_that_of_all(name, mode, world_size):
-    run_ranks(_tensor_hook_raises, name, MODES[mode], world_size=world_size)
+@on_ranks(timeout_s=20, deadline_s=90)
+def test_an_exception_in_the_backward_of_one_rank_ends_that_of_all(
+    rank, name, mode, world_size, failing
+):
+    training = Training(rank, MODES[mode])
+
+    def raise_once(gradient):
+        handle.remove()
+        raise UserError("the user's own")
+
+    for _ in range(2):  # in the first iteration and in a later one
+        if rank in failing:
+            handle = getattr(training.model, name).register_hook(raise_once)
+        training.expect_failure(failing, UserError, "^the user's own$", "an exception ended")
+        assert training.wrapped.reducer.can_continue()
+        training.expect_steps(2)
 
 
-def _comm_hook_raises(rank, options):
+@pytest.mark.parametrize("mode", MODES)
+@on_ranks()
+def test_a_comm_hook_that_raises_on_one_rank_is_quoted_on_the_others(rank, mode):
     armed = False
 
     def hook(state, bucket):
@@ -43,7 +50,7 @@ def _comm_hook_raises(rank, options):
             raise UserError("no disk")
         return default_hooks.allreduce_hook(None, bucket)
 
-    training = Training(rank, options)
+    training = Training(rank, MODES[mode])
     training.wrapped.register_comm_hook(None, hook)
     for _ in range(2):
         armed = rank == 1
@@ -51,91 +58,61 @@ def _comm_hook_raises(rank, options):
         training.expect_steps(2)
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
+@on_ranks(timeout_s=HOUR_S, deadline_s=60)
+def test_all_raise_where_a_peer_is_in_a_collective_of_its_own_backward(rank):
+    training = Training(rank, {})
+    training.expect_steps(2)
+
+    def fail(gradient):
+        raise UserError("no room")
+
+    ones = [torch.ones(size) for size in SIZES[1:]]
+    loss = training.wrapped([SumOverRanks.apply(training.model.p0), *ones])
+    if rank == 0:
+        training.model.p2.register_hook(fail)
+    with pytest.raises(UserError if rank == 0 else RuntimeError):
+        loss.backward()
+    assert not training.wrapped.reducer.can_continue()
+    dist.destroy_process_group()
+
+
+# ------------------------------------------------------------------ a rank is gone
+
+
+def _go_on_without_the_last(rank, training):
+    """As a user's loop does: asks, and makes a new group of the survivors over the old store."""
+    steps = 0
+    while training.wrapped.reducer.can_continue():
+        assert steps < 3
+        try:
+            training.backward()
+        except dist.DistBackendError:
+            assert not training.wrapped.reducer.can_continue()
+        steps += 1
+    store = dist.distributed_c10d._get_default_store()
+    survivors = dist.get_world_size() - 1
+    del training.wrapped
+    dist.destroy_process_group()
+    second = dist.PrefixStore("second", store)
+    dist.init_process_group("gloo", store=second, rank=rank, world_size=survivors)
+    anew = Training(rank, {})
+    anew.expect_steps(3)
+    assert anew.wrapped.reducer.can_continue()
+
+
 @pytest.mark.parametrize("mode", MODES)
-def test_a_comm_hook_that_raises_on_one_rank_is_quoted_on_the_others(mode, world_size):
-    run_ranks(_comm_hook_raises, MODES[mode], world_size=world_size)
-
-
-# ---------------------------------------------------- gradients that come twice
-
-
-def _twice_in(training: Training) -> str:
-    return (
-        r"the gradient of parameter 2 \('p2'\) became ready twice in "
-        rf"iteration {training.iteration + 1} on rank "
-    )
-
-
-def _hidden_in(training: Training) -> str:
-    return rf"backward reached parameter 2 \('p2'\) in iteration {training.iteration + 1} on rank "
-
-
-def _ready_twice(rank, mode, failing):
+@pytest.mark.parametrize("way", ["dies_in_backward", "dies", "leaves"])
+@on_ranks(3, timeout_s=20, deadline_s=90, may_die=[2])
+def test_survivors_of_a_rank_that_is_gone_train_on_in_a_new_group(rank, way, mode):
     training = Training(rank, MODES[mode])
-    # The search for unused parameters does not see what such a checkpoint captures.
-    text_of = _hidden_in if mode == "find_unused" else _twice_in
-    for _ in range(2):
-        text = text_of(training)
-        own_text = rf"(?s){text}{rank}.*reentrant checkpoint.*set static_graph"
-        training.expect_failure(failing, RuntimeError, own_text, text, twice=2)
-        training.expect_steps(2)
-
-
-@pytest.mark.parametrize("failing", [[0, 1], [1]], ids=["all_ranks", "one_rank"])
-@pytest.mark.parametrize("mode", ["plain", "views", "find_unused"])
-def test_a_parameter_in_two_reentrant_checkpoints_is_named(mode, failing):
-    run_ranks(_ready_twice, mode, failing)
-
-
-# --------------------------------------------------- static graphs that change
-
-
-def _used_more_often(rank, failing):
-    training = Training(rank, MODES["static_graph"])
-    training.expect_steps(1)
-    for _ in range(2):
-        text = _twice_in(training)
-        training.expect_failure(
-            failing, RuntimeError, rf"(?s){text}{rank}.*than in the first", text, twice=2
-        )
-        training.expect_steps(2)
-
-
-@pytest.mark.parametrize("failing", [[0, 1], [1]], ids=["all_ranks", "one_rank"])
-def test_a_parameter_used_more_often_than_in_the_first_iteration_is_named(failing):
-    run_ranks(_used_more_often, failing)
-
-
-def _used_for_the_first_time(rank):
-    training = Training(rank, MODES["static_graph"])
-    training.expect_steps(2, without=1)
-    with pytest.raises(
-        RuntimeError, match=r"parameter 1 \('p1'\) was reached by backward in .* not in the first"
-    ):
+    training.expect_steps(2)
+    if rank < 2:
+        _go_on_without_the_last(rank, training)
+        return
+    if way == "dies_in_backward":
+        training.model.p1.register_hook(lambda gradient: os._exit(3))
         training.backward()
-    training.expect_steps(2, without=1)
-
-
-def test_a_parameter_that_the_first_iteration_did_not_use_is_named():
-    run_ranks(_used_for_the_first_time)
-
-
-def _left_out(rank, failing):
-    training = Training(rank, MODES["static_graph"])
-    training.expect_steps(1)
-    for _ in range(2):
-        iteration = training.iteration + 1
-        text = rf"1 of 3 parameters got no gradient in iteration {iteration} on rank "
-        if rank in failing:
-            training.backward(without=1)
-            with pytest.raises(RuntimeError, match=rf"(?s){text}{rank}.*'p1'.*first iteration"):
-                training.wrapped(weights_of(rank, iteration), None)
-        else:
-            training.expect_failure(failing, RuntimeError, rf"{text}1: parameter 1 \('p1'\)")
-        training.expect_steps(2)
-
-
-@pytest.mark.parametrize("failing", [[0, 1], [1]], ids=["all_ranks", "one_rank"])
-def test_a_parameter_left_out_after_the_first_iteration_is_named_in_the_next(failing):
-    run_ranks(_left_out, failing)
+    elif way == "dies":
+        os._exit(3)
+    del training.wrapped  # leaves
+    dist.destroy_process_group()

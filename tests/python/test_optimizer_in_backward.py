@@ -12,7 +12,8 @@ from torch.distributed.optim import _apply_optimizer_in_backward
 import brigade
 
 from cases import pairwise
-from ranks import run_ranks
+from exact_training import MODES, Toy, UserError, weights_of
+from ranks import on_ranks
 
 OPTIONS = {"lr": 0.25, "momentum": 0.5}
 
@@ -40,7 +41,13 @@ def _wrap(net, hook, **options):
     return model
 
 
-def _steps_as_after_backward(rank, hook, views, stepped):
+@pairwise(
+    stepped=[7, 3],
+    views=[False, True],
+    hook=HOOKS,
+)
+@on_ranks()
+def test_steps_in_backward_are_those_after_it(rank, hook, views, stepped):
     hook = HOOKS[hook]
     net, expected = _net(), _net()
     some = [p for p in list(net.parameters())[:stepped] if p.requires_grad]
@@ -65,16 +72,8 @@ def _steps_as_after_backward(rank, hook, views, stepped):
                 assert torch.equal(p.grad, q.grad), (step, i)
 
 
-@pairwise(
-    stepped=[7, 3],
-    views=[False, True],
-    hook=HOOKS,
-)
-def test_steps_in_backward_are_those_after_it(hook, views, stepped):
-    run_ranks(_steps_as_after_backward, hook, views, stepped)
-
-
-def _second_hook(rank):
+@on_ranks()
+def test_a_second_hook_is_refused(rank):
     net = nn.Linear(4, 1)
     _apply_optimizer_in_backward(torch.optim.SGD, net.parameters(), OPTIONS)
     model = _wrap(net, default_hooks.allreduce_hook)
@@ -83,14 +82,11 @@ def _second_hook(rank):
         model.register_comm_hook(None, _own_average)
 
 
-def test_a_second_hook_is_refused():
-    run_ranks(_second_hook)
-
-
 # ------------------------------------------------------------ what is not waited for
 
 
-def _completes_later(rank):
+@on_ranks(1)
+def test_a_hook_whose_result_comes_with_a_later_bucket_is_not_waited_for(rank):
     net = nn.Sequential(nn.Linear(1, 1, bias=False), nn.Linear(1, 1, bias=False))
     for parameter in net.parameters():
         nn.init.ones_(parameter)
@@ -114,38 +110,11 @@ def _completes_later(rank):
         assert net[0].weight.item() == before[0] - 0.25 * before[1], step
 
 
-def test_a_hook_whose_result_comes_with_a_later_bucket_is_not_waited_for():
-    run_ranks(_completes_later, world_size=1)
-
-
 # ----------------------------------------------------------------------- failures
 
 
-class UserError(Exception):
-    """What a user's own code raises."""
-
-
-class Weighted(nn.Module):
-    """Its gradients are the weights that it is called with."""
-
-    def __init__(self):
-        super().__init__()
-        self.p0, self.p1, self.p2 = (nn.Parameter(torch.ones(n)) for n in (2, 3, 5))
-
-    def forward(self, weights):
-        return sum((p * w).sum() for p, w in zip(self.parameters(), weights, strict=True))
-
-
-def _weights(rank, iteration):
-    """Multiples of 4, whose averages over 2 ranks times 1/4 are exact."""
-    return [
-        8.0 * (torch.arange(len(p)) + 7 * i + 30 * iteration + 100 * rank + 1)
-        for i, p in enumerate(Weighted().parameters())
-    ]
-
-
 def _averages(iteration, world_size=2):
-    by_rank = [_weights(rank, iteration) for rank in range(world_size)]
+    by_rank = [weights_of(rank, iteration) for rank in range(world_size)]
     return [sum(each) / world_size for each in zip(*by_rank, strict=True)]
 
 
@@ -154,7 +123,7 @@ def _expect_exact_step(model, rank, iteration):
         p.detach() - 0.25 * average
         for p, average in zip(model.parameters(), _averages(iteration), strict=True)
     ]
-    model(_weights(rank, iteration)).backward()
+    model(weights_of(rank, iteration)).backward()
     for p, q in zip(model.parameters(), expected, strict=True):
         assert torch.equal(p, q), (iteration, p, q)
         assert p.grad is None
@@ -167,17 +136,19 @@ def _assert_equal_on_ranks(model):
         assert all(torch.equal(each, by_rank[0]) for each in by_rank)
 
 
-OPTIONS_OF_MODES = {
-    "plain": {},
-    "views": {"gradient_as_bucket_view": True},
-    "find_unused": {"find_unused_parameters": True},
-}
-
-
-def _fails(rank, mode, hook, failing, which):
-    net = Weighted()
+@pairwise(
+    which=[0, 1],  # after others have been launched
+    failing=[[0, 1], [1]],
+    mode=["plain", "views", "find_unused"],
+    hook=["none", "own"],
+)
+@on_ranks()
+def test_gradients_of_a_backward_that_failed_are_not_added_to_the_next(
+    rank, mode, hook, failing, which
+):
+    net = Toy()
     _apply_optimizer_in_backward(torch.optim.SGD, net.parameters(), {"lr": 0.25})
-    model = _wrap(net, HOOKS[hook], **OPTIONS_OF_MODES[mode])
+    model = _wrap(net, HOOKS[hook], **MODES[mode])
     fails = False
 
     def raise_sometimes(gradient):
@@ -190,23 +161,14 @@ def _fails(rank, mode, hook, failing, which):
         for i in range(2):
             _expect_exact_step(model, rank, iteration + i)
         with model.no_sync():
-            model(_weights(rank, iteration)).backward()  # goes with what failed
+            model(weights_of(rank, iteration)).backward()  # goes with what failed
         fails = rank in failing
         kind, text = (UserError, "in backward") if fails else (RuntimeError, "rank 1 failed")
         with pytest.raises(kind, match=text):
-            model(_weights(rank, iteration + 2)).backward()
+            model(weights_of(rank, iteration + 2)).backward()
         fails = False
         _assert_equal_on_ranks(net)
         _expect_exact_step(model, rank, iteration + 3)
-
-
-@pytest.mark.parametrize("which", [0, 1])  # after others have been launched
-@pytest.mark.parametrize("failing", [[0, 1], [1]], ids=["all_ranks", "one_rank"])
-@pytest.mark.parametrize(
-    ("mode", "hook"), [*[(m, "none") for m in OPTIONS_OF_MODES], ("plain", "own")]
-)
-def test_gradients_of_a_backward_that_failed_are_not_added_to_the_next(mode, hook, failing, which):
-    run_ranks(_fails, mode, hook, failing, which)
 
 
 class FailingSGD(torch.optim.SGD):
@@ -218,29 +180,27 @@ class FailingSGD(torch.optim.SGD):
         return super().step(closure)
 
 
-def _step_fails(rank, hook):
-    net = Weighted()
+@pytest.mark.parametrize("hook", ["none", "own"])
+@on_ranks()
+def test_a_step_that_fails_ends_backward_and_the_next_one_is_exact(rank, hook):
+    net = Toy()
     _apply_optimizer_in_backward(FailingSGD, net.parameters(), {"lr": 0.25})
     model = _wrap(net, HOOKS[hook])
     _expect_exact_step(model, rank, 0)
     FailingSGD.fails = True
     with pytest.raises(RuntimeError, match="no step"):
-        model(_weights(rank, 1)).backward()
+        model(weights_of(rank, 1)).backward()
     FailingSGD.fails = False
     _assert_equal_on_ranks(net)
     _expect_exact_step(model, rank, 2)
 
 
-@pytest.mark.parametrize("hook", ["none", "own"])
-def test_a_step_that_fails_ends_backward_and_the_next_one_is_exact(hook):
-    run_ranks(_step_fails, hook)
-
-
 # ------------------------------------------------------------------- accumulation
 
 
-def _accumulates(rank):
-    net = Weighted()
+@on_ranks()
+def test_gradients_accumulated_under_no_sync_are_stepped_with_the_next(rank):
+    net = Toy()
     _apply_optimizer_in_backward(torch.optim.SGD, net.parameters(), {"lr": 0.25})
     model = _wrap(net, None)
     expected = [
@@ -249,23 +209,24 @@ def _accumulates(rank):
     ]
     for iteration in range(2):
         with model.no_sync() if iteration == 0 else contextlib.nullcontext():
-            model(_weights(rank, iteration)).backward()
+            model(weights_of(rank, iteration)).backward()
     for p, q in zip(net.parameters(), expected, strict=True):
         assert torch.equal(p, q)
         assert p.grad is None
 
 
-def test_gradients_accumulated_under_no_sync_are_stepped_with_the_next():
-    run_ranks(_accumulates)
-
-
 # --------------------------------------------------------------------------- join
 
 
-def _joins(rank, hook, divide_by_initial):
+@pytest.mark.parametrize("divide_by_initial", [False, True])
+@pytest.mark.parametrize("hook", ["none", "own"])
+@on_ranks()
+def test_ranks_that_have_joined_do_not_step_and_end_with_the_others_parameters(
+    rank, hook, divide_by_initial
+):
     results = []
     for in_backward in (True, False):
-        net = Weighted()
+        net = Toy()
         if in_backward:
             _apply_optimizer_in_backward(torch.optim.SGD, net.parameters(), {"lr": 0.25})
         model = _wrap(net, HOOKS[hook])
@@ -273,18 +234,10 @@ def _joins(rank, hook, divide_by_initial):
         with model.join(divide_by_initial_world_size=divide_by_initial):
             for iteration in range(2 + 2 * rank):
                 net.zero_grad()
-                model(_weights(rank, iteration)).backward()
+                model(weights_of(rank, iteration)).backward()
                 if optimizer is not None:
                     optimizer.step()
         _assert_equal_on_ranks(net)
         results.append([p.detach().clone() for p in net.parameters()])
     for stepped, expected in zip(*results, strict=True):
         assert torch.equal(stepped, expected)
-
-
-@pytest.mark.parametrize("divide_by_initial", [False, True])
-@pytest.mark.parametrize("hook", ["none", "own"])
-def test_ranks_that_have_joined_do_not_step_and_end_with_the_others_parameters(
-    hook, divide_by_initial
-):
-    run_ranks(_joins, hook, divide_by_initial)

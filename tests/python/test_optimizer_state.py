@@ -7,7 +7,7 @@ from torch import nn
 
 import brigade
 
-from ranks import run_ranks
+from ranks import on_ranks
 from training import Perceptron, assert_equal, inputs, loss_of
 
 _OPTIMIZERS = {
@@ -56,7 +56,16 @@ def _require_same(optimizer, source):
         assert torch.equal(own.view(-1).view(torch.uint8), theirs.view(-1).view(torch.uint8)), name
 
 
-def _uneven(rank, name, source, dtype):
+@pytest.mark.parametrize(
+    ("name", "source", "dtype", "world_size"),
+    [
+        *((name, 2, torch.float32, 3) for name in _OPTIMIZERS),
+        ("adam", 0, torch.float32, 2),  # an empty state
+        ("sgd", 1, torch.bfloat16, 2),
+    ],
+)
+@on_ranks()
+def test_every_rank_gets_the_state_of_one_and_goes_on_alike(rank, name, source, dtype, world_size):
     model = _model(dtype)
     optimizer = _OPTIMIZERS[name](model.parameters())
     _step(rank, model, optimizer, rank)  # rank 0's state is empty
@@ -73,20 +82,8 @@ def _uneven(rank, name, source, dtype):
     assert all(torch.equal(gathered[0], other) for other in gathered)
 
 
-@pytest.mark.parametrize("name", list(_OPTIMIZERS))
-def test_every_rank_gets_the_state_of_one_and_goes_on_alike(name):
-    run_ranks(_uneven, name, 2, torch.float32, world_size=3)
-
-
-def test_an_empty_state_is_broadcast_too():
-    run_ranks(_uneven, "adam", 0, torch.float32)
-
-
-def test_states_in_low_precision_keep_their_bits():
-    run_ranks(_uneven, "sgd", 1, torch.bfloat16)
-
-
-def _places(rank):
+@on_ranks()
+def test_any_kind_of_state_arrives(rank):
     """What optimizers that others wrote keep: any key, any dtype, any stride, no tensor."""
     parameters = [nn.Parameter(torch.ones(3, 4)), nn.Parameter(torch.ones(2))]
     optimizer = torch.optim.SGD([{"params": parameters[:1]}, {"params": parameters[1:], "lr": 2.0}])
@@ -123,11 +120,8 @@ def _places(rank):
     assert optimizer.param_groups[1]["params"] == [parameters[1]]
 
 
-def test_any_kind_of_state_arrives():
-    run_ranks(_places)
-
-
-def _refused(rank):
+@on_ranks()
+def test_optimizers_that_differ_or_are_split_are_refused_on_every_rank(rank):
     optimizer = torch.optim.SGD(nn.Linear(2, 2 + rank).parameters(), lr=1.0)
     with pytest.raises(RuntimeError, match="parameter of the optimizer 0"):
         brigade.broadcast_optimizer_state(optimizer)
@@ -145,11 +139,8 @@ def _refused(rank):
     brigade.broadcast_optimizer_state(optimizer, alone)
 
 
-def test_optimizers_that_differ_or_are_split_are_refused_on_every_rank():
-    run_ranks(_refused)
-
-
-def _joined(rank):
+@on_ranks()
+def test_after_join_all_ranks_go_on_with_the_same_optimizer(rank):
     """Adam's step counts differ after join; what follows is the same on all ranks."""
     torch.manual_seed(0)
     wrapped = brigade.DistributedDataParallel(Perceptron())
@@ -175,11 +166,8 @@ def _joined(rank):
     assert_equal(*gathered)
 
 
-def test_after_join_all_ranks_go_on_with_the_same_optimizer():
-    run_ranks(_joined)
-
-
-def _buffers(rank):
+@on_ranks()
+def test_buffers_are_made_those_of_one_rank(rank):
     wrapped = brigade.DistributedDataParallel(Perceptron(), forward_sync_buffers=rank < 2)
     loss_of(wrapped(inputs(rank, 1)[0])).backward()
     means = wrapped.module.layers[1].running_mean
@@ -198,7 +186,3 @@ def _buffers(rank):
     wrapped.sync_buffers(src=1)
     assert torch.equal(means, before[1])
     brigade.DistributedDataParallel(nn.Linear(2, 2)).sync_buffers()  # it has none
-
-
-def test_buffers_are_made_those_of_one_rank():
-    run_ranks(_buffers)

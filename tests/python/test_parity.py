@@ -1,7 +1,6 @@
 """Training gives the bits that torch's own class gives."""
 
 import collections
-import itertools
 
 import pytest
 import torch
@@ -9,13 +8,14 @@ from torch import nn
 
 import brigade
 
-from ranks import run_ranks
+from ranks import on_ranks
 from training import (
     CLASSES,
     Perceptron,
     assert_equal,
     assert_same_bits,
     both,
+    expect_torchs_bits,
     inputs,
     loss_of,
     train,
@@ -79,131 +79,29 @@ class Nested(nn.Module):
         return Pair(self.a(x), {"list": [self.b(x)], "tuple": (self.c(x), None, 3)})
 
 
-def _train_both(rank, make_model, shape, options, set_to_none):
+# A model, the shape of its inputs, and options of the wrapper.
+CASES = [
+    *((Perceptron, (4, 6), options) for options in OPTIONS.values()),
+    *((make, (4, 6), OPTIONS["views"]) for make in (Embedding, Complex, Nested)),
+    *((make, (4, 6), {}) for make in (Embedding, Complex, Nested)),
+    *((Mixed, (6, 4), OPTIONS[name]) for name in ("default", "views")),
+]
+
+
+@pytest.mark.parametrize(("make", "shape", "options"), CASES)
+@on_ranks()
+def test_training_gives_the_same_bits(rank, make, shape, options):
     batches = inputs(rank, 5, shape)
-    if make_model is Embedding:
+    if make is Embedding:
         batches = [(batch.abs() * 100).long() % 11 for batch in batches]
-    assert_same_bits(both(make_model, batches, set_to_none=set_to_none, **options))
+    for set_to_none in (True, False):
+        assert_same_bits(both(make, batches, set_to_none=set_to_none, **options))
 
 
-@pytest.mark.parametrize("name", OPTIONS)
-@pytest.mark.parametrize("set_to_none", [True, False])
-def test_a_perceptron_trains_to_the_same_bits(name, set_to_none):
-    run_ranks(_train_both, Perceptron, (4, 6), OPTIONS[name], set_to_none)
-
-
-@pytest.mark.parametrize("make_model", [Embedding, Complex, Nested])
-@pytest.mark.parametrize("views", [False, True])
-def test_other_kinds_of_gradients_train_to_the_same_bits(make_model, views):
-    run_ranks(_train_both, make_model, (4, 6), {"gradient_as_bucket_view": views}, True)
-
-
-@pytest.mark.parametrize("views", [False, True])
-def test_several_dtypes_and_strides_train_to_the_same_bits(views):
-    run_ranks(_train_both, Mixed, (6, 4), {"gradient_as_bucket_view": views}, True)
-
-
-def _half(rank):
+@on_ranks()
+def test_half_precision_gradients_are_divided_before_the_sum(rank):
     results = both(lambda: nn.Linear(6, 3).half(), [x.half() for x in inputs(rank, 3)])
     assert_same_bits(results)
-
-
-def test_half_precision_gradients_are_divided_before_the_sum():
-    run_ranks(_half)
-
-
-def _single_process(rank):
-    torch.manual_seed(0)
-    wrapped = CLASSES["brigade"](nn.Linear(6, 3))
-    torch.manual_seed(0)
-    alone = nn.Linear(6, 3)
-    for batches in zip(inputs(0, 4), inputs(1, 4), strict=True):
-        wrapped.zero_grad()
-        alone.zero_grad()
-        loss_of(wrapped(batches[rank])).backward()
-        ((loss_of(alone(batches[0])) + loss_of(alone(batches[1]))) / 2).backward()
-        for ours, expected in zip(wrapped.parameters(), alone.parameters(), strict=True):
-            torch.testing.assert_close(ours.grad, expected.grad)
-
-
-def test_gradients_are_the_average_that_one_process_computes():
-    run_ranks(_single_process)
-
-
-def _create_graph(rank):
-    wrapped = CLASSES["brigade"](nn.Linear(6, 1))
-    (x,) = inputs(rank, 1)
-    for _ in range(3):
-        wrapped.zero_grad()
-        wrapped(x).square().sum().backward(create_graph=True)
-        penalty = sum(p.grad.square().sum() for p in wrapped.parameters())
-        wrapped.zero_grad()
-        penalty.backward()
-        assert all(p.grad.abs().sum() > 0 for p in wrapped.parameters())
-
-
-def test_gradients_keep_their_graph():
-    run_ranks(_create_graph)
-
-
-def _two_backwards(rank):
-    results = {}
-    for name, wrapper in CLASSES.items():
-        torch.manual_seed(0)
-        wrapped = wrapper(Nested())
-        for x in inputs(rank, 3):
-            wrapped.zero_grad()
-            output = wrapped(x)
-            loss_of(output.first).backward()
-            loss_of(output.rest).backward()
-        results[name] = [p.grad.clone() for p in wrapped.parameters()]
-    assert_same_bits(results)
-
-
-def test_two_losses_of_one_forward_have_a_backward_each():
-    run_ranks(_two_backwards)
-
-
-def _no_sync(rank, set_to_none):
-    results = {}
-    for name, wrapper in CLASSES.items():
-        torch.manual_seed(0)
-        wrapped = wrapper(Perceptron())
-        optimizer = torch.optim.SGD(wrapped.parameters(), lr=0.1)
-        seen = []
-        for step, x in enumerate(inputs(rank, 8)):
-            if step % 2 == 0:
-                optimizer.zero_grad(set_to_none=set_to_none)
-                with wrapped.no_sync():
-                    loss_of(wrapped(x)).backward()
-            else:
-                loss_of(wrapped(x)).backward()
-                seen += [p.grad.clone() for p in wrapped.parameters()]
-                optimizer.step()
-        results[name] = seen
-    assert_same_bits(results)
-
-
-@pytest.mark.parametrize("set_to_none", [True, False])
-def test_gradients_accumulate_without_synchronising(set_to_none):
-    run_ranks(_no_sync, set_to_none)
-
-
-def _no_sync_after_a_forward_alone(rank):
-    wrapped = CLASSES["brigade"](nn.Linear(3, 2))
-    x = torch.full((1, 3), float(rank))
-    wrapped(x)  # prepared, but never gone back through
-    with wrapped.no_sync():
-        wrapped(x).sum().backward()
-    assert wrapped.module.weight.grad.tolist() == [[float(rank)] * 3] * 2
-
-
-def test_a_forward_without_backward_does_not_reach_into_no_sync():
-    run_ranks(_no_sync_after_a_forward_alone)
-
-
-def _plain():
-    return nn.Linear(3, 2)
 
 
 class _Checkpointed(nn.Module):
@@ -218,9 +116,10 @@ class _Checkpointed(nn.Module):
         return torch.utils.checkpoint.checkpoint(self.inner, x, use_reentrant=True)
 
 
-def _local_forward_first(rank, make):
+@on_ranks()
+def test_backwards_of_forwards_under_no_sync_are_local_whichever_forward_was_first(rank):
     """Micro-batches whose forward runs before the backward of the one before."""
-    wrapped = CLASSES["brigade"](make())
+    wrapped = brigade.DistributedDataParallel(_Checkpointed())
     weight = next(wrapped.module.parameters())
     x = torch.ones(1, 3)
     for _ in range(3):
@@ -237,47 +136,8 @@ def _local_forward_first(rank, make):
         assert weight.grad.tolist() == [[150.0 + 10 + 8] * 3] * 2
 
 
-@pytest.mark.parametrize("make", [_plain, _Checkpointed])
-def test_backwards_of_forwards_under_no_sync_are_local_whichever_forward_was_first(make):
-    run_ranks(_local_forward_first, make)
-
-
-def _local_on_one_rank(rank):
-    wrapped = CLASSES["brigade"](nn.Linear(1, 1, bias=False))
-    for _ in range(3):
-        wrapped.zero_grad()
-        if rank == 0:
-            with wrapped.no_sync():
-                local = wrapped(torch.full((1, 1), 100.0)).sum()
-        loss = wrapped(torch.full((1, 1), 8.0)).sum()
-        if rank == 0:
-            local.backward()
-        loss.backward()
-        assert wrapped.module.weight.grad.item() == (100 + 8 + 8) / 2
-
-
-def test_a_forward_under_no_sync_on_one_rank_is_its_own():
-    run_ranks(_local_on_one_rank)
-
-
-def _forwards_without_backward(rank):
-    results = {}
-    for name, wrapper in CLASSES.items():
-        torch.manual_seed(0)
-        wrapped = wrapper(nn.Linear(6, 3))
-        for x in inputs(rank, 3):
-            wrapped(x)
-            with torch.no_grad():
-                wrapped(x)
-        results[name] = train(wrapped, inputs(rank, 2))
-    assert_same_bits(results)
-
-
-def test_forwards_without_backward_cost_nothing():
-    run_ranks(_forwards_without_backward)
-
-
-def _evaluates_in_join(rank):
+@on_ranks(timeout_s=30, deadline_s=60)
+def test_a_rank_may_evaluate_inside_of_join(rank):
     """Forwards that nothing is reduced behind, on a rank whose peer may have run out."""
     seen = {}
     for evaluates in (False, True):
@@ -298,67 +158,22 @@ def _evaluates_in_join(rank):
     assert_equal(seen[True], seen[False])
 
 
-def test_a_rank_may_evaluate_inside_of_join():
-    run_ranks(_evaluates_in_join, timeout_s=30, deadline_s=60)
-
-
-def _join(rank, by_initial, batches):
-    results = {}
-    for name, wrapper in CLASSES.items():
-        torch.manual_seed(0)
+@pytest.mark.parametrize("batches", [(1, 3), (3, 1), (0, 3), (0, 1)], ids=str)
+@pytest.mark.parametrize("by_initial", [True, False])
+@on_ranks()
+def test_ranks_with_fewer_inputs_join(rank, by_initial, batches):
+    def run(wrapper):
         wrapped = wrapper(Perceptron())
         with wrapped.join(divide_by_initial_world_size=by_initial):
-            results[name] = train(wrapped, inputs(rank, batches[rank]))
-    assert_same_bits(results)
+            return train(wrapped, inputs(rank, batches[rank]))
+
+    expect_torchs_bits(run)
 
 
-@pytest.mark.parametrize("batches", [(3, 5), (1, 3), (3, 1), (0, 3), (3, 0), (0, 1)], ids=str)
-@pytest.mark.parametrize("by_initial", [True, False])
-def test_ranks_with_fewer_inputs_join(by_initial, batches):
-    run_ranks(_join, by_initial, batches)
-
-
-def _rebuilds(rank, options, before, after):
-    wrapped = brigade.DistributedDataParallel(Perceptron(), **options)
-    for rebuilt in (False, False, True, True):
-        data = wrapped._get_ddp_logging_data()
-        assert wrapped._has_rebuilt_buckets is rebuilt
-        assert data["bucket_sizes"].count(",") + 1 == before
-        loss_of(wrapped(inputs(rank, 1)[0])).backward()
-    rebuilt_sizes = wrapped._get_ddp_logging_data()["rebuilt_bucket_sizes"]
-    assert rebuilt_sizes.count(",") + 1 == after
-
-
-@pytest.mark.parametrize(
-    ("options", "before", "after"),
-    [
-        ({"bucket_cap_mb": 1e-5}, 1, 8),
-        ({}, 1, 1),
-    ],
-    ids=["small", "default"],
-)
-def test_buckets_are_rebuilt_before_the_second_forward(options, before, after):
-    run_ranks(_rebuilds, options, before, after)
-
-
-def _does_not_rebuild(rank):
-    wrapped = brigade.DistributedDataParallel(Perceptron(), find_unused_parameters=True)
-    for _ in range(3):
-        loss_of(wrapped(inputs(rank, 1)[0])).backward()
-    assert not wrapped._has_rebuilt_buckets
-
-
-def test_buckets_stay_where_unused_parameters_are_looked_for():
-    run_ranks(_does_not_rebuild)
-
-
-def _alone(rank):
+@on_ranks()
+def test_construction_without_init_sync_waits_for_nobody(rank):
     if rank == 0:
         brigade.DistributedDataParallel(Perceptron(), init_sync=False)
-
-
-def test_construction_without_init_sync_waits_for_nobody():
-    run_ranks(_alone)
 
 
 class Summed(nn.Module):
@@ -372,7 +187,8 @@ class Summed(nn.Module):
         return self.layer(x) + self.table(rows)
 
 
-def _shared_memory(rank):
+@on_ranks()
+def test_a_sparse_gradient_that_shares_memory_leaves_the_other_one_alone(rank):
     torch.manual_seed(0)
     model = Summed()
     wrapped = brigade.DistributedDataParallel(model)
@@ -386,19 +202,47 @@ def _shared_memory(rank):
         assert dense.tolist() == [[2.0] * 2, [2.0] * 2, [0.0] * 2, [4.0] * 2]
 
 
-def test_a_sparse_gradient_that_shares_memory_leaves_the_other_one_alone():
-    run_ranks(_shared_memory)
+class _Shared(nn.Module):
+    """A weight used twice."""
+
+    def __init__(self):
+        super().__init__()
+        self.body = Perceptron()
+        self.twice = nn.Linear(3, 3)
+
+    def forward(self, x):
+        return self.twice(self.twice(self.body(x)).tanh())
 
 
-def _gradients_of_all_modes(rank):
-    found = []
-    for views, set_to_none in itertools.product((False, True), repeat=2):
-        torch.manual_seed(0)
-        wrapped = brigade.DistributedDataParallel(Perceptron(), gradient_as_bucket_view=views)
-        found.append(train(wrapped, inputs(rank, 4), set_to_none=set_to_none))
-    for gradients in found[1:]:
-        assert_equal(gradients, found[0])
+@pytest.mark.parametrize(
+    ("make_model", "options"),
+    [
+        (Perceptron, {}),
+        (Perceptron, {"gradient_as_bucket_view": True}),
+        (Perceptron, {"find_unused_parameters": True}),
+        (Perceptron, {"static_graph": True}),
+        (_Shared, {"static_graph": True}),
+        (_Shared, {"static_graph": True, "find_unused_parameters": True}),
+    ],
+    ids=["default", "views", "find_unused", "static", "static_shared", "static_find_unused"],
+)
+@on_ranks()
+def test_buckets_are_rebuilt_when_torch_rebuilds_them(rank, make_model, options):
+    """Per forward: whether buckets have been rebuilt; then what they are."""
 
+    def run(wrapper):
+        wrapped = wrapper(make_model(), bucket_cap_mb_list=[1e-5], **options)
+        forwards = []
+        for step, x in enumerate(inputs(rank, 6)):
+            if step == 1:
+                with wrapped.no_sync():  # counts for nothing
+                    loss_of(wrapped(x)).backward()
+                forwards.append(wrapped._has_rebuilt_buckets)
+            loss = loss_of(wrapped(x))
+            forwards.append(wrapped._has_rebuilt_buckets)
+            loss.backward()
+        data = wrapped._get_ddp_logging_data()
+        keys = ("rebuilt_bucket_sizes", "rebuilt_per_bucket_param_indices")
+        return forwards, [data.get(key) for key in keys]
 
-def test_bits_do_not_depend_on_where_gradients_lie():
-    run_ranks(_gradients_of_all_modes, world_size=3)  # torch's class gives others
+    assert run(CLASSES["brigade"]) == run(CLASSES["torch"])

@@ -2,10 +2,7 @@
 
 import pytest
 import torch
-from torch import nn
 from torch.distributed.optim import _apply_optimizer_in_backward
-
-import brigade
 
 from ranks import on_ranks
 from sharded_training import Pair, batch_of, loss_of, make_net, shard_blocks
@@ -84,55 +81,6 @@ def test_once_for_each_gradient_that_is_set_or_added_to(rank):
         loss_of(model, rank, 3), batch_of(rank, 3).requires_grad_(), allow_unused=True
     )
     assert not called
-
-
-class _Branches(nn.Module):
-    def __init__(self, branches):
-        super().__init__()
-        self.branches = branches
-
-    def forward(self, x, rank):
-        return self.branches[2](self.branches[rank](x))
-
-
-@on_ranks()
-def test_those_that_some_rank_has_used(rank):
-    """What one rank has used counts; what none has does not."""
-    net = nn.ModuleList([nn.Linear(4, 4) for _ in range(4)])
-    model = brigade.fully_shard(_Branches(net))
-    called = _log(model)
-    for _ in range(2):
-        model(torch.ones(2, 4), rank).sum().backward()
-        assert {name for name, _, _ in called} == {
-            f"branches.{i}.{kind}" for i in range(3) for kind in ("weight", "bias")
-        }
-        assert len(called) == 6
-        called.clear()
-
-
-@on_ranks()
-def test_none_for_a_backward_that_fails(rank):
-    pair = Pair(rank)
-    model = pair.model
-    called = _log(model)
-
-    def fail(gradient):
-        raise ArithmeticError("no such gradient")
-
-    handle = model.blocks[1].register_forward_hook(
-        lambda module, args, output: output.register_hook(fail) and None
-    )
-    if rank == 0:
-        handle.remove()
-    loss = loss_of(model, rank, 0)
-    handle.remove()
-    words = "no such gradient" if rank == 1 else "rank 1 failed"
-    with pytest.raises((RuntimeError, ArithmeticError), match=words):
-        loss.backward()
-    assert not called
-    pair.step(1)
-    assert len(called) == len(list(model.parameters()))
-    pair.expect_equal()
 
 
 @pytest.mark.parametrize("failing", [["blocks.1.up.weight"], ["embed.bias", "head.weight"]])

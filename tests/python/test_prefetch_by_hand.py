@@ -135,21 +135,6 @@ def test_lists_say_how_far_ahead_units_are_gathered(rank):
     expect_parameters(model, plain)
 
 
-@on_ranks()
-def test_ranks_may_have_other_lists(rank):
-    """They are no part of what ranks agree on."""
-    plain, model = _pair(prefetch_depth=0, reshard_after_forward=True)
-    if rank == 1:
-        model[0].set_modules_to_forward_prefetch([model[1], model[2]])
-        model[3].set_modules_to_backward_prefetch([model[2], model[1]])
-    else:
-        model.sharding_statistics()  # makes the root, as lists do
-    for step in range(3):
-        _step(rank, plain, model, step)
-        assert _num_ahead(model) == (4 if rank == 1 and step > 0 else 0)
-    expect_parameters(model, plain)
-
-
 @on_ranks(1)
 def test_modules_of_no_unit_or_of_another_model_are_refused(rank):
     _, model = _pair()

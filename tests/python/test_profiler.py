@@ -14,11 +14,20 @@ from torch import nn
 
 import brigade
 
-from ranks import run_ranks
+from ranks import on_ranks, run_ranks
 from training import CLASSES
 
 
-def _ranges(rank, name, kind, options):
+@pytest.mark.parametrize(
+    ("name", "kind", "options"),
+    [
+        ("DistributedDataParallel.forward", "annotation", {}),
+        ("search_unused_parameters", "operation", {"find_unused_parameters": True}),
+    ],
+    ids=["forward", "search"],
+)
+@on_ranks(1)
+def test_a_range_has_torchs_name_and_kind(rank, name, kind, options):
     """Kinds: a user's annotation, or an operation."""
     found = {}
     for which, wrapper in CLASSES.items():
@@ -34,19 +43,8 @@ def _ranges(rank, name, kind, options):
     assert found["brigade"] == found["torch"]
 
 
-@pytest.mark.parametrize(
-    ("name", "kind", "options"),
-    [
-        ("DistributedDataParallel.forward", "annotation", {}),
-        ("search_unused_parameters", "operation", {"find_unused_parameters": True}),
-    ],
-    ids=["forward", "search"],
-)
-def test_a_range_has_torchs_name_and_kind(name, kind, options):
-    run_ranks(_ranges, name, kind, options, world_size=1)
-
-
-def _describes_a_timeline(rank):
+@on_ranks()
+def test_a_timeline_is_described_bucket_by_bucket(rank):
     wrapped = brigade.DistributedDataParallel(nn.Linear(3, 2), bucket_cap_mb_list=[4 / 2**20])
     assert wrapped.reducer.describe_timeline() == "no iteration has been sampled\n"
     for _ in range(3):
@@ -58,10 +56,6 @@ def _describes_a_timeline(rank):
     for line in buckets:
         packed, launched, complete = map(float, line.split()[1:4])
         assert 0 <= packed <= launched <= complete
-
-
-def test_a_timeline_is_described_bucket_by_bucket():
-    run_ranks(_describes_a_timeline)
 
 
 def _warns_of_a_late_rank(rank):

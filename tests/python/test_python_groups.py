@@ -6,13 +6,14 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
 from exact_training import MODES, Training
 from python_groups import FUTURES, GroupInPython
-from ranks import run_ranks
+from ranks import on_ranks
 from training import CLASSES, Perceptron, assert_same_bits, both, inputs
 
+LIMITS = {"timeout_s": 20, "deadline_s": 120}
 WORLD_SIZES = pytest.mark.parametrize("world_size", [1, 2])
 
 
-def _train(rank, kind, mode, futures, twice=None, with_hook=False):
+def _train(rank, kind, mode, futures, with_hook=False):
     for future in futures:
         group = GroupInPython(dist.group.WORLD, future)
         training = Training(rank, {**MODES[mode], "process_group": group}, CLASSES[kind])
@@ -20,40 +21,30 @@ def _train(rank, kind, mode, futures, twice=None, with_hook=False):
             training.wrapped.register_comm_hook(group, default_hooks.allreduce_hook)
         # In a world of one, nobody uses p1 where rank 0 does not.
         nobody = mode == "find_unused" and dist.get_world_size() == 1
-        training.expect_steps(4, without=1 if nobody else None, twice=twice)
+        training.expect_steps(4, without=1 if nobody else None)
         assert group.num_reduced >= 4
-
-
-def _run(function, *args, world_size=2):
-    run_ranks(function, *args, world_size=world_size, timeout_s=20, deadline_s=120)
 
 
 @WORLD_SIZES
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("kind", CLASSES)
-def test_gradients_are_averaged_in_each_mode(kind, mode, world_size):
-    _run(_train, kind, mode, list(FUTURES), world_size=world_size)
+@on_ranks(**LIMITS)
+def test_gradients_are_averaged_in_each_mode(rank, kind, mode, world_size):
+    _train(rank, kind, mode, FUTURES)
 
 
-@WORLD_SIZES
 @pytest.mark.parametrize("kind", CLASSES)
-def test_a_static_graph_with_a_parameter_in_two_checkpoints(kind, world_size):
-    _run(_train, kind, "static_graph", list(FUTURES), 2, world_size=world_size)
-
-
-# Of these futures torch's own hook takes the first element.
-@pytest.mark.parametrize("kind", CLASSES)
-def test_a_hook_over_such_a_group(kind):
-    _run(_train, kind, "plain", ["inner", "list", "tuple", "continued"], None, True)
-
-
-def _same_bits(rank, options):
-    for future in FUTURES:
-        group = GroupInPython(dist.group.WORLD, future)
-        assert_same_bits(both(Perceptron, inputs(rank, 4), process_group=group, **options))
+@on_ranks(**LIMITS)
+def test_a_hook_over_such_a_group(rank, kind):
+    # Of these futures torch's own hook takes the first element.
+    _train(rank, kind, "plain", ["inner", "list", "tuple", "continued"], with_hook=True)
 
 
 @WORLD_SIZES
 @pytest.mark.parametrize("views", [False, True], ids=["copies", "views"])
-def test_buffers_and_gradients_have_the_bits_of_torchs_class(views, world_size):
-    _run(_same_bits, {"gradient_as_bucket_view": views}, world_size=world_size)
+@on_ranks(**LIMITS)
+def test_buffers_and_gradients_have_the_bits_of_torchs_class(rank, views, world_size):
+    for future in FUTURES:
+        group = GroupInPython(dist.group.WORLD, future)
+        options = {"process_group": group, "gradient_as_bucket_view": views}
+        assert_same_bits(both(Perceptron, inputs(rank, 4), **options))

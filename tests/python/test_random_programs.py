@@ -1,7 +1,7 @@
 """Random programs train as one process does, and DDP as torch's class, to the same bits.
 
 More seeds by hand: PYTHONPATH=build/release/python python tests/python/test_random_programs.py
-Sharded --seeds 200 --ranks 3; with --fault NAME the program of a known fault.
+Sharded --seeds 200 --ranks 3
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import time
 
 import pytest
 
-from random_programs import KNOWN_FAULTS, Replicated, Sharded, run_programs
+from random_programs import Replicated, Sharded, run_programs
 from ranks import run_ranks
 
 CLASSES = {"Replicated": Replicated, "Sharded": Sharded}
@@ -76,13 +76,10 @@ def main() -> None:
     parser.add_argument("--first", type=int, default=0)
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--against", choices=["plain", "torch"], default="plain")
-    parser.add_argument("--fault", choices=KNOWN_FAULTS, nargs="*", default=[])
     arguments = parser.parse_args()
     begin = time.monotonic()
     seeds = range(arguments.first, arguments.first + arguments.seeds)
-    how = {"faults": tuple(arguments.fault)}
-    if arguments.program == "Replicated":
-        how["against"] = arguments.against
+    how = {"against": arguments.against} if arguments.program == "Replicated" else {}
     _run(CLASSES[arguments.program], arguments.ranks, seeds, **how)
     print(f"{len(seeds)} programs in {time.monotonic() - begin:.1f} s")
 

@@ -7,9 +7,7 @@ from torch import nn
 
 import brigade
 
-from exact_training import MODES, Training, UserError
-from rank_cases import run_cases
-from ranks import on_ranks, run_ranks
+from ranks import on_ranks
 
 VARIANTS = {
     "1 KB": {"bucket_cap_mb": 1 / 1024},
@@ -74,7 +72,9 @@ def _expect_equal(found, expected, what):
         assert torch.equal(found[name], value), f"{what}: {name}"
 
 
-def _trains_as_one_process(rank):
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+@on_ranks()
+def test_buckets_graphs_views_and_shards_do_not_show(rank, world_size):
     world_size = dist.get_world_size()
     expected = _train_alone(world_size, world_size)
     for what, options in VARIANTS.items():
@@ -87,11 +87,6 @@ def _trains_as_one_process(rank):
     brigade.fully_shard(sharded)
     _train(sharded, rank)
     _expect_equal(sharded.full_state_dict(), expected, "fully_shard")
-
-
-@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
-def test_buckets_graphs_views_and_shards_do_not_show(world_size):
-    run_ranks(_trains_as_one_process, world_size=world_size)
 
 
 @on_ranks(4)
@@ -109,27 +104,10 @@ def test_rows_are_summed_as_by_hybrid_shards(rank):
         _expect_equal(model.module.state_dict(), expected, what)
 
 
-def _accumulates(rank, row_size, options):
-    world_size = dist.get_world_size()
-    model = brigade.DistributedDataParallel(
-        _net(), reproducible=True, reproducible_row_size=row_size, bucket_cap_mb=0.001, **options
-    )
-    with model.no_sync():
-        model(_input(rank, 0)).square().mean().backward()
-    model(_input(rank, 1)).square().mean().backward()
-    own = [_added([_gradients(_net(), r, step) for step in (0, 1)]) for r in range(world_size)]
-    totals = _added_by_rows(own, row_size or world_size)
-    for p, total in zip(model.parameters(), totals, strict=True):
-        assert torch.equal(p.grad, total * (1.0 / world_size))
-
-
-@pytest.mark.parametrize(("world_size", "row_size"), [(3, None), (4, 2)])
-def test_gradients_under_no_sync_are_added_on_their_rank(world_size, row_size):
-    views = [{"gradient_as_bucket_view": value} for value in (False, True)]
-    run_cases(_accumulates, [(row_size, each) for each in views], world_size)
-
-
-def _joins(rank, by_world_size):
+@pytest.mark.parametrize("by_world_size", [True, False])
+@pytest.mark.parametrize("world_size", [2, 3])
+@on_ranks()
+def test_ranks_without_data_count_as_zeros(rank, world_size, by_world_size):
     world_size = dist.get_world_size()
     model = brigade.DistributedDataParallel(_net(), reproducible=True, bucket_cap_mb=0.001)
     with model.join(divide_by_initial_world_size=by_world_size):
@@ -142,54 +120,6 @@ def _joins(rank, by_world_size):
             divisor = world_size if by_world_size else len(with_data)
             for p, gradient in zip(model.parameters(), total, strict=True):
                 assert torch.equal(p.grad, gradient * (1.0 / divisor)), step
-
-
-@pytest.mark.parametrize("by_world_size", [True, False])
-@pytest.mark.parametrize("world_size", [2, 3])
-def test_ranks_without_data_count_as_zeros(world_size, by_world_size):
-    run_ranks(_joins, by_world_size, world_size=world_size)
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@on_ranks(3)
-def test_small_dtypes_are_added_in_float32(rank, dtype):
-    world_size = dist.get_world_size()
-    found = []
-    for cap in (0.001, 25):
-        model = brigade.DistributedDataParallel(
-            _net().to(dtype), reproducible=True, bucket_cap_mb=cap
-        )
-        model(_input(rank, 0).to(dtype)).sum().backward()
-        found.append([p.grad for p in model.parameters()])
-    each = []
-    for r in range(world_size):
-        net = _net().to(dtype)
-        net(_input(r, 0).to(dtype)).sum().backward()
-        each.append([p.grad.float() for p in net.parameters()])
-    expected = [(t * (1.0 / world_size)).to(dtype) for t in _added(each)]
-    for gradients in found:
-        for gradient, wanted in zip(gradients, expected, strict=True):
-            assert torch.equal(gradient, wanted)
-
-
-def _one_fails(rank, options):
-    training = Training(rank, options)
-
-    def raise_once(gradient):
-        handle.remove()
-        raise UserError("the user's own")
-
-    for _ in range(2):
-        if rank == 1:
-            handle = training.model.p1.register_hook(raise_once)
-        training.expect_failure([1], UserError, "^the user's own$", "an exception ended backward")
-        training.expect_steps(2)
-
-
-@pytest.mark.parametrize("world_size", [2, 3])
-@pytest.mark.parametrize("mode", MODES)
-def test_all_raise_and_train_on_where_one_rank_fails(mode, world_size):
-    run_ranks(_one_fails, {**MODES[mode], "reproducible": True}, world_size=world_size)
 
 
 @on_ranks(3)

@@ -14,7 +14,7 @@ from torch import nn
 import brigade
 
 from ranks import on_ranks, run_ranks
-from sharded_training import Net, batch_of, make_net, shard_blocks
+from sharded_training import Net, batch_of, expect_alike, make_net, shard_blocks
 
 _GPT = pathlib.Path(brigade.__file__).parents[2] / "examples/gpt/gpt"
 
@@ -177,45 +177,6 @@ def test_buffers_of_data_parallel_models_are_kept(rank, tmp_path):
         brigade.load_whole(net, f"{tmp_path}/sharded")
 
 
-def _refuses(rank, folder):
-    model, optimizer = _model("adam")
-    _step(model, optimizer, 3, rank)
-    before = _state(model, optimizer)
-    whole = pathlib.Path(folder) / "whole"
-    errors = []
-
-    def expect_error(path, loaded_by, text):
-        with pytest.raises(ValueError, match=text) as error:
-            brigade.load_whole(model, path, loaded_by)
-        errors.append(str(error.value))
-        _expect_equal_states(_state(model, optimizer), before)
-
-    adamw = torch.optim.AdamW(model.parameters())
-    expect_error(whole, adamw, "expected the state of AdamW, found that of")
-    amsgrad = torch.optim.Adam(model.parameters(), amsgrad=True)
-    expect_error(whole, amsgrad, "has no tensor .*max_exp_avg_sq")
-    other = torch.optim.Adam([nn.Parameter(torch.ones(3))])
-    expect_error(whole, other, "parameter 0 of the optimizer is not in this model")
-    expect_error(whole, torch.optim.NAdam(model.parameters()), "found NAdam")
-    expect_error(whole.with_name("none"), optimizer, "none")
-    expect_error(whole.with_name("damaged"), optimizer, "damaged|checksum")
-    on_one = whole if rank == 0 else whole.with_name("none")
-    expect_error(on_one, optimizer, "none")
-    with pytest.raises(ValueError, match="outermost module"):
-        brigade.save_whole(model.blocks[0], whole)
-    _step(model, optimizer, 4, rank)  # and goes on
-    return errors
-
-
-def test_what_does_not_fit_is_one_error_and_changes_nothing(tmp_path):
-    run_ranks(_saves, str(tmp_path), "adam")
-    content = bytearray((tmp_path / "whole").read_bytes())
-    content[-5] ^= 1
-    (tmp_path / "damaged").write_bytes(content)
-    first, second = run_ranks(_refuses, str(tmp_path))
-    assert first == second
-
-
 def _state_of_all(model, optimizer):
     names = [name for name, _ in model.module.named_parameters()]
     state = dict(zip(names, optimizer.state_dict()["state"].values(), strict=True))
@@ -313,12 +274,13 @@ def test_what_is_left_out_is_said(rank, tmp_path):
         brigade.save_whole(model, f"{tmp_path}/whole", optimizer)
 
 
-def _unlike(rank, folder):
+@on_ranks()
+def test_ranks_that_are_given_other_things_fail_alike(rank, tmp_path):
     model, optimizer = _data_parallel("adamw")
     _step(model, optimizer, 0, rank)
-    brigade.save_whole(model, f"{folder}/a", optimizer)
+    brigade.save_whole(model, f"{tmp_path}/a", optimizer)
     _step(model, optimizer, 1, rank)
-    brigade.save_whole(model, f"{folder}/b", optimizer)
+    brigade.save_whole(model, f"{tmp_path}/b", optimizer)
     errors = []
 
     def expect_error(error, text, call):
@@ -326,7 +288,7 @@ def _unlike(rank, folder):
             call()
         errors.append(str(told.value))
 
-    other = f"{folder}/{'ab'[rank]}"
+    other = f"{tmp_path}/{'ab'[rank]}"
     expect_error(ValueError, "a checkpoint of checksum", lambda: brigade.load_whole(model, other))
     sharded, _ = _model("adamw")
     expect_error(ValueError, "a checkpoint of checksum", lambda: brigade.load_whole(sharded, other))
@@ -338,22 +300,19 @@ def _unlike(rank, folder):
     expect_error(ValueError, "the same folder", lambda: brigade.save_checkpoint(other, sharded))
     on_one = {"step": 1} if rank == 0 else {"step": "1"}
     with pytest.raises((TypeError, ValueError), match="expected metadata of strings"):
-        save(model, f"{folder}/c", metadata=on_one)
+        save(model, f"{tmp_path}/c", metadata=on_one)
     with pytest.raises((TypeError, ValueError), match="block_numel_fn of 'weight'"):
         brigade.fully_shard(nn.Linear(4, 4), block_numel_fn=lambda p: None if rank == 0 else 1)
     with pytest.raises(ValueError, match="prefetch_depth: expected a whole number"):
         brigade.fully_shard(nn.Linear(4, 4), prefetch_depth=-1)
-    brigade.load_whole(model, f"{folder}/a", optimizer)  # and goes on
+    brigade.load_whole(model, f"{tmp_path}/a", optimizer)  # and goes on
     _step(model, optimizer, 1, rank)
-    return errors
+    expect_alike(errors)
 
 
-def test_ranks_that_are_given_other_things_fail_alike(tmp_path):
-    first, second = run_ranks(_unlike, str(tmp_path))
-    assert first == second
-
-
-def _compiled(rank, folder):
+@on_ranks()
+def test_names_are_those_without_torchs_compiler(rank, tmp_path):
+    folder = str(tmp_path)
     wrapped, _ = _data_parallel("sgd")
     path = pathlib.Path(folder) / "whole"
     brigade.save_whole(torch.compile(wrapped), path)
@@ -363,10 +322,6 @@ def _compiled(rank, folder):
     for each in (path, path.with_name("inner")):
         brigade.load_whole(wrapped, each)
         _expect_same(wrapped.module.state_dict(), make_net().state_dict())
-
-
-def test_names_are_those_without_torchs_compiler(tmp_path):
-    run_ranks(_compiled, str(tmp_path))
 
 
 def test_parameters_without_memory_are_named(tmp_path):

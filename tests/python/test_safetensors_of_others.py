@@ -118,7 +118,10 @@ def test_torchs_reader_in_one_process(folder):
     _expect_values(state)
 
 
-def _torchs_reader(rank, folder, kind):
+@pytest.mark.parametrize("kind", ["brigade", "FSDP2"])
+@on_ranks()
+def test_torchs_reader_on_two_ranks(rank, kind, folder):
+    folder = str(folder)
     reader = hugging_face.HuggingFaceStorageReader(folder)
     if kind == "brigade":
         model = _sharded()
@@ -129,11 +132,6 @@ def _torchs_reader(rank, folder, kind):
     state = model.state_dict()
     dcp.load(state, storage_reader=reader)
     return _expect_values({name: value.full_tensor() for name, value in state.items()})
-
-
-@pytest.mark.parametrize("kind", ["brigade", "FSDP2"])
-def test_torchs_reader_on_two_ranks(kind, folder):
-    run_ranks(_torchs_reader, str(folder), kind)
 
 
 def _damage(random, content):

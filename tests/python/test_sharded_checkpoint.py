@@ -12,7 +12,6 @@ from torch import nn
 import brigade
 from brigade._sharded_tensors import boxes_of
 
-from rank_cases import run_cases
 from ranks import on_ranks, run_ranks
 from sharded_training import Pair, batch_of, expect_equal, make_net, shard_blocks, step_of_all
 
@@ -99,21 +98,13 @@ def _whole(folder):
     return torch.load(f"{folder}/whole.pt", weights_only=False)
 
 
-def _loads(rank, folder, mesh, reader):
+def _loads(rank, folder, mesh):
     mesh = mesh and dist.device_mesh.init_device_mesh("cpu", mesh)
     torch.manual_seed(7)
     model, optimizer = _trained(rank, steps=1, mesh=mesh)
-    if reader == "ours":
-        loaded = brigade.load_checkpoint(f"{folder}/ours", model, optimizer)
-        assert loaded.shared == {"step": 2}
-        assert (loaded.own is None) == (dist.get_world_size() != 2)
-    else:
-        state = {
-            "model": model.state_dict(),
-            "optimizer": brigade.sharded_optimizer_state_dict(model, optimizer),
-        }
-        dcp.load(state, checkpoint_id=f"{folder}/torchs")
-        brigade.load_sharded_optimizer_state_dict(model, optimizer, state["optimizer"])
+    loaded = brigade.load_checkpoint(f"{folder}/ours", model, optimizer)
+    assert loaded.shared == {"step": 2}
+    assert (loaded.own is None) == (dist.get_world_size() != 2)
     whole = _whole(folder)
     for name, value in model.full_state_dict().items():
         assert torch.equal(value, whole["model"][name]), name
@@ -127,16 +118,15 @@ def saved(tmp_path_factory):
     return str(folder)
 
 
-@pytest.mark.parametrize("reader", ["ours", "ours with torchs"])
 @pytest.mark.parametrize("mesh", [(1,), (2,), (3,), (2, 2)])
-def test_saved_on_two_ranks_and_loaded(saved, mesh, reader):
+def test_saved_on_two_ranks_and_loaded(saved, mesh):
     world_size = torch.Size(mesh).numel()
-    run_ranks(_loads, saved, mesh, reader, world_size=world_size)
+    run_ranks(_loads, saved, mesh, world_size=world_size)
 
 
 def test_saved_by_replicas(tmp_path):
     run_ranks(_saves, str(tmp_path), (2, 2), world_size=4)
-    run_ranks(_loads, str(tmp_path), (3,), "ours", world_size=3)
+    run_ranks(_loads, str(tmp_path), (3,), world_size=3)
 
 
 # What loads the parameters that _saves() has saved.
@@ -151,7 +141,9 @@ _LOADERS = {
 }
 
 
-def _loads_while_whole(rank, folder, loader):
+@pytest.mark.parametrize("loader", _LOADERS)
+@on_ranks()
+def test_what_is_loaded_while_units_are_whole_is_trained_on(rank, saved, loader):
     pair = Pair(rank, reshard_after_forward=False)
     model = pair.model
     model.set_reshard_after_backward(False)
@@ -161,14 +153,10 @@ def _loads_while_whole(rank, folder, loader):
         model(batch_of(rank, 6)).sum().backward()
         sent.append(model.sharding_statistics()["sent_by_gathers"])
     assert sent[0] == sent[1]  # all units are whole
-    _LOADERS[loader](model, folder)
-    pair.plain.load_state_dict(_whole(folder)["model"])
+    _LOADERS[loader](model, saved)
+    pair.plain.load_state_dict(_whole(saved)["model"])
     for step in (7, 8):
         pair.expect_step(step)
-
-
-def test_what_is_loaded_while_units_are_whole_is_trained_on(saved):
-    run_cases(_loads_while_whole, [(saved, loader) for loader in _LOADERS])
 
 
 def _goes_on(rank, folder, world_sizes):
@@ -197,7 +185,9 @@ def test_resumes_as_one_process_on_other_numbers_of_ranks(world_sizes, tmp_path)
         run_ranks(_goes_on, str(tmp_path), world_sizes[: i + 1], world_size=world_size)
 
 
-def _damaged(rank, folder):
+@on_ranks()
+def test_a_damaged_checkpoint_changes_nothing(rank, tmp_path):
+    folder = str(tmp_path)
     model, optimizer = _trained(rank)
     before = model.full_state_dict(), brigade.full_optimizer_state_dict(model, optimizer)
 
@@ -238,10 +228,6 @@ def _damaged(rank, folder):
         brigade.load_checkpoint(f"{folder}/none", model, optimizer)
     brigade.load_checkpoint(f"{folder}/good", model, optimizer)
     unchanged()
-
-
-def test_a_damaged_checkpoint_changes_nothing(tmp_path):
-    run_ranks(_damaged, str(tmp_path))
 
 
 @on_ranks()

@@ -9,7 +9,8 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks as of_buck
 
 import brigade
 
-from ranks import on_ranks, run_ranks
+from ranks import on_ranks
+from sharded_training import expect_alike
 
 _DTYPES = {"fp16_compress": torch.float16, "bf16_compress": torch.bfloat16}
 
@@ -111,7 +112,8 @@ def test_torchs_hooks_halve_what_is_sent(rank, hook, by_registration):
     assert before["sent_by_gathers"] == after["sent_by_gathers"] == 4 * (18 * 2 + 4) // 2
 
 
-def _differ(rank):
+@on_ranks()
+def test_ranks_have_one_hook(rank):
     with pytest.raises(ValueError, match="comm_hook fp16_compress"):
         brigade.fully_shard(nn.Linear(3, 3), comm_hook="fp16_compress" if rank == 0 else None)
     model = _sharded()
@@ -119,12 +121,7 @@ def _differ(rank):
         model.register_comm_hook(None, "fp16_compress" if rank == 0 else "bf16_compress")
     model.register_comm_hook(None, "fp16_compress")
     model(1.0).backward()
-    return str(error.value)
-
-
-def test_ranks_have_one_hook():
-    first, second = run_ranks(_differ)
-    assert first == second
+    expect_alike(str(error.value))
 
 
 @on_ranks(1)

@@ -1,11 +1,27 @@
 """torch.compile of modules that are sharded, before and after."""
 
+import os
+import shutil
+
 import pytest
 import torch
+from torch import nn
+
+import brigade
 
 from cases import quick
-from ranks import on_ranks, run_ranks
+from ranks import on_ranks
 from sharded_training import Pair, batch_of, make_net, shard_blocks, step_of_all
+from whole_numbers import (
+    backward_of_all,
+    expect_gradients,
+    linear,
+    loss_of,
+    step_by_sign,
+)
+from whole_numbers import (
+    batch_of as exact_batch,
+)
 
 
 def _compile(graphs, **options):
@@ -56,7 +72,11 @@ _WAYS = [
 ]
 
 
-def _trains(rank, way, arguments):
+@pytest.mark.parametrize("way", quick(_WAYS, [_WAYS[0]]))
+@pytest.mark.parametrize("reshards", [True, False])
+@on_ranks()
+def test_compiled_either_way_the_bits_are_those_of_one_process(rank, way, reshards):
+    arguments = {"reshard_after_forward": reshards}
     torch._dynamo.reset()
     graphs = []
     plain = make_net()
@@ -79,12 +99,6 @@ def _trains(rank, way, arguments):
     statistics = model.sharding_statistics()
     assert statistics["learned_segments"] <= 2
     assert statistics["reduced_backwards"] == 4
-
-
-@pytest.mark.parametrize("way", quick(_WAYS, [_WAYS[0]]))
-@pytest.mark.parametrize("reshards", [True, False])
-def test_compiled_either_way_the_bits_are_those_of_one_process(way, reshards):
-    run_ranks(_trains, way, {"reshard_after_forward": reshards})
 
 
 @pytest.mark.parametrize("way", quick(_WAYS, [_WAYS[-1]]))
@@ -120,3 +134,64 @@ def test_a_compiled_backward_raises_and_is_forgotten(rank):
     ):
         output.backward()
     pair.expect_step(1)
+
+
+# ---- By inductor, which makes machine code of blocks.
+
+_COMPILER = os.environ.get("CXX", "g++")
+
+
+class Fused(nn.Module):
+    """Has what is fused, and is exact in whole numbers."""
+
+    def __init__(self, seed) -> None:
+        super().__init__()
+        self.linear = linear(3, 3, seed)
+        self.scale = nn.Parameter(torch.tensor([1.0, -2.0, 2.0], dtype=torch.float64))
+
+    def forward(self, x):
+        y = self.linear(x)
+        return torch.relu(y * self.scale) - y.abs() + 1
+
+
+def _make():
+    return nn.Sequential(Fused(1), Fused(2), linear(3, 2))
+
+
+def _compile_then_shard(model):
+    for i in range(2):
+        model[i] = torch.compile(model[i], backend="inductor", fullgraph=True)
+        brigade.fully_shard(model[i])
+    return brigade.fully_shard(model)
+
+
+def _shard_then_compile(model):
+    for i in range(2):
+        brigade.fully_shard(model[i])
+    brigade.fully_shard(model)
+    for i in range(2):
+        model[i].compile(backend="inductor")
+    return model
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which(_COMPILER) is None, reason=f"there is no {_COMPILER}")
+@pytest.mark.parametrize("way", [_compile_then_shard, _shard_then_compile])
+@on_ranks()
+def test_gradients_of_blocks_in_machine_code_are_those_of_one_process(rank, way, tmp_path):
+    os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(tmp_path)  # one rank compiles a kernel for all
+    from torch._inductor import config, metrics
+
+    config.compile_threads, config.cpp_cache_precompile_headers = 1, False
+    torch._dynamo.reset()
+    metrics.reset()
+    plain, model = _make(), way(_make())
+    for step in range(3):
+        backward_of_all(plain, 2, lambda net, r, step=step: loss_of(net, exact_batch(3, r, step)))
+        loss_of(model, exact_batch(3, rank, step)).backward()
+        expect_gradients(model, plain)
+        step_by_sign(model, plain)
+    assert metrics.generated_kernel_count > 0
+    statistics = model.sharding_statistics()
+    assert statistics["learned_segments"] <= 2
+    assert statistics["reduced_backwards"] == 3

@@ -10,7 +10,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 
 import brigade
 
-from ranks import on_ranks, run_ranks
+from ranks import on_ranks
 from sharded_training import Block, Pair
 
 Named = collections.namedtuple("Named", ["hidden", "skip"])
@@ -75,7 +75,9 @@ def _make(form):
     return Layers(form)
 
 
-def _trains(rank, form):
+@pytest.mark.parametrize("form", FORMS)
+@on_ranks()
+def test_units_of_containers_equal_one_process(rank, form):
     plain, model = _make("tuple"), _make(form)
     for layer in model.layers:
         brigade.fully_shard(layer)
@@ -84,17 +86,12 @@ def _trains(rank, form):
     for step in range(4):
         pair.step(step)
     pair.expect_equal()
-    return model.sharding_statistics()
-
-
-@pytest.mark.parametrize("form", FORMS)
-def test_units_of_containers_equal_one_process(form):
-    for statistics in run_ranks(_trains, form):
-        # In each step all units in forward, and the layers again in backward.
-        assert statistics["learned_segments"] <= 2
-        assert statistics["all_gathers"] == 4 * (4 + 3)
-        assert statistics["reductions"] == 4 * 4
-        assert statistics["peak_buffer_bytes"] == statistics["planned_buffer_bytes"]
+    # In each step all units in forward, and the layers again in backward.
+    statistics = model.sharding_statistics()
+    assert statistics["learned_segments"] <= 2
+    assert statistics["all_gathers"] == 4 * (4 + 3)
+    assert statistics["reductions"] == 4 * 4
+    assert statistics["peak_buffer_bytes"] == statistics["planned_buffer_bytes"]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

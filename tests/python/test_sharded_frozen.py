@@ -9,13 +9,11 @@ from torch import nn
 
 import brigade
 
-from rank_cases import run_cases
 from ranks import on_ranks
 from whole_numbers import (
     backward_of_all,
     batch_of,
     expect_gradients,
-    expect_parameters,
     layers,
     loss_of,
     step_by_sign,
@@ -71,13 +69,11 @@ def _expect_sent(rank, plain, model, step):
 FROZEN = [(), ("weight",), ("bias",), ("0.",), ("0.", "1.bias"), ("0.weight", "1.bias", "2.weight")]
 
 
-def _frozen_before(rank, frozen):
-    _expect_sent(rank, *_pair(frozen), 0)
-
-
 @pytest.mark.parametrize("world_size", [2, 4])
-def test_only_what_is_trained_is_reduced(world_size):
-    run_cases(_frozen_before, [(frozen,) for frozen in FROZEN], world_size)
+@on_ranks()
+def test_only_what_is_trained_is_reduced(rank, world_size):
+    for frozen in FROZEN:
+        _expect_sent(rank, *_pair(frozen), 0)
 
 
 @on_ranks()
@@ -126,23 +122,6 @@ class Tapped:
         self.output = net(self.x)
         hook.remove()
         self.inside = inside[0]
-
-
-@pytest.mark.parametrize("frozen", [("0.",), ("0.", "1.")])
-@on_ranks()
-def test_a_backward_that_reaches_inputs_of_a_frozen_unit_only(rank, frozen):
-    """Backward from behind the first layer, which is frozen; the others are not reached."""
-    plain, model = _pair(frozen)
-    for step in range(3):
-        x = batch_of(SIZE, rank, step)
-        taps = [Tapped(net, x) for net in (plain, model)]
-        for tap in taps:
-            tap.inside.square().sum().backward()
-        assert torch.equal(taps[0].x.grad, taps[1].x.grad)
-        assert all(p.grad is None for p in model.parameters())
-        _expect_step(rank, plain, model, step)
-        step_by_sign(model, plain)
-    expect_parameters(model, plain)
 
 
 @on_ranks()

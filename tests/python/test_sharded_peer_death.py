@@ -2,7 +2,6 @@
 
 import io
 import os
-import re
 import signal
 
 import pytest
@@ -11,8 +10,7 @@ import torch.distributed as dist
 
 import brigade
 
-from cases import quick
-from ranks import run_ranks
+from ranks import on_ranks
 from sharded_training import (
     Pair,
     batch_of,
@@ -30,11 +28,6 @@ def _vanish(*_):
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def _vanish_ahead_of_a_gather(model):
-    """Of the second block; nothing is gathered ahead."""
-    model.blocks[1].register_forward_pre_hook(_vanish, prepend=True)
-
-
 def _vanish_in_backward(model):
     """With the gradient of the second block's output."""
     model.blocks[1].register_forward_hook(
@@ -42,56 +35,8 @@ def _vanish_in_backward(model):
     )
 
 
-def _vanish_behind_forward(model):
-    model.register_forward_hook(_vanish)
-
-
 def _vanish_before_a_step(model):
     model.register_forward_pre_hook(_vanish, prepend=True)
-
-
-_GATHER = r"fully_shard: the all-gather of unit 'blocks\.{}'"
-_REDUCTION = r"fully_shard: the reduction of unit 'blocks\.\d'"
-
-# Where the last rank vanishes; whether blocks stay whole from forward to backward; what two
-# ranks are told then.
-PLACES = {
-    "ahead of a gather": (_vanish_ahead_of_a_gather, True, _GATHER.format(2)),
-    "in backward, of gathers": (_vanish_in_backward, True, _GATHER.format("[01]")),
-    "in backward, of sums": (_vanish_in_backward, False, _REDUCTION),
-    "behind forward": (_vanish_behind_forward, False, "fully_shard: on meeting the peers: "),
-    "before a step": (_vanish_before_a_step, True, "fully_shard: "),
-}
-
-
-def _loses_a_peer(rank, place):
-    """Returns what this rank is told. Two steps are exact before."""
-    world_size = dist.get_world_size()
-    vanish, reshards, _ = PLACES[place]
-    pair = Pair(rank, reshard_after_forward=reshards, prefetch_depth=0)
-    model = pair.model
-    for step in range(STEPS_BEFORE):
-        pair.step(step)
-    pair.expect_equal()
-    before = {name: p.to_local().clone() for name, p in model.named_parameters()}
-    if rank == world_size - 1:
-        vanish(model)
-    with pytest.raises(dist.DistBackendError) as told:
-        pair.step(STEPS_BEFORE)
-
-    _expect_sharded(model, before)
-    # It stays so, whatever is tried.
-    for collective in (
-        lambda: pair.step(STEPS_BEFORE),
-        model.full_state_dict,
-        lambda: model.clip_grad_norm_(1.0),
-        lambda: model.blocks[0].unshard(),
-    ):
-        with pytest.raises(RuntimeError):
-            collective()
-        _expect_sharded(model, before)
-    dist.destroy_process_group()
-    return str(told.value)
 
 
 def _expect_sharded(model, before):
@@ -108,34 +53,45 @@ def _expect_sharded(model, before):
     assert all(torch.equal(saved[name], part) for name, part in before.items())
 
 
-@pytest.mark.parametrize("world_size", quick([2, 3], [3]))
-@pytest.mark.parametrize("place", quick(PLACES, ["in backward, of gathers", "before a step"]))
-def test_survivors_are_told_which_and_keep_their_parts(place, world_size):
-    *told, ended = run_ranks(
-        _loses_a_peer,
-        place,
-        world_size=world_size,
-        timeout_s=HOUR_S,
-        deadline_s=DEADLINE_S,
-        may_die=[world_size - 1],
-    )
-    assert ended == -signal.SIGKILL
-    for text in told:
-        assert re.search(rf"rank {world_size - 1}\b", text), text
-        assert text.startswith("fully_shard: "), text
-        if world_size == 2:
-            assert re.search(PLACES[place][2], text), text
+@pytest.mark.parametrize("vanish", [_vanish_in_backward, _vanish_before_a_step])
+@on_ranks(3, timeout_s=HOUR_S, deadline_s=DEADLINE_S, may_die=[2])
+def test_survivors_are_told_which_and_keep_their_parts(rank, vanish):
+    """Two steps are exact before."""
+    pair = Pair(rank, reshard_after_forward=True, prefetch_depth=0)
+    model = pair.model
+    for step in range(STEPS_BEFORE):
+        pair.step(step)
+    pair.expect_equal()
+    before = {name: p.to_local().clone() for name, p in model.named_parameters()}
+    if rank == 2:
+        vanish(model)
+    with pytest.raises(dist.DistBackendError, match=r"^fully_shard: (?s:.*)rank 2\b"):
+        pair.step(STEPS_BEFORE)
+
+    _expect_sharded(model, before)
+    # It stays so, whatever is tried.
+    for collective in (
+        lambda: pair.step(STEPS_BEFORE),
+        model.full_state_dict,
+        lambda: model.clip_grad_norm_(1.0),
+        lambda: model.blocks[0].unshard(),
+    ):
+        with pytest.raises(RuntimeError):
+            collective()
+        _expect_sharded(model, before)
+    dist.destroy_process_group()
 
 
-def _meet_again(rank, folder):
+@pytest.mark.parametrize("world_size", [2, 3])
+@on_ranks(timeout_s=HOUR_S, deadline_s=DEADLINE_S, may_die=[0])
+def test_survivors_go_on_from_a_checkpoint_on_fewer_ranks(rank, world_size, tmp_path):
     """Survivors load the last checkpoint on fewer ranks, in a group over the old store."""
-    world_size = dist.get_world_size()
     store = dist.distributed_c10d._get_default_store()
     pair = Pair(rank, torch.optim.AdamW)
     for step in range(STEPS_BEFORE):
         pair.step(step)
     shared = {"step": STEPS_BEFORE}
-    brigade.save_checkpoint(f"{folder}/2", pair.model, pair.optimizers[1], shared=shared)
+    brigade.save_checkpoint(f"{tmp_path}/2", pair.model, pair.optimizers[1], shared=shared)
     if rank == 0:
         _vanish_in_backward(pair.model)
     with pytest.raises(dist.DistBackendError, match=r"rank 0\b"):
@@ -147,7 +103,7 @@ def _meet_again(rank, folder):
         "gloo", store=dist.PrefixStore("again", store), rank=rank - 1, world_size=world_size - 1
     )
     pair = Pair(rank - 1, torch.optim.AdamW)
-    loaded = brigade.load_checkpoint(f"{folder}/2", pair.model, pair.optimizers[1])
+    loaded = brigade.load_checkpoint(f"{tmp_path}/2", pair.model, pair.optimizers[1])
     for step in range(STEPS_BEFORE):
         step_of_all(pair.plain, pair.optimizers[0], step, world_size)
     for step in range(loaded.shared["step"], loaded.shared["step"] + 2):
@@ -155,50 +111,17 @@ def _meet_again(rank, folder):
     pair.expect_equal()
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
-def test_survivors_go_on_from_a_checkpoint_on_fewer_ranks(world_size, tmp_path):
-    ended = run_ranks(
-        _meet_again,
-        str(tmp_path),
-        world_size=world_size,
-        timeout_s=HOUR_S,
-        deadline_s=DEADLINE_S,
-        may_die=[0],
-    )
-    assert ended == [-signal.SIGKILL, *[None] * (world_size - 1)]
-
-
-SAVE = {
-    "checkpoint": lambda model, path: brigade.save_checkpoint(path, model),
-    "whole": brigade.save_whole,
-    "shards": brigade.save_shards,
-}
-
-
-def _saves_without_a_peer(rank, folder, way):
-    """The last rank is gone when the others come to save; what was saved before stays."""
+@pytest.mark.parametrize("way", ["save_whole", "save_shards", "save_checkpoint"])
+@on_ranks(timeout_s=HOUR_S, deadline_s=DEADLINE_S, may_die=[1])
+def test_saving_without_a_peer_is_an_error_in_good_time(rank, way, tmp_path):
     model = shard_blocks(make_net())
     _ = model(batch_of(rank, 0))
     if rank == 1:
         _vanish()
-    with pytest.raises(RuntimeError) as told:
-        SAVE[way](model, f"{folder}/{way}")
-    assert not os.path.exists(f"{folder}/{way}/index.safetensors")
-    assert not os.path.isfile(f"{folder}/{way}")
-    assert way != "checkpoint" or not os.path.exists(f"{folder}/{way}")
+    path = tmp_path / way
+    given = (path, model) if way == "save_checkpoint" else (model, path)
+    with pytest.raises(RuntimeError, match=r"rank 1 \(process \d+\) has ended"):
+        getattr(brigade, way)(*given)
+    assert not path.is_file() and not (path / "index.safetensors").exists()
+    assert way != "save_checkpoint" or not path.exists()
     dist.destroy_process_group()
-    return str(told.value)
-
-
-@pytest.mark.parametrize("way", ["checkpoint", "whole", "shards"])
-def test_saving_without_a_peer_is_an_error_in_good_time(way, tmp_path):
-    told, ended = run_ranks(
-        _saves_without_a_peer,
-        str(tmp_path),
-        way,
-        timeout_s=HOUR_S,
-        deadline_s=DEADLINE_S,
-        may_die=[1],
-    )
-    assert ended == -signal.SIGKILL
-    assert re.search(r"rank 1 \(process \d+\) has ended", told), way

@@ -3,6 +3,7 @@
 import copy
 import dataclasses
 
+import pytest
 import torch
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
@@ -10,7 +11,6 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 import brigade
 
 from cases import pairwise
-from rank_cases import run_cases
 from ranks import on_ranks
 from sharded_training import batch_of, expect_equal, make_net
 
@@ -154,7 +154,21 @@ class Weighted(nn.Module):
 GRADIENTS = ((256.0, 1.0), (512.0, 2.0))
 
 
-def _sum_of_micro_batches(rank, dtype, reduce_dtype, synchronizes, expected):
+@pytest.mark.parametrize(
+    ("dtype", "reduce_dtype", "synchronizes", "expected"),
+    [
+        (FULL, FULL, False, 385.5),
+        (FULL, None, False, 385.5),  # in the parameter's own
+        (FULL, LOW, False, 384.0),  # 256 + 512
+        (FULL, LOW, True, 385.5),  # averages are added up in the parameter's own
+        (LOW, FULL, False, 386.0),  # 385.5, rounded once
+        (LOW, None, False, 384.0),
+    ],
+)
+@on_ranks()
+def test_micro_batches_are_added_up_in_the_reduce_dtype(
+    rank, dtype, reduce_dtype, synchronizes, expected
+):
     policy = MixedPrecisionPolicy(param_dtype=LOW, reduce_dtype=reduce_dtype)
     model = brigade.fully_shard(Weighted(dtype), mp_policy=policy)
     for _ in range(2):
@@ -164,16 +178,3 @@ def _sum_of_micro_batches(rank, dtype, reduce_dtype, synchronizes, expected):
         assert model.weight.grad.dtype == dtype
         assert model.weight.grad.to_local().tolist() == [expected] * model.weight.to_local().numel()
         model.zero_grad()
-
-
-def test_micro_batches_are_added_up_in_the_reduce_dtype():
-    """By the parameter's dtype, the reduce dtype, and whether each backward is reduced."""
-    cases = [
-        (FULL, FULL, False, 385.5),
-        (FULL, None, False, 385.5),  # in the parameter's own
-        (FULL, LOW, False, 384.0),  # 256 + 512
-        (FULL, LOW, True, 385.5),  # averages are added up in the parameter's own
-        (LOW, FULL, False, 386.0),  # 385.5, rounded once
-        (LOW, None, False, 384.0),
-    ]
-    run_cases(_sum_of_micro_batches, cases)

@@ -1,7 +1,5 @@
 """Ranks give fully_shard modules or arguments that are not alike: one error on all of them."""
 
-import re
-
 import pytest
 import torch
 import torch.distributed as dist
@@ -10,8 +8,8 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 
 import brigade
 
-from ranks import on_ranks, run_ranks
-from sharded_training import Pair, batch_of, make_net
+from ranks import on_ranks
+from sharded_training import Pair, batch_of, expect_alike, make_net
 
 TIMEOUT_S = 20  # a rank that waits for one that has raised is told of that
 
@@ -28,21 +26,6 @@ def _two(first, second):
     return nn.Sequential(nn.Linear(*first), nn.Linear(*second))
 
 
-class _Named(nn.Module):
-    """Parameters of these names, in this order."""
-
-    def __init__(self, *names):
-        super().__init__()
-        for name in names:
-            self.register_parameter(name, nn.Parameter(torch.zeros(3)))
-
-
-class _Scalar(nn.Module):
-    def __init__(self, shape):
-        super().__init__()
-        self.scale = nn.Parameter(torch.ones(shape))
-
-
 # By what is unlike: a module of the first rank and one of the others; what both are told.
 MODULES = {
     "sizes": (
@@ -51,25 +34,10 @@ MODULES = {
         r"sharded parameter 1 differs: rank 0 has .*'0\.weight' cpu Float \[6, 4\].*"
         r"ranks 1, 2 have .*'0\.weight' cpu Float \[5, 4\]",
     ),
-    "sizes of as many elements": (
-        lambda: _two((4, 6), (6, 2)),
-        lambda: _two((6, 4), (4, 3)),
-        r"sharded parameter 1 differs: .*\[6, 4\].*\[4, 6\]",
-    ),
-    "dtypes": (
-        lambda: _two((4, 4), (4, 4)),
-        lambda: _two((4, 4), (4, 4)).to(torch.bfloat16),
-        r"sharded parameter 1 differs: .*Float \[4, 4\].*BFloat16 \[4, 4\]",
-    ),
     "the dtype of one": (
         lambda: nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)),
         lambda: nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4).double()),
         r"sharded parameter 3 differs: .*'1\.weight' cpu Float.*'1\.weight' cpu Double",
-    ),
-    "order": (
-        lambda: _Named("a", "b"),
-        lambda: _Named("b", "a"),
-        r"sharded parameter 1 differs: rank 0 has .*'a'.*have .*'b'",
     ),
     "number of parameters": (
         lambda: _two((4, 4), (4, 4)),
@@ -82,20 +50,11 @@ MODULES = {
         lambda: nn.Conv2d(2, 3, 3).to(memory_format=torch.channels_last),
         r"sharded parameter 1 differs: .*\[3, 2, 3, 3\] \[18, 9, 3, 1\]",
     ),
-    "what is frozen": (
-        lambda: _two((4, 4), (4, 4)),
-        lambda: _two((4, 4), (4, 4)).requires_grad_(False),
-        r"sharded parameter 1 differs: .*frozen",
-    ),
-    "a scalar and one element": (
-        lambda: _Scalar(()),
-        lambda: _Scalar((1,)),
-        r"sharded parameter 1 differs: .*Float \[\].*Float \[1\]",
-    ),
 }
 
 
-def _unlike_modules(rank):
+@on_ranks(3, timeout_s=TIMEOUT_S)
+def test_modules_that_are_unlike(rank):
     """Each after the other, in one group; training is exact behind all of them."""
     told = []
     for kind, (first, others, words) in MODULES.items():
@@ -103,36 +62,27 @@ def _unlike_modules(rank):
             brigade.fully_shard(first() if rank == 0 else others())
         told.append((kind, str(caught.value)))
     _expect_exact_steps(rank)
-    return told
+    expect_alike(told)
 
 
-def test_modules_that_are_unlike():
-    told = run_ranks(_unlike_modules, world_size=3, timeout_s=TIMEOUT_S)
-    assert told == told[:1] * 3
+# Blocks that the first rank and the second shard, and what both are told.
+UNITS = [
+    ([0], [1], r"sharded parameter.*'blocks\.1\.norm\.weight'"),
+    ([0, 1], [0], r"rank 0 has unit 'Block'.*rank 1 has unit 'Net'"),
+]
 
 
-def _unlike_units(rank, blocks_of_first, blocks_of_others):
+@pytest.mark.parametrize(("first", "second", "words"), UNITS)
+@on_ranks(timeout_s=TIMEOUT_S)
+def test_other_modules_are_units(rank, first, second, words):
     model = make_net()
-    with pytest.raises(ValueError) as told:
-        for index in blocks_of_first if rank == 0 else blocks_of_others:
+    with pytest.raises(ValueError, match=f"(?s){words}") as told:
+        for index in first if rank == 0 else second:
             brigade.fully_shard(model.blocks[index])
         brigade.fully_shard(model)
         model(batch_of(rank, 0))
     _expect_exact_steps(rank)
-    return str(told.value)
-
-
-def test_other_modules_of_one_kind_are_units():
-    told = run_ranks(_unlike_units, [0], [1], timeout_s=TIMEOUT_S)
-    assert told[0] == told[1]
-    assert "sharded parameter" in told[0] and "'blocks.1.norm.weight'" in told[0]
-
-
-def test_another_number_of_modules_are_units():
-    """Where a rank shards a block, its peer shards what is around it."""
-    told = run_ranks(_unlike_units, [0, 1], [0], timeout_s=TIMEOUT_S)
-    assert told[0] == told[1]
-    assert re.search(r"rank 0 has unit 'Block'.*rank 1 has unit 'Net'", told[0]), told[0]
+    expect_alike(str(told.value))
 
 
 # By argument: what is wrong with it, the rank's own error, and words of it.
@@ -175,22 +125,19 @@ SETTINGS = {
 }
 
 
-def _unlike_settings(rank):
+@on_ranks(timeout_s=TIMEOUT_S)
+def test_settings_that_are_unlike(rank):
     told = []
     for name, values in SETTINGS.items():
         with pytest.raises(ValueError, match=r"sharded parameter [01] differs") as caught:
             brigade.fully_shard(nn.Linear(4, 4), **{name: values[rank]})
         told.append((name, str(caught.value)))
     _expect_exact_steps(rank, 1)
-    return told
+    expect_alike(told)
 
 
-def test_settings_that_are_unlike():
-    told = run_ranks(_unlike_settings, timeout_s=TIMEOUT_S)
-    assert told[0] == told[1]
-
-
-def _unlike_meshes(rank):
+@on_ranks(4, timeout_s=TIMEOUT_S)
+def test_meshes_that_are_unlike(rank):
     """Of the same ranks, in one group."""
     rows = dist.device_mesh.init_device_mesh("cpu", (2, 2))
     all_ranks = dist.device_mesh.DeviceMesh.from_group(dist.group.WORLD, "cpu")
@@ -198,12 +145,7 @@ def _unlike_meshes(rank):
     with pytest.raises(ValueError, match=words) as caught:
         brigade.fully_shard(nn.Linear(4, 4), mesh=rows if rank == 0 else all_ranks)
     _expect_exact_steps(rank, 1)
-    return str(caught.value)
-
-
-def test_meshes_that_are_unlike():
-    told = run_ranks(_unlike_meshes, world_size=4, timeout_s=TIMEOUT_S)
-    assert told == told[:1] * 4
+    expect_alike(str(caught.value))
 
 
 @on_ranks()

@@ -3,7 +3,6 @@
 import copy
 import gc
 import inspect
-import io
 import pathlib
 import re
 import subprocess
@@ -18,8 +17,8 @@ from torch.nn.parallel import DistributedDataParallel as TorchDistributedDataPar
 
 import brigade
 
-from ranks import run_ranks
-from training import Perceptron, assert_equal, inputs, loss_of, train
+from ranks import on_ranks
+from training import Perceptron, assert_equal, inputs, loss_of
 
 
 def _arguments(text: str) -> list[str]:
@@ -53,7 +52,8 @@ def test_a_class_has_every_method_of_torchs(name):
     assert theirs <= set(dir(getattr(brigade, name)))
 
 
-def _looks_like_torchs(rank):
+@on_ranks(1)
+def test_an_instance_is_one_of_torchs_class_and_has_its_attributes(rank):
     wrapped = brigade.DistributedDataParallel(Perceptron())
     assert isinstance(wrapped, TorchDistributedDataParallel)
     assert isinstance(wrapped.logger, dist.Logger)
@@ -65,31 +65,8 @@ def _looks_like_torchs(rank):
     assert all(hasattr(wrapped, name) for name in vars(theirs))
 
 
-def test_an_instance_is_one_of_torchs_class_and_has_its_attributes():
-    run_ranks(_looks_like_torchs, world_size=1)
-
-
-def _pickled(rank):
-    torch.manual_seed(0)
-    wrapped = brigade.DistributedDataParallel(Perceptron())
-    before = train(wrapped, inputs(rank, 2))
-    file = io.BytesIO()
-    torch.save(wrapped, file)
-    file.seek(0)
-    again = torch.load(file, weights_only=False)
-    assert type(again) is brigade.DistributedDataParallel
-    del before, wrapped
-    results = [train(again, inputs(rank, 2))]
-    file.seek(0)
-    results.append(train(torch.load(file, weights_only=False), inputs(rank, 2)))
-    assert_equal(*results)
-
-
-def test_a_pickled_wrapper_goes_on_training():
-    run_ranks(_pickled)
-
-
-def _functional_call(rank):
+@on_ranks()
+def test_functional_call_leaves_the_parameters_alone(rank):
     wrapped = brigade.DistributedDataParallel(nn.Linear(3, 2))
     x = torch.full((1, 3), float(rank))
     parameters = {name: torch.zeros_like(p) for name, p in wrapped.named_parameters()}
@@ -98,32 +75,8 @@ def _functional_call(rank):
     assert wrapped.module.weight.grad.tolist() == [[0.5] * 3] * 2
 
 
-def test_functional_call_leaves_the_parameters_alone():
-    run_ranks(_functional_call)
-
-
-def _compiled(rank):
-    results = []
-    for compiled in (False, True):
-        torch.manual_seed(0)
-        wrapped = brigade.DistributedDataParallel(nn.Sequential(nn.Linear(6, 5), nn.Linear(5, 2)))
-        model = torch.compile(wrapped, backend="aot_eager") if compiled else wrapped
-        optimizer = torch.optim.SGD(wrapped.parameters(), lr=0.01)
-        seen = []
-        for x in inputs(rank, 3):
-            optimizer.zero_grad()
-            loss_of(model(x)).backward()
-            seen += [p.grad.clone() for p in wrapped.parameters()]
-            optimizer.step()
-        results.append(seen)
-    assert_equal(*results)
-
-
-def test_a_compiled_model_trains_to_the_same_bits():
-    run_ranks(_compiled)
-
-
-def _profiled(rank):
+@on_ranks()
+def test_the_profiler_sees_forward_and_all_reduce(rank):
     wrapped = brigade.DistributedDataParallel(nn.Linear(3, 2))
     wrapped._register_builtin_comm_hook(dist.BuiltinCommHookType.ALLREDUCE)  # the group's own
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
@@ -134,11 +87,8 @@ def _profiled(rank):
     assert "brigade: bucket 0 of 1 launch" in names, names
 
 
-def test_the_profiler_sees_forward_and_all_reduce():
-    run_ranks(_profiled)
-
-
-def _deleted(rank):
+@on_ranks()
+def test_deleting_the_wrapper_takes_its_hooks_off(rank):
     model = nn.Linear(3, 2)
     wrapped = brigade.DistributedDataParallel(model)
     reference = weakref.ref(wrapped)
@@ -154,22 +104,16 @@ def _deleted(rank):
     assert model.weight.grad.tolist() == [[0.5] * 3] * 2
 
 
-def test_deleting_the_wrapper_takes_its_hooks_off():
-    run_ranks(_deleted)
-
-
-def _hooks_removed(rank):
+@on_ranks()
+def test_without_hooks_gradients_are_local(rank):
     wrapped = brigade.DistributedDataParallel(nn.Linear(3, 2))
     wrapped._remove_autograd_hooks()
     wrapped(torch.full((1, 3), float(rank))).sum().backward()
     assert wrapped.module.weight.grad.tolist() == [[float(rank)] * 3] * 2
 
 
-def test_without_hooks_gradients_are_local():
-    run_ranks(_hooks_removed)
-
-
-def _new_group(rank):
+@on_ranks()
+def test_the_process_group_may_be_replaced(rank):
     wrapped = brigade.DistributedDataParallel(nn.Linear(3, 2))
     alone, _ = dist.new_subgroups(group_size=1)
     x = torch.full((1, 3), float(rank))
@@ -181,11 +125,8 @@ def _new_group(rank):
     assert wrapped.module.weight.grad.tolist() == [[float(rank)] * 3] * 2
 
 
-def test_the_process_group_may_be_replaced():
-    run_ranks(_new_group)
-
-
-def _mesh(rank):
+@on_ranks()
+def test_a_mesh_of_one_dimension_stands_for_its_group(rank):
     mesh = dist.init_device_mesh("cpu", (2,), mesh_dim_names=("data",))
     wrapped = brigade.DistributedDataParallel(nn.Linear(3, 2), device_mesh=mesh)
     wrapped(torch.full((1, 3), float(rank))).sum().backward()
@@ -199,11 +140,8 @@ def _mesh(rank):
         brigade.DistributedDataParallel(nn.Linear(3, 2), device_mesh=square)
 
 
-def test_a_mesh_of_one_dimension_stands_for_its_group():
-    run_ranks(_mesh)
-
-
-def _ignored(rank):
+@on_ranks()
+def test_ignored_tensors_stay_each_ranks_own(rank):
     model = Perceptron()
     names = ["layers.0.weight", "layers.1.running_mean"]
     brigade.DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, names)
@@ -224,11 +162,16 @@ def _ignored(rank):
     assert torch.equal(gathered[0][first:], gathered[1][first:])
 
 
-def test_ignored_tensors_stay_each_ranks_own():
-    run_ranks(_ignored)
-
-
-def _delayed(rank, names):
+@pytest.mark.parametrize(
+    "names",
+    [
+        ["2.weight", "2.bias"],
+        # torch's own class can't: it has no device, and no _lazy_init_ran.
+        ["0.weight", "0.bias", "2.weight", "2.bias"],
+    ],
+)
+@on_ranks()
+def test_named_parameters_may_be_reduced_by_themselves(rank, names):
     """Against torch's class without delay: of 2 ranks' gradients both make the same average.
 
     Rank 1 goes backward after rank 0, whose gradients would be its own alone if it did not wait
@@ -266,28 +209,27 @@ def _delayed(rank, names):
     assert_equal(*results)
 
 
-def test_named_parameters_may_be_reduced_by_themselves():
-    run_ranks(_delayed, ["2.weight", "2.bias"])
+@on_ranks()
+def test_ranks_that_differ_are_told_before_anything_is_sent(rank):
+    wrap = brigade.DistributedDataParallel
+    for option in (
+        "forward_sync_buffers",
+        "find_unused_parameters",
+        "static_graph",
+        "one_backward_per_forward",
+        "control_channel",
+    ):
+        with pytest.raises(RuntimeError, match=rf"option \d .*{option} = (True|False)"):
+            wrap(nn.Linear(2, 2), **{option: rank == 0})
+    own = nn.Linear(2, 2)
+    own.register_buffer("own", torch.zeros(1 + rank))
+    with pytest.raises(RuntimeError, match=r"buffer 0 .*'own' Float \[[12]\]"):
+        wrap(own)
+    wrap(own, broadcast_buffers=False)(torch.ones(1, 2)).sum().backward()
 
 
-def test_all_parameters_may_be_reduced_by_themselves():
-    """Torch's own class can't: it has no device, and no _lazy_init_ran."""
-    run_ranks(_delayed, ["0.weight", "0.bias", "2.weight", "2.bias"])
-
-
-def _delayed_until_when(rank):
-    model = nn.Linear(3, 2)
-    with pytest.raises(ValueError, match="param_to_hook_all_reduce is missing"):
-        brigade.DistributedDataParallel(
-            model, delay_all_reduce_named_params=[("weight", model.weight)]
-        )
-
-
-def test_parameters_named_for_delay_need_one_to_wait_for():
-    run_ranks(_delayed_until_when, world_size=1)
-
-
-def _constructor_errors(rank):
+@on_ranks()
+def test_constructor_errors_name_what_is_wrong_on_every_rank(rank):
     wrap = brigade.DistributedDataParallel
     frozen = nn.Linear(2, 2).requires_grad_(False)
     with pytest.raises(RuntimeError, match="Linear has no parameter that requires a gradient"):
@@ -307,54 +249,8 @@ def _constructor_errors(rank):
     wrap(nn.Linear(2, 2))  # the group goes on working
 
 
-class _OwnBuffer(nn.Module):
-    def __init__(self, size):
-        super().__init__()
-        self.layer = nn.Linear(2, 2)
-        self.register_buffer("seen", torch.zeros(size))
-
-    def forward(self, x):
-        return self.layer(x)
-
-
-def _ranks_that_differ(rank):
-    wrap = brigade.DistributedDataParallel
-    layers = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
-    layers[1].requires_grad_(rank == 0)
-    with pytest.raises(RuntimeError, match=r"option 0 .*forward_sync_buffers = (True|False)"):
-        wrap(nn.Linear(2, 2), forward_sync_buffers=rank == 0)
-    for option in (
-        "find_unused_parameters",
-        "static_graph",
-        "one_backward_per_forward",
-        "control_channel",
-    ):
-        with pytest.raises(RuntimeError, match=rf"option \d .*{option} = (True|False)"):
-            wrap(nn.Linear(2, 2), **{option: rank == 0})
-    with pytest.raises(RuntimeError, match=r"buffer 0 .*'seen' Float \[[12]\]"):
-        wrap(_OwnBuffer(1 + rank))
-    with pytest.raises(RuntimeError, match=r"parameter 2 .*'1.weight' Float .*requires_grad"):
-        wrap(layers)
-    with pytest.raises(RuntimeError, match=r"parameter 0 .*(Float|Double)"):
-        wrap(nn.Linear(2, 2).to((torch.float, torch.double)[rank]))
-    strided = nn.Linear(2, 3)
-    if rank == 1:
-        strided.weight = nn.Parameter(torch.ones(2, 3).t())
-    with pytest.raises(RuntimeError, match=r"parameter 0 .*strides"):
-        wrap(strided)
-    own = wrap(_OwnBuffer(1 + rank), broadcast_buffers=False)  # each keeps its own
-    own(torch.ones(1, 2)).sum().backward()
-
-
-def test_ranks_that_differ_are_told_before_anything_is_sent():
-    run_ranks(_ranks_that_differ)
-
-
-def test_constructor_errors_name_what_is_wrong_on_every_rank():
-    run_ranks(_constructor_errors)
-
-
-def _reducer_alone(rank):
+@on_ranks()
+def test_a_reducer_works_without_a_module(rank):
     parameters = [torch.nn.Parameter(torch.ones(3)), torch.nn.Parameter(torch.ones(2))]
     reducer = brigade.Reducer(parameters, [[1], [0]], [1 << 20] * 2, dist.group.WORLD)
     for step in range(3):
@@ -370,10 +266,6 @@ def _reducer_alone(rank):
         brigade.Reducer(parameters, [[0]], [1 << 20], dist.group.WORLD)
     with pytest.raises(RuntimeError, match="per_bucket_size_limits"):
         brigade.Reducer(parameters, [[0], [1]], [1 << 20], dist.group.WORLD)
-
-
-def test_a_reducer_works_without_a_module():
-    run_ranks(_reducer_alone)
 
 
 def test_the_stub_is_that_of_the_module(tmp_path):

@@ -13,7 +13,7 @@ from torch import nn
 import brigade
 
 from exact_training import MODES
-from ranks import run_ranks
+from ranks import on_ranks, run_ranks
 from training import CLASSES
 
 HAS_TORCHFT = importlib.util.find_spec("torchft") is not None
@@ -52,7 +52,10 @@ def _manager(group):
     return manager
 
 
-def _dummy(rank, kind, mode):
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("kind", CLASSES)
+@on_ranks(1, timeout_s=20, deadline_s=60)
+def test_its_dummy_group(rank, kind, mode):
     from torchft import process_group as groups
 
     group = groups.ProcessGroupDummy(0, 1)
@@ -62,12 +65,6 @@ def _dummy(rank, kind, mode):
         wrapped(torch.ones(4, 3)).sum().backward()
         assert torch.equal(wrapped.module.weight.grad, torch.full((2, 3), 4.0))
         assert torch.equal(wrapped.module.bias.grad, torch.full((2,), 4.0))
-
-
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("kind", CLASSES)
-def test_its_dummy_group(kind, mode):
-    run_ranks(_dummy, kind, mode, world_size=1, timeout_s=20, deadline_s=60)
 
 
 class _Work:

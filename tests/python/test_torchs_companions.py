@@ -43,7 +43,7 @@ from torch.distributed.optim import (
 )
 
 from cases import pairwise
-from ranks import run_ranks
+from ranks import on_ranks
 from training import CLASSES, Perceptron, assert_same_bits, inputs, loss_of
 
 SEVERAL_BUCKETS = {"bucket_cap_mb": 64 / 2**20}  # the Perceptron's 700 bytes in 4
@@ -65,16 +65,28 @@ def take_steps(wrapped, optimizer, batches):
         optimizer.step()
 
 
-def state_of(wrapped):
-    return [tensor.clone() for tensor in wrapped.state_dict().values()]
-
-
 def parameters_of(wrapped):
     return [parameter.tolist() for parameter in wrapped.parameters()]
 
 
-def assert_ranks_agree(by_rank):
-    assert all(other == by_rank[0] for other in by_rank[1:])
+def state_of(wrapped):
+    return [tensor.clone() for tensor in wrapped.state_dict().values()]
+
+
+def ranks_agree(wrapped):
+    by_rank = [None] * dist.get_world_size()
+    dist.all_gather_object(by_rank, parameters_of(wrapped))
+    return all(other == by_rank[0] for other in by_rank[1:])
+
+
+def expect_same_bits(run):
+    """`run` trains with a class; returns the wrapper and other tensors to compare."""
+    results = {}
+    for name, wrapper in CLASSES.items():
+        wrapped, *others = run(wrapper)
+        results[name] = state_of(wrapped) + others
+    assert_same_bits(results)
+    return wrapped
 
 
 # ------------------------------------------------------------------- comm hooks
@@ -88,90 +100,99 @@ def power_sgd(**options):
     return powerSGD_hook.PowerSGDState(None, start_powerSGD_iter=2, **options)
 
 
-def power_sgd_without_memory():
-    return power_sgd(use_error_feedback=False, warm_start=False)
+def post_local_sgd():
+    alone, _ = dist.new_subgroups(group_size=1)
+    return post_localSGD_hook.PostLocalSGDState(None, alone, start_localSGD_iter=3)
 
 
-def power_sgd_of_batches():
-    return power_sgd(matrix_approximation_rank=2, batch_tensors_with_same_shape=True)
+def chained(state, bucket):
+    future = dist.all_reduce(bucket.buffer(), async_op=True).get_future()
+    return future.then(lambda done: done.value()[0].div_(2)).then(lambda done: done.value() * 3)
 
 
+class CallableHook:
+    def __init__(self) -> None:
+        self.__name__ = self.__qualname__ = "CallableHook"  # torch wants them
+
+    def __call__(
+        self, state: object, bucket: dist.GradBucket
+    ) -> torch.futures.Future[torch.Tensor]:
+        return default_hooks.allreduce_hook(None, bucket)
+
+
+# By what they do: a state, a hook, options of the wrapper, and whether ranks agree in the end.
 HOOKS = {
-    "allreduce": (no_state, default_hooks.allreduce_hook),
-    "fp16": (no_state, default_hooks.fp16_compress_hook),
-    "bf16": (no_state, default_hooks.bf16_compress_hook),
+    "allreduce": (no_state, default_hooks.allreduce_hook, SEVERAL_BUCKETS, True),
+    "fp16": (no_state, default_hooks.fp16_compress_hook, SEVERAL_BUCKETS, True),
+    "bf16": (no_state, default_hooks.bf16_compress_hook, SEVERAL_BUCKETS, True),
+    "noop": (no_state, debugging_hooks.noop_hook, SEVERAL_BUCKETS, False),
+    "chained": (no_state, chained, SEVERAL_BUCKETS, True),
+    "callable": (no_state, CallableHook(), SEVERAL_BUCKETS, True),
     "fp16_around_allreduce": (
         no_state,
         default_hooks.fp16_compress_wrapper(default_hooks.allreduce_hook),
+        SEVERAL_BUCKETS,
+        True,
     ),
-    "bf16_around_allreduce": (
-        no_state,
-        default_hooks.bf16_compress_wrapper(default_hooks.allreduce_hook),
+    "post_local_sgd": (post_local_sgd, post_localSGD_hook.post_localSGD_hook, {}, False),
+    "power_sgd_without_memory": (
+        lambda: power_sgd(use_error_feedback=False, warm_start=False),
+        powerSGD_hook.powerSGD_hook,
+        {},
+        True,
     ),
-    "noop": (no_state, debugging_hooks.noop_hook),
+    "power_sgd_of_batches": (
+        lambda: power_sgd(matrix_approximation_rank=2, batch_tensors_with_same_shape=True),
+        powerSGD_hook.powerSGD_hook,
+        {},
+        True,
+    ),
+    "power_sgd_in_bf16": (
+        power_sgd,
+        default_hooks.bf16_compress_wrapper(powerSGD_hook.powerSGD_hook),
+        {},
+        True,
+    ),
 }
-POWER_SGD = {
-    "without_memory": (power_sgd_without_memory, powerSGD_hook.powerSGD_hook),
-    "of_batches": (power_sgd_of_batches, powerSGD_hook.powerSGD_hook),
-    "in_bf16": (power_sgd, default_hooks.bf16_compress_wrapper(powerSGD_hook.powerSGD_hook)),
-}
-
-
-def _train_with(rank, make_state, hook, options):
-    results = {}
-    for name, wrapper in CLASSES.items():
-        wrapped = wrap(wrapper, **options)
-        wrapped.register_comm_hook(make_state(), hook)
-        take_steps(wrapped, sgd(wrapped), inputs(rank, 5))
-        results[name] = state_of(wrapped)
-    assert_same_bits(results)
-    return parameters_of(wrapped)
-
-
-def _train_with_hook_of_several_buckets(rank, name, views):
-    options = {"gradient_as_bucket_view": views, **SEVERAL_BUCKETS}
-    return _train_with(rank, *HOOKS[name], options)
+if torch.torch_version.TorchVersion(torch.__version__) >= (2, 15):
+    # Those of older torchs cannot read what Gloo's all-gather leaves.
+    HOOKS |= {
+        "quantization_pertensor": (
+            no_state,
+            quantization_hooks.quantization_pertensor_hook,
+            {},
+            True,
+        ),
+        "quantization_perchannel": (
+            no_state,
+            quantization_hooks.quantization_perchannel_hook,
+            {},
+            True,
+        ),
+    }
 
 
 @pytest.mark.parametrize("views", [False, True])
 @pytest.mark.parametrize("name", HOOKS)
-def test_a_hook_over_several_buckets_gives_the_same_bits(name, views):
-    by_rank = run_ranks(_train_with_hook_of_several_buckets, name, views)
-    if name != "noop":
-        assert_ranks_agree(by_rank)
+@on_ranks()
+def test_a_hook_gives_the_same_bits(rank, name, views):
+    make_state, hook, options, agree = HOOKS[name]
+
+    def run(wrapper):
+        wrapped = wrap(wrapper, gradient_as_bucket_view=views, **options)
+        wrapped.register_comm_hook(make_state(), hook)
+        take_steps(wrapped, sgd(wrapped), inputs(rank, 5))
+        return (wrapped,)
+
+    assert ranks_agree(expect_same_bits(run)) == agree
 
 
-def _train_with_power_sgd(rank, name, views):
-    return _train_with(rank, *POWER_SGD[name], {"gradient_as_bucket_view": views})
-
-
-@pytest.mark.parametrize("views", [False, True])
-@pytest.mark.parametrize("name", POWER_SGD)
-def test_power_sgd_gives_the_same_bits(name, views):
-    assert_ranks_agree(run_ranks(_train_with_power_sgd, name, views))
-
-
-def _train_with_quantization(rank, name, views):
-    hook = getattr(quantization_hooks, f"quantization_{name}_hook")
-    return _train_with(rank, no_state, hook, {"gradient_as_bucket_view": views})
-
-
-@pytest.mark.skipif(
-    torch.torch_version.TorchVersion(torch.__version__) < (2, 15),
-    reason="torch's quantization hooks cannot read what Gloo's all-gather leaves",
-)
-@pytest.mark.parametrize("views", [False, True])
-@pytest.mark.parametrize("name", ["pertensor", "perchannel"])
-def test_quantization_gives_the_same_bits(name, views):
-    assert_ranks_agree(run_ranks(_train_with_quantization, name, views))
-
-
-def _goes_on_with_a_pickled_state(rank, views):
+@on_ranks()
+def test_a_pickled_power_sgd_state_goes_on_with_a_new_wrapper(rank):
     batches = inputs(rank, 8)
-    results = {}
-    for name, wrapper in CLASSES.items():
-        first = wrap(wrapper, gradient_as_bucket_view=views)
-        state = power_sgd()
+
+    def run(wrapper):
+        first, state = wrap(wrapper), power_sgd()
         first.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
         take_steps(first, sgd(first), batches[:4])
         file = io.BytesIO()
@@ -180,18 +201,13 @@ def _goes_on_with_a_pickled_state(rank, views):
 
         restored = torch.load(file, weights_only=False)
         assert restored.iter == 4 and torch.equal(restored.error_dict[0], state.error_dict[0])
-        second = wrapper(copy.deepcopy(first.module), gradient_as_bucket_view=views)
+        second = wrapper(copy.deepcopy(first.module))
         second.register_comm_hook(restored, powerSGD_hook.powerSGD_hook)
         take_steps(second, sgd(second), batches[4:])
         assert restored.iter == 8
-        results[name] = [*state_of(second), restored.error_dict[0], restored.q_memory_dict[0]]
-    assert_same_bits(results)
-    return parameters_of(second)
+        return second, restored.error_dict[0], restored.q_memory_dict[0]
 
-
-@pytest.mark.parametrize("views", [False, True])
-def test_a_pickled_power_sgd_state_goes_on_with_a_new_wrapper(views):
-    assert_ranks_agree(run_ranks(_goes_on_with_a_pickled_state, views))
+    assert ranks_agree(expect_same_bits(run))
 
 
 # -------------------------------------------------------- optimizers inside hooks
@@ -208,41 +224,35 @@ def _register_fused(wrapped, only):
     wrapped._register_fused_optim(torch.optim.Adam, lr=1 / 128, optim_params=only)
 
 
-REGISTER = {"by_hand": _register_then_optimizer, "fused": _register_fused}
-
-
-def _steps_in_the_hook(rank, register, some, views):
-    results = {}
-    for name, wrapper in CLASSES.items():
-        wrapped = wrap(wrapper, gradient_as_bucket_view=views, **SEVERAL_BUCKETS)
-        start = parameters_of(wrapped)
-        parameters = list(wrapped.parameters())
-        REGISTER[register](wrapped, parameters[::2] if some else None)
-        for batch in inputs(rank, 4):
-            wrapped.zero_grad()
-            loss_of(wrapped(batch)).backward()
-        results[name] = state_of(wrapped)
-        moved = [a != b for a, b in zip(parameters_of(wrapped), start, strict=True)]
-        assert all(moved[::2]) and any(moved[1::2]) is not some  # weights and biases
-    assert_same_bits(results)
-    return parameters_of(wrapped)
-
-
 @pairwise(
     views=[False, True],
     some=[False, True],
-    register=REGISTER,
+    register=[_register_then_optimizer, _register_fused],
 )
-def test_an_optimizer_steps_in_the_hook(register, some, views):
-    assert_ranks_agree(run_ranks(_steps_in_the_hook, register, some, views))
+@on_ranks()
+def test_an_optimizer_steps_in_the_hook(rank, register, some, views):
+    def run(wrapper):
+        wrapped = wrap(wrapper, gradient_as_bucket_view=views, **SEVERAL_BUCKETS)
+        start = parameters_of(wrapped)
+        register(wrapped, list(wrapped.parameters())[::2] if some else None)
+        for batch in inputs(rank, 4):
+            wrapped.zero_grad()
+            loss_of(wrapped(batch)).backward()
+        moved = [a != b for a, b in zip(parameters_of(wrapped), start, strict=True)]
+        assert all(moved[::2]) and any(moved[1::2]) is not some  # weights and biases
+        return (wrapped,)
+
+    assert ranks_agree(expect_same_bits(run))
 
 
 # -------------------------------------------------------- optimizers of shards
 
 
-def _shards(rank, as_views, views):
-    results = {}
-    for name, wrapper in CLASSES.items():
+@pytest.mark.parametrize("views", [False, True])
+@pytest.mark.parametrize("as_views", [False, True])
+@on_ranks()
+def test_an_optimizer_of_shards_updates_the_same_bits(rank, as_views, views):
+    def run(wrapper):
         wrapped = wrap(wrapper, gradient_as_bucket_view=views, **SEVERAL_BUCKETS)
         optimizer = ZeroRedundancyOptimizer(
             wrapped.parameters(),
@@ -252,23 +262,17 @@ def _shards(rank, as_views, views):
         )
         take_steps(wrapped, optimizer, inputs(rank, 4))
         optimizer.consolidate_state_dict(to=0)
-        results[name] = state_of(wrapped)
-        if rank == 0:
-            moments = optimizer.state_dict()["state"]
-            results[name] += [moments[i]["exp_avg"] for i in sorted(moments)]
-    assert_same_bits(results)
-    return parameters_of(wrapped)
+        moments = optimizer.state_dict()["state"] if rank == 0 else {}
+        return wrapped, *(moments[i]["exp_avg"] for i in sorted(moments))
+
+    assert ranks_agree(expect_same_bits(run))
 
 
 @pytest.mark.parametrize("views", [False, True])
-@pytest.mark.parametrize("as_views", [False, True])
-def test_an_optimizer_of_shards_updates_the_same_bits(as_views, views):
-    assert_ranks_agree(run_ranks(_shards, as_views, views))
-
-
-def _shards_in_the_hook(rank, shard_buckets, views):
-    results = {}
-    for name, wrapper in CLASSES.items():
+@pytest.mark.parametrize("shard_buckets", [False, True])
+@on_ranks()
+def test_an_optimizer_of_shards_steps_in_the_hook(rank, shard_buckets, views):
+    def run(wrapper):
         group = dist.new_group(backend="cpu:gloo")  # one that is called "gloo" is refused
         wrapped = wrap(
             wrapper, process_group=group, gradient_as_bucket_view=views, **SEVERAL_BUCKETS
@@ -288,15 +292,9 @@ def _shards_in_the_hook(rank, shard_buckets, views):
         # Nothing moves until the hook has seen the rebuilt buckets.
         assert [a != b for a, b in itertools.pairwise(seen)] == [False, False, True, True, True]
         assert len(optimizer._overlap_info.params_per_bucket) > 1
-        results[name] = state_of(wrapped)
-    assert_same_bits(results)
-    return parameters_of(wrapped)
+        return (wrapped,)
 
-
-@pytest.mark.parametrize("views", [False, True])
-@pytest.mark.parametrize("shard_buckets", [False, True])
-def test_an_optimizer_of_shards_steps_in_the_hook(shard_buckets, views):
-    assert_ranks_agree(run_ranks(_shards_in_the_hook, shard_buckets, views))
+    assert ranks_agree(expect_same_bits(run))
 
 
 # -------------------------------------------------------------- model averaging
@@ -311,61 +309,47 @@ def hierarchical():
     return HierarchicalModelAverager(groups, warmup_steps=2)
 
 
-AVERAGERS = {"periodic": periodic, "hierarchical": hierarchical}
+AVERAGERS = [periodic, hierarchical]
 STEPS = 5  # 0, 1, ... 4: averaged after steps 2 and 4
 
 
-def _averages_after_local_steps(rank, averager, local_reduce, views):
-    results = {}
-    for name, wrapper in CLASSES.items():
+@pairwise(views=[False, True], local_reduce=[False, True], averager=AVERAGERS)
+@on_ranks()
+def test_models_are_averaged_after_local_steps(rank, averager, local_reduce, views):
+    def run(wrapper):
         alone, _ = dist.new_subgroups(group_size=1)
         wrapped = wrap(wrapper, gradient_as_bucket_view=views, **SEVERAL_BUCKETS)
         state = post_localSGD_hook.PostLocalSGDState(
             None, alone, start_localSGD_iter=2, post_local_gradient_allreduce=local_reduce
         )
         wrapped.register_comm_hook(state, post_localSGD_hook.post_localSGD_hook)
-        optimizer = PostLocalSGDOptimizer(sgd(wrapped), AVERAGERS[averager]())
+        optimizer = PostLocalSGDOptimizer(sgd(wrapped), averager())
         take_steps(wrapped, optimizer, inputs(rank, STEPS))
         assert optimizer.averager.step == STEPS and state.iter == 2
-        averaged, results[name] = parameters_of(wrapped), state_of(wrapped)
+        assert ranks_agree(wrapped)
+        averaged = state_of(wrapped)
         take_steps(wrapped, optimizer, inputs(rank, 1))
-        results[name] += state_of(wrapped)
-    assert_same_bits(results)
-    return averaged, parameters_of(wrapped)
+        return wrapped, *averaged
+
+    assert not ranks_agree(expect_same_bits(run))  # the step after that was local
 
 
-@pairwise(
-    views=[False, True],
-    local_reduce=[False, True],
-    averager=AVERAGERS,
-)
-def test_models_are_averaged_after_local_steps(averager, local_reduce, views):
-    by_rank = run_ranks(_averages_after_local_steps, averager, local_reduce, views)
-    assert_ranks_agree([averaged for averaged, _ in by_rank])
-    (_, ours), (_, peers) = by_rank
-    assert ours != peers  # the step after that was local
-
-
-def _averages_without_a_hook(rank, averager):
-    results = {}
-    for name, wrapper in CLASSES.items():
-        wrapped = wrap(wrapper)
+@pytest.mark.parametrize("averager", AVERAGERS)
+@on_ranks()
+def test_models_are_averaged_instead_of_gradients(rank, averager):
+    def run(wrapper):
+        wrapped, average = wrap(wrapper), averager()
         optimizer = sgd(wrapped)
-        average = AVERAGERS[averager]()
         for batch in inputs(rank, STEPS):
             with wrapped.no_sync():
                 take_steps(wrapped, optimizer, [batch])
             average.average_parameters(wrapped.parameters())
-        averaged, results[name] = parameters_of(wrapped), state_of(wrapped)
+        assert ranks_agree(wrapped)
+        averaged = state_of(wrapped)
         take_steps(wrapped, optimizer, inputs(rank, 2))  # reduces gradients again
-        results[name] += state_of(wrapped)
-    assert_same_bits(results)
-    return averaged
+        return wrapped, *averaged
 
-
-@pytest.mark.parametrize("averager", AVERAGERS)
-def test_models_are_averaged_instead_of_gradients(averager):
-    assert_ranks_agree(run_ranks(_averages_without_a_hook, averager))
+    expect_same_bits(run)
 
 
 # ------------------------------------------------------------------------- join
@@ -411,42 +395,37 @@ class _CounterHook(JoinHook):
         self.counter.last_joiners.append(is_last_joiner)
 
 
-def _joins(rank, batches, by_initial, views):
-    results = {}
-    for name, wrapper in CLASSES.items():
+@pairwise(views=[False, True], by_initial=[True, False], batches=[(2, 4), (4, 1), (0, 2)])
+@on_ranks()
+def test_model_optimizer_and_counter_join_together(rank, batches, by_initial, views):
+    def run(wrapper):
         wrapped = wrap(wrapper, gradient_as_bucket_view=views, **SEVERAL_BUCKETS)
         optimizer = ZeroRedundancyOptimizer(wrapped.parameters(), torch.optim.Adam, lr=1 / 128)
         counter = _Counter()
-        joinables = [wrapped, optimizer, counter]
-        with Join(joinables, divide_by_initial_world_size=by_initial):
+        with Join([wrapped, optimizer, counter], divide_by_initial_world_size=by_initial):
             for batch in inputs(rank, batches[rank]):
                 take_steps(wrapped, optimizer, [batch])
                 counter()
         assert counter.seen == sum(batches)
         assert counter.last_joiners == [batches[rank] == max(batches)]
-        results[name] = state_of(wrapped)
+        joined = state_of(wrapped)
         take_steps(wrapped, optimizer, inputs(rank, 1))
-        results[name] += state_of(wrapped)
-    assert_same_bits(results)
-    return parameters_of(wrapped)
+        return wrapped, *joined
 
-
-@pairwise(
-    views=[False, True],
-    by_initial=[True, False],
-    batches=[(2, 4), (4, 1), (0, 2)],
-)
-def test_model_optimizer_and_counter_join_together(batches, by_initial, views):
-    assert_ranks_agree(run_ranks(_joins, batches, by_initial, views))
+    assert ranks_agree(expect_same_bits(run))
 
 
 # -------------------------------------------------------------------- new group
 
 
-def _meets_again(rank, folder, keep):
+@pytest.mark.parametrize("keep", [False, True])
+@on_ranks()
+def test_a_second_wrapper_trains_in_a_group_made_after_the_first_was_destroyed(
+    rank, tmp_path, keep
+):
     batches = inputs(rank, 4)
-    results = {}
-    for name, wrapper in CLASSES.items():
+
+    def run(wrapper):
         first = wrap(wrapper, **SEVERAL_BUCKETS)
         take_steps(first, sgd(first), batches[:2])
         dist.barrier()
@@ -455,18 +434,13 @@ def _meets_again(rank, folder, keep):
         if not keep:
             del first
             gc.collect()
-        store = f"file://{folder}/{name}"
+        store = f"file://{tmp_path}/{wrapper.__module__}"
         dist.init_process_group("gloo", init_method=store, rank=rank, world_size=2)
         second = wrapper(module, **SEVERAL_BUCKETS)
         take_steps(second, sgd(second), batches[2:])
-        results[name] = state_of(second)
-    assert_same_bits(results)
-    return parameters_of(second)
+        return (second,)
 
-
-@pytest.mark.parametrize("keep", [False, True])
-def test_a_second_wrapper_trains_in_a_group_made_after_the_first_was_destroyed(tmp_path, keep):
-    assert_ranks_agree(run_ranks(_meets_again, str(tmp_path), keep))
+    assert ranks_agree(expect_same_bits(run))
 
 
 # ------------------------------------------------------------------ dataclasses
@@ -499,14 +473,25 @@ class Structured(nn.Module):
         return Output(self.head(body), Inner([body, self.side(x)]))
 
 
-def _returns_a_dataclass(rank, unused, options):
-    results = {}
-    for name, wrapper in CLASSES.items():
+@pytest.mark.parametrize(
+    ("unused", "options"),
+    [
+        (False, {}),
+        (True, {"find_unused_parameters": True}),
+        (False, {"static_graph": True}),
+        (True, {"static_graph": True}),
+    ],
+    ids=str,
+)
+@on_ranks()
+def test_forward_may_return_a_dataclass(rank, unused, options):
+    def run(wrapper):
         torch.manual_seed(0)
-        if name == "torch" and "static_graph" in options:
+        given = options
+        if wrapper is CLASSES["torch"] and "static_graph" in options:
             # torch does not see a dataclass there, and does not reduce: ranks drift apart.
-            options = {"find_unused_parameters": True}
-        wrapped = wrapper(Structured(unused), **SEVERAL_BUCKETS, **options)
+            given = {"find_unused_parameters": True}
+        wrapped = wrapper(Structured(unused), **SEVERAL_BUCKETS, **given)
         optimizer = sgd(wrapped)
         for batch in inputs(rank, 4):
             optimizer.zero_grad()
@@ -515,21 +500,6 @@ def _returns_a_dataclass(rank, unused, options):
             assert output.name == "output" and output.inner.nothing is None
             loss_of([output.logits, *output.inner.hidden]).backward()
             optimizer.step()
-        results[name] = [p.grad for p in wrapped.parameters()] + state_of(wrapped)
-    assert_same_bits(results)
-    return parameters_of(wrapped)
+        return wrapped, *(p.grad for p in wrapped.parameters())
 
-
-@pytest.mark.parametrize(
-    ("unused", "options"),
-    [
-        (False, {}),
-        (False, {"find_unused_parameters": True}),
-        (True, {"find_unused_parameters": True}),
-        (False, {"static_graph": True}),
-        (True, {"static_graph": True}),
-    ],
-    ids=str,
-)
-def test_forward_may_return_a_dataclass(unused, options):
-    assert_ranks_agree(run_ranks(_returns_a_dataclass, unused, options))
+    assert ranks_agree(expect_same_bits(run))

@@ -9,8 +9,8 @@ from torch import nn
 
 import brigade
 
-from ranks import run_ranks
-from training import CLASSES, assert_same_bits, inputs, train
+from ranks import on_ranks
+from training import expect_torchs_bits, inputs, train
 
 warnings.filterwarnings("ignore", message=r"`torch.jit.*is deprecated", category=FutureWarning)
 
@@ -46,22 +46,22 @@ def _model(kind):
 OPTIONS = ({}, {"find_unused_parameters": True}, {"static_graph": True})
 
 
-def _as_torch(rank, kind, whole):
-    for options in OPTIONS:
-        seen = {}
-        for name, wrapper in CLASSES.items():
-            model = KINDS[kind](_model("scripted")) if whole else _model(kind)
-            seen[name] = train(wrapper(model, **options), inputs(rank, 4))
-        assert_same_bits(seen)
-
-
 @pytest.mark.parametrize("whole", [False, True])
 @pytest.mark.parametrize("kind", KINDS)
-def test_parts_and_whole_models_train_to_torchs_bits(kind, whole):
-    run_ranks(_as_torch, kind, whole)
+@on_ranks()
+def test_parts_and_whole_models_train_to_torchs_bits(rank, kind, whole):
+    for options in OPTIONS:
+
+        def run(wrapper, options=options):
+            model = KINDS[kind](_model("scripted")) if whole else _model(kind)
+            return train(wrapper(model, **options), inputs(rank, 4))
+
+        expect_torchs_bits(run)
 
 
-def _is_watched(rank, kind):
+@pytest.mark.parametrize("kind", KINDS)
+@on_ranks(1)
+def test_a_parameter_that_takes_anothers_place_is_named(rank, kind):
     model = _model(kind)
     wrapped = brigade.DistributedDataParallel(model)
     x = torch.ones(2, 6)
@@ -73,8 +73,3 @@ def _is_watched(rank, kind):
     for _ in range(2):
         with pytest.raises(RuntimeError, match=r"replaced: '0.0.weight'\."):
             wrapped(x)
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_parameter_that_takes_anothers_place_is_named(kind):
-    run_ranks(_is_watched, kind, world_size=1)

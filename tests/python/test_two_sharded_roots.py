@@ -11,8 +11,8 @@ from torch.distributed.device_mesh import DeviceMesh
 import brigade
 
 from exact_training import UserError
-from ranks import on_ranks, run_ranks
-from sharded_training import Pair, batch_of
+from ranks import on_ranks
+from sharded_training import Pair, batch_of, expect_alike
 
 HOUR_S = 3600  # of the group: nobody may wait for that
 DEADLINE_S = 60
@@ -64,30 +64,8 @@ def test_one_that_raises_leaves_the_other_alone(rank, world_size):
             _fails_in_turns(rank, in_place, is_of_one_group)
 
 
-@pytest.mark.parametrize("in_place", [_in_forward, _in_backward])
 @on_ranks()
-def test_one_that_raises_between_anothers_forward_and_backward(rank, in_place):
-    """The first fails while the second is between its forward and its backward."""
-    first, second = _pair(), _pair()
-    for each in (first, second):
-        each.expect_step(0)
-    second.step_plain(1)
-    second.optimizers[1].zero_grad()
-    loss = second.loss(1)
-    if rank == 1:
-        handle = in_place(first.model.blocks[1])
-    with pytest.raises(UserError if rank == 1 else RuntimeError, match=r"rank|no such"):
-        first.loss(1).backward()
-    if rank == 1:
-        handle.remove()
-    loss.backward()
-    second.optimizers[1].step()
-    second.expect_equal()
-    for each in (first, second):
-        each.expect_step(2)
-
-
-def _through_both(rank):
+def test_a_backward_through_both_that_fails_is_alike_on_all_ranks(rank):
     """One backward through two models, which fails in that which it reaches last."""
     first, second = _pair(), _pair()
     neck = torch.nn.Linear(2, 5)
@@ -109,16 +87,13 @@ def _through_both(rank):
     for each in (first, second):
         each.model.zero_grad()
         each.expect_step(2)
-    return found
+    assert not found[0]  # of the model that comes later in backward
+    expect_alike(found)
 
 
-def test_a_backward_through_both_that_fails_is_alike_on_all_ranks():
-    told = run_ranks(_through_both)
-    assert told[0] == told[1]
-    assert not told[0][0]  # of the model that comes later in backward
-
-
-def _peer_is_gone(rank, place):
+@pytest.mark.parametrize("place", ["register_forward_pre_hook", "register_forward_hook"])
+@on_ranks(3, timeout_s=HOUR_S, deadline_s=DEADLINE_S, may_die=[0])
+def test_a_model_whose_peer_is_gone_leaves_that_of_others_alone(rank, place):
     """Ranks 0 and 1 have a model, 1 and 2 another one; the first rank vanishes."""
     groups = [dist.new_group(ranks) for ranks in ((0, 1), (1, 2))]
     if rank < 2:
@@ -142,12 +117,3 @@ def _peer_is_gone(rank, place):
                 first.loss(step)
     # The default group has lost a rank: nobody may wait in it.
     dist.destroy_process_group()
-    return "went on"
-
-
-@pytest.mark.parametrize("place", ["register_forward_pre_hook", "register_forward_hook"])
-def test_a_model_whose_peer_is_gone_leaves_that_of_others_alone(place):
-    ended = run_ranks(
-        _peer_is_gone, place, world_size=3, timeout_s=HOUR_S, deadline_s=DEADLINE_S, may_die=[0]
-    )
-    assert ended == [-signal.SIGKILL, "went on", "went on"]

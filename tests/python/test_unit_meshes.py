@@ -9,6 +9,7 @@ from torch.distributed.fsdp import fully_shard as torch_fully_shard
 import brigade
 
 from ranks import on_ranks, run_ranks
+from sharded_training import expect_alike
 from whole_numbers import linear, own_part, step_by_sign
 
 WORLD_SIZE = 4
@@ -148,7 +149,8 @@ def test_averages_as_torch_does(rank):
     _expect_parts(model.parameters(), [p.grad.full_tensor() for p in of_torch.parameters()])
 
 
-def _norm(rank):
+@on_ranks(WORLD_SIZE)
+def test_norms_are_of_all_experts(rank):
     reference = OneProcess()
     reference.backward(0)
     gradients = [p.grad for p in reference.parameters()]
@@ -161,29 +163,8 @@ def _norm(rank):
         with pytest.raises(NotImplementedError, match=r"the model's clip_grad_norm\(\)"):
             torch.nn.utils.clip_grad_norm_(model.parameters(), 1e9, p)
         found[p] = total.item()
-    return found
-
-
-def test_norms_are_of_all_experts():
-    results = run_ranks(_norm, world_size=WORLD_SIZE)
-    assert results[0][1.0] > 0
-    assert all(result == results[0] for result in results)
-
-
-def _norm_of_lone_experts(rank):
-    """Each rank has an expert for itself."""
-    both = init_device_mesh("cpu", (2, 1), mesh_dim_names=("expert", "alone"))
-    model = make_moe(rank)
-    for expert in model.experts.values():
-        brigade.fully_shard(expert, mesh=both["alone"])
-    brigade.fully_shard(model)
-    model(batch_of(rank, 0)).sum().backward()
-    return model.clip_grad_norm_(1e9).item()
-
-
-def test_norms_of_experts_on_one_rank_each_are_of_all():
-    first, second = run_ranks(_norm_of_lone_experts)
-    assert first == second > 0
+    assert found[1.0] > 0
+    expect_alike(found)
 
 
 @on_ranks(WORLD_SIZE)
@@ -255,7 +236,10 @@ def test_experts_of_one_form_in_another_order_are_an_error_on_all(rank, has_mesh
         model(batch_of(rank, 0))
 
 
-def _resumes(rank, folder):
+@on_ranks(WORLD_SIZE)
+def test_resumes_from_a_checkpoint(rank, tmp_path):
+    folder = str(tmp_path / "checkpoint")
+
     def make(seed):
         torch.manual_seed(seed)
         model = make_moe(rank % 2)
@@ -289,19 +273,11 @@ def _resumes(rank, folder):
             collect()
 
 
-def test_resumes_from_a_checkpoint(tmp_path):
-    run_ranks(_resumes, str(tmp_path / "checkpoint"), world_size=WORLD_SIZE)
-
-
-def _same_name(rank, folder):
+@on_ranks(WORLD_SIZE)
+def test_one_name_for_two_experts_is_not_saved(rank, tmp_path):
     model = shard_moe(make_moe(rank % 2, name="here"), *meshes())
     model(batch_of(rank, 0)).sum().backward()
     with pytest.raises(ValueError, match=r"'experts\.here\.weight' is one parameter on") as e:
-        brigade.save_checkpoint(folder, model)
-    return str(e.value)
-
-
-def test_one_name_for_two_experts_is_not_saved(tmp_path):
-    texts = run_ranks(_same_name, str(tmp_path / "checkpoint"), world_size=WORLD_SIZE)
-    assert all(text == texts[0] for text in texts)
+        brigade.save_checkpoint(tmp_path / "checkpoint", model)
+    expect_alike(str(e.value))
     assert not (tmp_path / "checkpoint").exists()

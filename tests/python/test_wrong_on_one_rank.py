@@ -12,7 +12,7 @@ from torch import nn
 
 import brigade
 
-from ranks import run_ranks
+from ranks import on_ranks
 
 TIMEOUT_S = 20
 
@@ -53,7 +53,8 @@ WRONG_ALONE = {
 }
 
 
-def _wrong_alone(rank):
+@on_ranks(3, timeout_s=TIMEOUT_S)
+def test_an_argument_wrong_on_one_rank_alone_is_an_error_on_all(rank):
     for words, (error, options) in WRONG_ALONE.items():
         if rank == 1:
             with pytest.raises(error, match=words):
@@ -62,10 +63,6 @@ def _wrong_alone(rank):
             with pytest.raises(RuntimeError, match=rf"rank 1: {error.__name__}: .*{words}"):
                 _wrapped()
     _wrapped()(torch.ones(1, 2)).sum().backward()  # the group goes on working
-
-
-def test_an_argument_wrong_on_one_rank_alone_is_an_error_on_all():
-    run_ranks(_wrong_alone, timeout_s=TIMEOUT_S, world_size=3)
 
 
 NAMES = ("1.weight", "1.bias", "0.weight", "0.bias")
@@ -85,27 +82,22 @@ def _all_delayed(order, buffer_size=1, **options):
     return wrapped
 
 
-def _wrong_beside_all_delayed(rank):
+@on_ranks(timeout_s=TIMEOUT_S)
+def test_a_wrong_argument_is_told_to_ranks_that_delay_everything(rank):
     with pytest.raises((ValueError, RuntimeError), match="bucket_cap_mb"):
         _all_delayed(NAMES, bucket_cap_mb=-1 if rank == 1 else 25)
 
 
-def test_a_wrong_argument_is_told_to_ranks_that_delay_everything():
-    run_ranks(_wrong_beside_all_delayed, timeout_s=TIMEOUT_S)
-
-
-def _delayed_apart(rank):
+@on_ranks(timeout_s=TIMEOUT_S)
+def test_delayed_parameters_in_another_order_are_an_error_on_all(rank):
     # Nobody sends the buffers.
     _all_delayed(NAMES, buffer_size=rank + 1)(torch.ones(1, 2)).sum().backward()
     with pytest.raises(RuntimeError, match=r"delayed parameter 0 differs: .*1.weight.*1.bias"):
         _all_delayed([NAMES[rank], NAMES[1 - rank], *NAMES[2:]])
 
 
-def test_delayed_parameters_in_another_order_are_an_error_on_all():
-    run_ranks(_delayed_apart, timeout_s=TIMEOUT_S)
-
-
-def _peers_are_late(rank):
+@on_ranks(timeout_s=TIMEOUT_S)
+def test_a_wrong_argument_is_said_at_once_where_peers_are_late(rank):
     store = dist.distributed_c10d._get_default_store()
 
     class Stderr(io.StringIO):
@@ -123,7 +115,3 @@ def _peers_are_late(rank):
     with contextlib.redirect_stderr(Stderr()), pytest.raises(ValueError, match="bucket_cap_mb"):
         _wrapped(bucket_cap_mb=-1)
     assert b"waiting to tell the other ranks: ValueError: " in store.get("said")
-
-
-def test_a_wrong_argument_is_said_at_once_where_peers_are_late():
-    run_ranks(_peers_are_late, timeout_s=TIMEOUT_S)

@@ -47,7 +47,7 @@ def train(
     for batch in batches:
         optimizer.zero_grad(set_to_none=set_to_none)
         loss_of(wrapped(batch)).backward()
-        seen += [None if p.grad is None else p.grad.clone() for p in wrapped.parameters()]
+        seen += gradients_of(wrapped)
         optimizer.step()
     return seen + [tensor.clone() for tensor in wrapped.state_dict().values()]
 
@@ -55,6 +55,19 @@ def train(
 def loss_of(output: Any) -> torch.Tensor:
     tensors = torch.utils._pytree.tree_leaves(output)
     return sum(t.abs().square().sum() for t in tensors if torch.is_tensor(t) and t.requires_grad)
+
+
+def gradients_of(module: nn.Module) -> list[torch.Tensor | None]:
+    return [None if p.grad is None else p.grad.clone() for p in module.parameters()]
+
+
+def expect_torchs_bits(run: Callable[[Callable[..., nn.Module]], list[Any]]) -> None:
+    """`run` gets either class, from the same seed; the tensors that it returns are equal."""
+    results = {}
+    for name, wrapper in CLASSES.items():
+        torch.manual_seed(0)
+        results[name] = run(wrapper)
+    assert_same_bits(results)
 
 
 def both(
