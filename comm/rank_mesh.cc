@@ -8,7 +8,10 @@
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_join.h"
 #include "brigade/comm/agreement.h"
-#include "brigade/comm/group/control_device.h"
+#include "brigade/comm/errors/error_texts.h"
+#include "brigade/comm/group/group_collectives.h"
+#include "brigade/comm/group/group_info.h"
+#include "brigade/comm/group/shared_segment.h"
 #include "brigade/comm/subgroup.h"
 
 namespace brigade {
@@ -56,13 +59,49 @@ RankMesh::RankMesh(const c10::intrusive_ptr<c10d::ProcessGroup>& group,
                     "init_process_group().");
   suggest_control_device(group, device);
   const std::vector<std::string> described = {describe(rows)};
-  require_agreement(group, control_device(*group), "mesh", described,
-                    check(rows, group->getSize()));
+  require_agreement(group, "mesh", described, check(rows, group->getSize()));
   row_length_ = static_cast<int>(rows.front().size());
   const std::vector<int> ranks = flattened(rows);
   if (std::ranges::is_sorted(ranks)) return;
   made_.reset(new GroupScope(make_subgroup(group, ranks, device)));
   group_ = made_->group();
+}
+
+int ranks_of_a_host(const std::vector<int64_t>& host_by_rank) {
+  const auto check = [](bool holds, const auto& describe_found) {
+    TORCH_CHECK_VALUE(
+        holds,
+        "ranks_of_a_host: expected hosts with equally many ranks, "
+        "next to each other, found ",
+        describe_found(),
+        ".\nStart as many ranks on each host, numbered host by "
+        "host, or give a number of shards.");
+  };
+  const auto unknown = std::ranges::find(host_by_rank, 0);
+  check(unknown == host_by_rank.end(), [&] {
+    return absl::StrCat("that rank ", unknown - host_by_rank.begin(),
+                        " does not know its host");
+  });
+  const std::vector<RanksOfValue<int64_t>> hosts = ranks_by_value(host_by_rank);
+  const size_t number = hosts.front().ranks.size();
+  const bool are_alike = std::ranges::all_of(hosts, [&](const auto& host) {
+    const int span = host.ranks.back() - host.ranks.front() + 1;
+    return host.ranks.size() == number && span == static_cast<int>(number);
+  });
+  check(are_alike, [&] {
+    return shortened_list(hosts.size(), [&](size_t host) {
+      return absl::StrCat(describe_ranks(hosts[host].ranks), " on ",
+                          host == 0 ? "one host" : "another");
+    });
+  });
+  return static_cast<int>(number);
+}
+
+int ranks_of_a_host(const c10::intrusive_ptr<c10d::ProcessGroup>& group) {
+  if (group->getSize() == 1) return 1;
+  return ranks_of_a_host(numbers_of_ranks(
+      group, {SharedSegment::host()},
+      "could not tell the others its host, for ranks_of_a_host()"));
 }
 
 }  // namespace brigade

@@ -1,22 +1,12 @@
-// Ranks as a matrix: those of a row share what rows are replicas of.
-//
-//   // Ranks 0 and 1 are on one host, 2 and 3 on another: shards between hosts,
-//   // replicas inside of them.
-//   const RankMesh mesh(scope.group(), {{0, 2}, {1, 3}});
-//   const auto model = fully_shard(*net, mesh);
-//
-// What goes by rows, sharding and sums that are reproducible, takes a group and
-// how many ranks next to each other are a row. So a mesh is a group whose ranks
-// are in the order of the rows, one behind the other. What is trained on it
-// begins with the parameters of the first of them, and errors number them so.
-//
-// Thread safety: immutable.
+// Ranks as a matrix, and the length of a row that keeps each host's ranks
+// together.
 
 #ifndef BRIGADE_COMM_RANK_MESH_H_
 #define BRIGADE_COMM_RANK_MESH_H_
 
 #include <c10/core/Device.h>
 
+#include <cstdint>
 #include <memory>
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 #include <vector>
@@ -25,15 +15,26 @@
 
 namespace brigade {
 
+// A group whose ranks are in the order of a matrix's rows: the ranks of a row
+// share one copy of the parameters, and the rows are replicas.
+//
+//   // Ranks 0 and 1 are on one host, 2 and 3 on another: shards between hosts,
+//   // replicas inside of them.
+//   const RankMesh mesh(scope.group(), {{0, 2}, {1, 3}});
+//   const auto model = fully_shard(*net, mesh);
+//
+// Training starts with the parameters of the mesh's first rank, and errors
+// number the ranks in the mesh's order.
+//
+// Thread safety: immutable.
 class RankMesh {
  public:
   // Collective over `group`, with the same rows on all its ranks: each rank
-  // once, and rows of one length. One row is a mesh of one dimension.
-  // `device`: of what is to be trained, as make_subgroup()'s; the group that it
-  // makes, where the order is another than that of `group`, ends with this
-  // object.
+  // once, and rows of one length. One row is a mesh of one dimension. `device`:
+  // of the model, as for make_subgroup(). If the order is not that of `group`,
+  // makes a subgroup, which ends with this object.
   //
-  // Errors: ValueError on all ranks alike if rows are not as said; as
+  // Errors: ValueError on all ranks if rows are not as said; as
   // make_subgroup().
   RankMesh(const c10::intrusive_ptr<c10d::ProcessGroup>& group,
            const std::vector<std::vector<int>>& rows,
@@ -47,6 +48,18 @@ class RankMesh {
   c10::intrusive_ptr<c10d::ProcessGroup> group_;
   int row_length_ = 0;
 };
+
+// Collective. Returns the number of ranks on each host, for shards that stay
+// within a host. Ranks that can't share memory (two containers, two network
+// namespaces) count as two hosts.
+//
+// Errors: on all ranks ValueError if hosts have different numbers of ranks,
+// ranks of a host are not next to each other, or a rank does not know its host;
+// PeerError if ranks don't meet.
+int ranks_of_a_host(const c10::intrusive_ptr<c10d::ProcessGroup>& group);
+
+// The same from the host of each rank, at least one; 0: not known.
+int ranks_of_a_host(const std::vector<int64_t>& host_by_rank);
 
 }  // namespace brigade
 

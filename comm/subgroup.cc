@@ -11,20 +11,10 @@
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_join.h"
 #include "brigade/comm/backends/device_backend.h"
-#include "brigade/comm/group/channel_identity.h"
-#include "brigade/comm/group/control_store.h"
-#include "brigade/comm/group/find_backend.h"
-#include "brigade/comm/group/group_timeout.h"
-#include "brigade/comm/group/rank_names.h"
-#include "brigade/comm/group/subgroup_answers.h"
+#include "brigade/comm/group/group_info.h"
 
 namespace brigade {
 namespace {
-
-AnswersSubgroups* find_answers(c10d::ProcessGroup& group, c10::Device device) {
-  return dynamic_cast<AnswersSubgroups*>(
-      find_backend(group, device.type()).get());
-}
 
 c10::intrusive_ptr<c10d::ProcessGroup> connect_subgroup(
     const c10::intrusive_ptr<c10d::ProcessGroup>& group,
@@ -32,7 +22,7 @@ c10::intrusive_ptr<c10d::ProcessGroup> connect_subgroup(
   const int own = static_cast<int>(std::ranges::find(ranks, group->getRank()) -
                                    ranks.begin());
   const int size = static_cast<int>(ranks.size());
-  if (auto* answers = find_answers(*group, device)) {
+  if (auto* answers = find_answers(*group, device.type())) {
     return answers->make_subgroup(own, size);
   }
   const auto store = control_store(*group);
@@ -52,8 +42,7 @@ c10::intrusive_ptr<c10d::ProcessGroup> connect_subgroup(
            over_gloo ? nullptr : find_make_backend(*group, device.type()),
        .serves_cpu = over_gloo || device.is_cpu(),
        .timeout = group_timeout(*group),
-       .name = name,
-       .rendezvous_timeout = group_timeout(*group)});
+       .name = name});
   if (over_gloo) {
     made->setBackend(device.type(), c10d::ProcessGroup::BackendType::GLOO,
                      made->getBackend(at::kCPU));
@@ -70,10 +59,9 @@ GroupScope make_subgroup(const c10::intrusive_ptr<c10d::ProcessGroup>& group,
                     "init_process_group().");
   std::vector<int> sorted = ranks;
   std::ranges::sort(sorted);
-  const bool are_other =
-      std::ranges::adjacent_find(sorted) == sorted.end();  // than each other
+  const bool are_distinct = std::ranges::adjacent_find(sorted) == sorted.end();
   TORCH_CHECK_VALUE(
-      are_other && std::ranges::binary_search(sorted, group->getRank()) &&
+      are_distinct && std::ranges::binary_search(sorted, group->getRank()) &&
           sorted.front() >= 0 && sorted.back() < group->getSize(),
       "subgroup: expected ranks of the group of ", group->getSize(),
       ", each once, rank ", group->getRank(), " among them, found ",

@@ -12,17 +12,18 @@
 
 namespace brigade {
 
-// Collective over `group`: each rank makes the group of the ranks it names, in
-// that order and itself among them, and each of these names the same in the
-// same order. Errors of what is done on it name ranks of `group`, if the order
-// is a rising one. Ends with the scope; for a device, apart (GroupEnd::kApart).
+// Collective over `group`: each rank makes the group of `ranks`, numbered in
+// that order and itself among them; each of these names the same ranks in the
+// same order. If the order is rising, errors name ranks of `group`. The
+// subgroup ends with the scope; for a device, on a thread of its own
+// (GroupEnd::kApart).
 //
 // `device`: the CPU, over Gloo; a CUDA device, over NCCL, or over Gloo where
-// that is what serves it in `group`; another one, over what the group's
-// ProcessGroupOptions::make_backend makes, or if a group of the same process
-// answers for all of its ranks (comm/group/subgroup_answers.h). It serves that
-// device only, unless over Gloo. Its timeout is the group's. Errors: ValueError
-// if `ranks` are not as said, or the group has no store; as
+// that is what serves it in `group`; another one, over the backend of the
+// group's ProcessGroupOptions::make_backend. It serves that device only, unless
+// over Gloo. Its timeout is the group's.
+//
+// Errors: ValueError if `ranks` are not as said, or the group has no store; as
 // make_process_group().
 GroupScope make_subgroup(const c10::intrusive_ptr<c10d::ProcessGroup>& group,
                          const std::vector<int>& ranks,

@@ -9,11 +9,11 @@
 
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_join.h"
-#include "brigade/comm/errors/message_of.h"
+#include "brigade/comm/errors/error_texts.h"
 #include "brigade/comm_hooks/averaging_hook.h"
 #include "brigade/comm_hooks/hook_result.h"
 #include "brigade/comm_hooks/hook_traits.h"
-#include "brigade/observing/steady_time.h"
+#include "brigade/observing/timeline_recorder.h"
 #include "brigade/python_bindings/python_stepping_hook.h"
 #include "brigade/python_bindings/reduced_precision_hook.h"
 

@@ -32,7 +32,7 @@
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 #include <vector>
 
-#include "brigade/comm/group/rank_names.h"
+#include "brigade/comm/group/group_info.h"
 
 namespace brigade {
 

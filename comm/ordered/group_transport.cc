@@ -13,7 +13,7 @@
 #include <utility>
 #include <vector>
 
-#include "brigade/comm/backends/sigpipe_block.h"
+#include "brigade/comm/backends/gloo_backend.h"
 #include "brigade/comm/ordered/ordered_transport.h"
 
 namespace brigade {

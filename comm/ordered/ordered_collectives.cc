@@ -15,12 +15,8 @@
 #include <vector>
 
 #include "brigade/comm/backends/gloo_backend.h"
-#include "brigade/comm/backends/sigpipe_block.h"
-#include "brigade/comm/errors/message_of.h"
+#include "brigade/comm/errors/error_texts.h"
 #include "brigade/comm/errors/peer_error.h"
-#include "brigade/comm/group/control_store.h"
-#include "brigade/comm/group/group_timeout.h"
-#include "brigade/comm/group/per_group.h"
 
 namespace brigade {
 namespace {

@@ -49,8 +49,7 @@
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 #include <vector>
 
-#include "brigade/comm/group/channel_identity.h"
-#include "brigade/comm/group/rank_names.h"
+#include "brigade/comm/group/group_info.h"
 #include "brigade/comm/ordered/ordered_sum.h"
 #include "brigade/comm/ordered/ordered_transport.h"
 

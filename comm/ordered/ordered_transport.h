@@ -17,7 +17,7 @@
 #include <string_view>
 #include <torch/csrc/distributed/c10d/Backend.hpp>
 
-#include "brigade/comm/group/rank_names.h"
+#include "brigade/comm/group/group_info.h"
 #include "brigade/comm/group/shared_segment.h"
 #include "brigade/comm/ordered/ordered_sum.h"
 

@@ -18,10 +18,10 @@
 #include <vector>
 
 #include "brigade/comm/close_group.h"
-#include "brigade/comm/collective_count.h"
-#include "brigade/comm/errors/message_of.h"
+#include "brigade/comm/errors/error_texts.h"
 #include "brigade/comm/errors/peer_error.h"
 #include "brigade/comm/group/group_collectives.h"
+#include "brigade/comm/ordered/host_sums.h"
 #include "brigade/comm/ordered/ordered_sum.h"
 #include "brigade/comm/process_group.h"
 #include "brigade/tests/support/local_ranks.h"

@@ -1,9 +1,8 @@
-#include "brigade/comm/group/rank_names.h"
-
 #include <ATen/ops/ones.h>
 
 #include "absl/strings/str_cat.h"
-#include "brigade/comm/errors/message_of.h"
+#include "brigade/comm/errors/error_texts.h"
+#include "brigade/comm/group/group_info.h"
 #include "brigade/comm/ordered/ordered_collectives.h"
 #include "brigade/comm/subgroup.h"
 #include "brigade/tests/support/local_ranks.h"

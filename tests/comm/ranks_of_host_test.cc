@@ -1,8 +1,7 @@
-#include "brigade/comm/ranks_of_host.h"
-
 #include <cstdint>
 #include <vector>
 
+#include "brigade/comm/rank_mesh.h"
 #include "brigade/tests/support/local_ranks.h"
 #include "gmock/gmock.h"
 #include "gtest/gtest.h"

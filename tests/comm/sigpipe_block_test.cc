@@ -1,5 +1,3 @@
-#include "brigade/comm/backends/sigpipe_block.h"
-
 #include <sys/socket.h>
 #include <torch/torch.h>
 #include <unistd.h>
@@ -12,6 +10,7 @@
 #include <thread>
 #include <torch/csrc/distributed/c10d/HashStore.hpp>
 
+#include "brigade/comm/backends/gloo_backend.h"
 #include "brigade/comm/process_group.h"
 #include "gmock/gmock.h"
 #include "gtest/gtest.h"

@@ -4,8 +4,8 @@
 
 #include <barrier>
 #include <chrono>
-#include <latch>
 #include <functional>
+#include <latch>
 #include <memory>
 #include <string>
 #include <vector>
@@ -13,8 +13,7 @@
 #include "brigade/comm/errors/peer_error.h"
 #include "brigade/comm/process_group.h"
 #include "brigade/comm/recording_group.h"
-#include "brigade/comm/status/status_board.h"
-#include "brigade/comm/status/status_gather.h"
+#include "brigade/comm/status/status_transport.h"
 #include "brigade/tests/support/local_ranks.h"
 #include "gmock/gmock.h"
 #include "gtest/gtest.h"
@@ -207,7 +206,7 @@ TEST(StatusChannelTest, RanksThatDoNotMeetAreAnError) {
         if (group->getRank() == 1) return over.wait();
         EXPECT_THAT(peer_error([&] { StatusChannel channel(group); }),
                     StartsWith("rank 0 of 2 could not tell the others its "
-                           "host: "));
+                               "host: "));
         over.count_down();
       },
       std::chrono::milliseconds(1500));
@@ -271,11 +270,10 @@ struct Way {
 };
 
 class StatusTransportTest : public ::testing::TestWithParam<Way> {};
-INSTANTIATE_TEST_SUITE_P(
-    Ways, StatusTransportTest,
-    ::testing::Values(Way{"Board", meet_at_status_board},
-                      Way{"Gather", gather_statuses_over}),
-    [](const auto& info) { return info.param.name; });
+INSTANTIATE_TEST_SUITE_P(Ways, StatusTransportTest,
+                         ::testing::Values(Way{"Board", meet_at_status_board},
+                                           Way{"Gather", gather_statuses_over}),
+                         [](const auto& info) { return info.param.name; });
 
 StatusTransport::Deadline soon() {
   return std::chrono::steady_clock::now() + std::chrono::milliseconds(50);

@@ -1,10 +1,9 @@
-#include "brigade/comm/streams/timed_wait.h"
-
 #include <chrono>
 #include <memory>
 #include <stdexcept>
 #include <thread>
 
+#include "brigade/comm/streams/futures.h"
 #include "gtest/gtest.h"
 
 namespace brigade {

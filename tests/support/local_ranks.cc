@@ -12,7 +12,7 @@
 
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_join.h"
-#include "brigade/comm/group/group_timeout.h"
+#include "brigade/comm/group/group_info.h"
 #include "brigade/comm/process_group.h"
 
 namespace brigade::testing {
