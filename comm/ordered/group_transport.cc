@@ -53,8 +53,6 @@ class GroupTransport final : public OrderedTransport {
     watch_.join();
   }
 
-  int num_threads() const override { return 2; }
-
   std::unique_ptr<OrderedOperation> start(const OrderedCall& call) override;
 
   void abort(std::string_view reason) override;

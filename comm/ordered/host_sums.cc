@@ -21,9 +21,9 @@ namespace brigade {
 
 namespace {
 
-// While a profiler is active it sees a sum under the name of Gloo's, from its
-// launch until it is there.  Returns what ends the range, on any thread; empty:
-// there is none.
+// Opens a profiler range under the name of Gloo's, from a sum's launch to its
+// end. Returns the function that closes it, on any thread; empty: no profiler
+// is active.
 std::function<void()> begin_range(const at::Tensor& tensor) {
   auto callbacks = at::getStepCallbacksUnlessEmpty(at::RecordScope::USER_SCOPE);
   if (!callbacks) return nullptr;

@@ -56,12 +56,11 @@ class OrderedOperation {
 };
 
 // Thread safety: start() is called in the same order on all ranks, one call at
-// a time; each operation's finish() by one of num_threads() threads, which
-// begin them in the order of start(); abort() from any thread.
+// a time; each operation's finish() by one of several threads, which begin them
+// in the order of start(); abort() from any thread.
 class OrderedTransport {
  public:
   virtual ~OrderedTransport() = default;
-  virtual int num_threads() const = 0;
 
   // Waits for no peer.
   virtual std::unique_ptr<OrderedOperation> start(const OrderedCall& call) = 0;

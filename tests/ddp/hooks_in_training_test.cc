@@ -453,7 +453,7 @@ Group make_expert_group(const Group& group) {
       "experts/" + std::to_string(parity), group->getStore());
   return make_process_group(
       store, group->getRank() / 2, group->getSize() / 2,
-      {.timeout = std::chrono::seconds(10), .gloo_interfaces = {"lo"}});
+      {.timeout = std::chrono::seconds(10)});
 }
 
 TEST(ParameterGroupsTest, AverageExpertsOverTheirOwnGroups) {

@@ -25,7 +25,7 @@ HostBackend::HostBackend(const BackendPlace& place, Waiting waiting)
     : c10d::Backend(place.rank, place.world_size),
       timeout_(place.timeout),
       gloo_(make_gloo_backend(place.store, place.rank, place.world_size,
-                              place.timeout, {"lo"})) {
+                              place.timeout)) {
   if (waiting == Waiting::kApart) apart_ = std::thread([this] { run_apart(); });
 }
 
@@ -155,8 +155,7 @@ ProcessGroupOptions with_host_backend(Waiting waiting) {
           .make_backend =
               [waiting](const BackendPlace& place) {
                 return c10::make_intrusive<HostBackend>(place, waiting);
-              },
-          .gloo_interfaces = {"lo"}};
+              }};
 }
 
 c10::intrusive_ptr<c10d::ProcessGroup> without_cpu(

@@ -32,9 +32,7 @@ void run_ranks(
         try {
           auto arrive = c10::make_scope_exit([&] { connected.count_down(); });
           GroupScope scope(make_process_group(store, rank, world_size,
-                                              {.timeout = timeout,
-                                               .rendezvous_timeout = timeout,
-                                               .gloo_interfaces = {"lo"}}));
+                                              {.timeout = timeout}));
           arrive.release();
           connected.arrive_and_wait();
           fn(scope.group());
@@ -57,10 +55,7 @@ c10::intrusive_ptr<c10d::ProcessGroup> make_subgroup(
       c10::make_intrusive<c10d::PrefixStore>(
           absl::StrCat(name, absl::StrJoin(ranks, "_")), group->getStore()),
       static_cast<int>(own - ranks.begin()), static_cast<int>(ranks.size()),
-      {.timeout = group_timeout(*group),
-       .name = name,
-       .rendezvous_timeout = group_timeout(*group),
-       .gloo_interfaces = {"lo"}});
+      {.timeout = group_timeout(*group), .name = name});
 }
 
 }  // namespace brigade::testing
