@@ -111,13 +111,6 @@ TEST(AgreementTest, AFailureOfOneRankReachesAll) {
       Each("rank 1: no parameter"));
 }
 
-TEST(AgreementTest, FailuresCountBeforeDifferences) {
-  EXPECT_THAT(
-      comparisons({numbered(3), numbered(4)},
-                  {absl::OkStatus(), absl::InvalidArgumentError("bad")}),
-      Each("rank 1: bad"));
-}
-
 TEST(AgreementTest, DifferentFailuresAreAllNamed) {
   EXPECT_THAT(comparisons({{}, {}, {}}, {absl::InvalidArgumentError("a"),
                                          absl::InvalidArgumentError("b"),

@@ -1,9 +1,10 @@
+#include "brigade/comm/streams/futures.h"
+
 #include <chrono>
 #include <memory>
 #include <stdexcept>
 #include <thread>
 
-#include "brigade/comm/streams/futures.h"
 #include "gtest/gtest.h"
 
 namespace brigade {

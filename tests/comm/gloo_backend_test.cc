@@ -1,3 +1,5 @@
+#include "brigade/comm/backends/gloo_backend.h"
+
 #include <sys/socket.h>
 #include <torch/torch.h>
 #include <unistd.h>
@@ -10,7 +12,6 @@
 #include <thread>
 #include <torch/csrc/distributed/c10d/HashStore.hpp>
 
-#include "brigade/comm/backends/gloo_backend.h"
 #include "brigade/comm/process_group.h"
 #include "gmock/gmock.h"
 #include "gtest/gtest.h"
@@ -70,8 +71,8 @@ TEST(SigpipeBlockTest, AWriteToAClosedConnectionIsAnErrorThen) {
 // Gloo writes on its own threads, which must survive a peer's death.
 TEST(SigpipeBlockTest, HoldsForAllThreadsOfAGroup) {
   const std::set<std::string> before = threads();
-  const auto group = make_process_group(c10::make_intrusive<c10d::HashStore>(),
-                                        0, 1);
+  const auto group =
+      make_process_group(c10::make_intrusive<c10d::HashStore>(), 0, 1);
   int num_made = 0;
   for (const std::string& thread : threads()) {
     if (before.contains(thread)) continue;

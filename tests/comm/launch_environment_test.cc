@@ -95,8 +95,7 @@ TEST_F(LaunchEnvironmentTest, ReadsSlurmsVariables) {
   EXPECT_EQ(env.local_rank, 2);
   EXPECT_EQ(env.master_addr, "node003");
   EXPECT_EQ(env.master_port, 10000 + 1234567 % 20000);
-  env =
-      read(with(kSlurm, {{"MASTER_ADDR", "login"}, {"MASTER_PORT", "4000"}}));
+  env = read(with(kSlurm, {{"MASTER_ADDR", "login"}, {"MASTER_PORT", "4000"}}));
   EXPECT_EQ(env.master_addr, "login");
   EXPECT_EQ(env.master_port, 4000);
 }

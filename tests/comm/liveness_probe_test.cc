@@ -63,16 +63,6 @@ TEST(LivenessProbeTest, NamesTheRankThatDoesNotAnswer) {
   });
 }
 
-TEST(LivenessProbeTest, KeysKeepCallsApart) {
-  run_ranks(2, [](Group group) {
-    for (int64_t i = 0; i < 5; ++i) {
-      const LivenessProbe probe =
-          probe_liveness(group, std::to_string(i), i, kLong);
-      EXPECT_THAT(probe.answers, ElementsAre(i, i));
-    }
-  });
-}
-
 // As many ranks as threads; `make_store` makes each one's own.
 void run_probes(
     int size,
@@ -241,10 +231,6 @@ TEST(PeerErrorTest, LetsPassWhatHasItsContextOrIsNoPeersFault) {
   EXPECT_EQ(thrown_for<c10::OutOfMemoryError>(
                 std::make_exception_ptr(c10::OutOfMemoryError("full"))),
             "full");
-}
-
-TEST(PeerErrorTest, IsADistBackendErrorToWhoeverCatchesIt) {
-  EXPECT_THROW(throw_peer_error("x", nullptr), c10::DistBackendError);
 }
 
 }  // namespace

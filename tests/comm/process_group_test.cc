@@ -92,19 +92,6 @@ TEST_P(WorldSizeTest, GroupSumsEveryRank) {
   });
 }
 
-TEST_P(WorldSizeTest, GroupsStoreCarriesWordsBetweenRanks) {
-  const int world_size = GetParam();
-  run_ranks(world_size, [&](Group group) {
-    const auto key = [](int rank) { return "word" + std::to_string(rank); };
-    group->getStore()->set(key(group->getRank()),
-                           "from " + std::to_string(group->getRank()));
-    for (int rank = 0; rank < world_size; ++rank) {
-      EXPECT_EQ(group->getStore()->get_to_str(key(rank)),
-                "from " + std::to_string(rank));
-    }
-  });
-}
-
 TEST(ProcessGroupTest, GroupsOfOneStoreDoNotMix) {
   auto store = c10::make_intrusive<c10d::HashStore>();
   std::vector<std::jthread> ranks;
@@ -256,8 +243,7 @@ TEST(InitProcessGroupTest, NamesThePlaceWhereNobodyCame) {
                                  .master_port = port};
   EXPECT_THAT(
       text_of<PeerError>([&] {
-        init_process_group(
-            env, {.timeout = std::chrono::milliseconds(300)});
+        init_process_group(env, {.timeout = std::chrono::milliseconds(300)});
       }),
       AllOf(HasSubstr("rank 1 of 2 did not meet the others at 127.0.0.1:" +
                       std::to_string(port)),

@@ -335,34 +335,6 @@ TEST(RecordingGroupTest, HeldCollectivesCompleteInTheTestsOrder) {
   EXPECT_THAT(recording.held(), IsEmpty());
 }
 
-TEST(RecordingGroupTest, ReleaseCompletesAllAndStopsHolding) {
-  RecordingGroup recording(2);
-  recording.hold();
-  Launched a = launch(recording);
-  recording.release();
-  EXPECT_TRUE(a.work->isCompleted());
-  EXPECT_TRUE(launch(recording).work->isCompleted());
-}
-
-TEST(RecordingGroupTest, OnlyAHeldCollectiveCanBeCompleted) {
-  RecordingGroup recording(2);
-  launch(recording);
-  EXPECT_THROW(recording.complete(0), c10::ValueError);
-  EXPECT_THROW(recording.complete(7), c10::ValueError);
-}
-
-TEST(RecordingGroupTest, AWaiterIsWokenByAnotherThread) {
-  RecordingGroup recording(2);
-  recording.hold();
-  std::jthread waiter([&] {
-    Launched a = launch(recording);
-    a.work->wait();
-    EXPECT_TRUE(at::equal(a.tensors[0], at::full({4}, 2.0)));
-  });
-  ASSERT_TRUE(recording.wait_for_launches(1));
-  recording.complete(0);
-}
-
 TEST(RecordingGroupTest, AHeldCollectiveThatNobodyCompletesTimesOut) {
   RecordingGroup recording(2);
   recording.hold();
@@ -394,17 +366,6 @@ TEST(RecordingGroupTest, FailsTheChosenCollectiveAtCompletion) {
   EXPECT_TRUE(a.work->getFuture()->hasError());
   EXPECT_THROW(a.work->wait(), std::domain_error);
   EXPECT_TRUE(at::equal(a.tensors[0], at::ones(4)));
-}
-
-TEST(RecordingGroupTest, AHeldCollectiveFailsWhenCompleted) {
-  RecordingGroup recording(2);
-  recording.hold();
-  recording.fail_at_completion(
-      0, std::make_exception_ptr(std::domain_error("peer gone")));
-  Launched a = launch(recording);
-  EXPECT_FALSE(a.work->isCompleted());
-  recording.complete(0);
-  EXPECT_THROW(a.work->wait(), std::domain_error);
 }
 
 TEST(RecordingGroupTest, AThreadOfItsOwnCompletesInTheOrderOfLaunch) {

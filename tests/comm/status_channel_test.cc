@@ -99,17 +99,6 @@ TEST_P(StatusChannelTest, ManyExchangesMayBeInFlight) {
   });
 }
 
-TEST_P(StatusChannelTest, ChannelsOfOneGroupAreApart) {
-  run_ranks(GetParam(), [](Group group) {
-    StatusChannel first(group);
-    StatusChannel second(group);
-    const RankStatus one = first.exchange({.iteration = 1});
-    const RankStatus two = second.exchange({.iteration = 2});
-    EXPECT_EQ(second.await(two).back().iteration, 2);
-    EXPECT_EQ(first.await(one).back().iteration, 1);
-  });
-}
-
 // What destruction closes must not take away what a peer has yet to read.
 TEST_P(StatusChannelTest, EndsCleanlyRightAfterAnExchange) {
   run_ranks(
@@ -241,17 +230,6 @@ TEST(StatusChannelTest, OneThatLeavesLeavesTheOthersOfItsGroup) {
                   HasSubstr("rank 0 has left after iteration 0"));
     }
     EXPECT_EQ(exchange(second, {.iteration = 7}).back().iteration, 7);
-  });
-}
-
-// When a reducer ends is each rank's own business.
-TEST(StatusChannelTest, RanksMeetWhetherTheirEarlierChannelsLiveOrNot) {
-  run_ranks(2, [](Group group) {
-    auto first = std::make_unique<StatusChannel>(group);
-    exchange(*first, {});
-    if (group->getRank() == 0) first = nullptr;
-    StatusChannel second(group);
-    EXPECT_EQ(exchange(second, {.iteration = 7})[1].iteration, 7);
   });
 }
 
