@@ -152,10 +152,9 @@ c10::intrusive_ptr<c10d::Work> HostBackend::run(const Tensors& outputs,
 
 ProcessGroupOptions with_host_backend(Waiting waiting) {
   return {.device_type = at::kPrivateUse1,
-          .make_backend =
-              [waiting](const BackendPlace& place) {
-                return c10::make_intrusive<HostBackend>(place, waiting);
-              }};
+          .make_backend = [waiting](const BackendPlace& place) {
+            return c10::make_intrusive<HostBackend>(place, waiting);
+          }};
 }
 
 c10::intrusive_ptr<c10d::ProcessGroup> without_cpu(
