@@ -11,7 +11,7 @@
 #include "absl/status/status.h"
 #include "absl/strings/str_cat.h"
 #include "brigade/comm/agreement.h"
-#include "brigade/comm/rank_mesh.h"
+#include "brigade/comm/subgroup.h"
 #include "brigade/fsdp/parameter_memory.h"
 #include "brigade/fsdp/segmented_model.h"
 

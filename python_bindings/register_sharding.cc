@@ -20,7 +20,7 @@
 #include "absl/status/status.h"
 #include "absl/strings/str_cat.h"
 #include "brigade/comm/agreement.h"
-#include "brigade/comm/rank_mesh.h"
+#include "brigade/comm/subgroup.h"
 #include "brigade/fsdp/post_accumulate_hooks.h"
 #include "brigade/fsdp/reduction_hook.h"
 #include "brigade/fsdp/segmented_model.h"

@@ -11,7 +11,6 @@
 #include "brigade/comm/errors/error_texts.h"
 #include "brigade/comm/group/group_info.h"
 #include "brigade/comm/ordered/ordered_collectives.h"
-#include "brigade/comm/rank_mesh.h"
 #include "brigade/comm/subgroup.h"
 #include "brigade/tests/support/local_ranks.h"
 #include "gmock/gmock.h"
