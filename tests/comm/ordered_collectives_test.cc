@@ -266,20 +266,6 @@ TEST_P(OrderedCollectivesTest, ACallMayWaitForAFuture) {
   });
 }
 
-TEST_P(OrderedCollectivesTest, ShapesDoNotMatter) {
-  run([&](OrderedCollectives& collectives, int rank) {
-    const at::Tensor matrix =
-        values_of(rank, 60, at::kFloat).view({3, 4, 5}).requires_grad_();
-    const at::Tensor scalar = values_of(rank, 1, at::kFloat).squeeze();
-    collectives.all_reduce(matrix)->waitAndThrow();
-    collectives.all_reduce(scalar)->waitAndThrow();
-    EXPECT_TRUE(at::equal(matrix.view({60}),
-                          expected_sum(world_size(), 60, at::kFloat)));
-    EXPECT_TRUE(
-        at::equal(scalar, expected_sum(world_size(), 1, at::kFloat)[0]));
-  });
-}
-
 // However the vector is cut, and in whatever order the cuts are launched.
 TEST_P(OrderedCollectivesTest, BucketSizesDoNotShow) {
   const int64_t numel = 100003;
@@ -537,22 +523,6 @@ TEST(OrderedCollectivesErrorTest, ASumThatPeersHaveIsThereForAll) {
     sum->waitAndThrow();
     EXPECT_TRUE(at::equal(tensor, at::full({10}, 3.0)));
   });
-}
-
-// Some close their connections while others say goodbye.
-TEST(OrderedCollectivesErrorTest, RanksThatLeaveAtOnceDoNotWaitForEachOther) {
-  run_ranks(
-      5,
-      [](const Group& group) {
-        for (int round = 0; round < 40; ++round) {
-          const int64_t shared_bytes = round % 4 < 2 ? kRoom : 0;
-          OrderedCollectives collectives(group, {.shared_bytes = shared_bytes});
-          if (round % 2 == 0) {
-            collectives.all_reduce(at::ones(10))->waitAndThrow();
-          }
-        }
-      },
-      std::chrono::minutes(10));
 }
 
 TEST(OrderedCollectivesErrorTest, ClosingTheGroupEndsAllOnIt) {
