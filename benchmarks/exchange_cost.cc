@@ -24,8 +24,6 @@
 #include "brigade/benchmarks/support/set_up.h"
 #include "brigade/comm/process_group.h"
 #include "brigade/comm/status/rank_status.h"
-#include "brigade/comm/status/status_board.h"
-#include "brigade/comm/status/status_gather.h"
 #include "brigade/comm/status/status_transport.h"
 
 namespace brigade::benchmarks {

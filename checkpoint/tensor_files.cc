@@ -25,9 +25,9 @@
 #include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_join.h"
+#include "brigade/comm/errors/error_texts.h"
 #include "brigade/comm/errors/peer_error.h"
-#include "brigade/comm/errors/ranks_by_value.h"
-#include "brigade/comm/group/control_device.h"
+#include "brigade/comm/group/group_info.h"
 
 namespace brigade {
 namespace {

@@ -11,10 +11,9 @@
 
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_join.h"
-#include "brigade/comm/errors/liveness_probe.h"
+#include "brigade/comm/errors/error_texts.h"
 #include "brigade/comm/errors/peer_error.h"
-#include "brigade/comm/errors/ranks_by_value.h"
-#include "brigade/comm/errors/status_bridge.h"
+#include "brigade/comm/group/group_collectives.h"
 
 namespace brigade {
 namespace {
@@ -24,43 +23,44 @@ constexpr size_t kTextBytes = 2048;
 
 using Digest = std::array<int64_t, 2>;
 
-// Every rank's `own`, by rank.
-std::vector<std::vector<int64_t>> exchange(
-    const c10::intrusive_ptr<c10d::ProcessGroup>& group, at::Device device,
-    const std::vector<int64_t>& own) {
-  const int64_t length = static_cast<int64_t>(own.size());
-  std::vector<at::Tensor> inputs = {at::tensor(own, at::kLong).to(device)};
-  std::vector<std::vector<at::Tensor>> outputs(1);  // by rank, [length]
-  for (int rank = 0; rank < group->getSize(); ++rank) {
-    outputs.front().push_back(at::empty({length}, inputs.front().options()));
-  }
-  // Not into one tensor: groups written in Python can't override that.
-  group->allgather(outputs, inputs)->wait();
-  std::vector<std::vector<int64_t>> all;
-  for (const at::Tensor& output : outputs.front()) {
-    const at::Tensor theirs = output.cpu();
-    const int64_t* data = theirs.const_data_ptr<int64_t>();
-    all.emplace_back(data, data + length);
-  }
-  return all;
-}
+// The collectives of one comparison.
+class Comparison {
+ public:
+  Comparison(const c10::intrusive_ptr<c10d::ProcessGroup>& group,
+             std::string_view item)
+      : group_(group),
+        doing_(c10::str("could not compare its ", item,
+                        "s with the other ranks'")) {}
 
-std::vector<std::string> exchange_text(
-    const c10::intrusive_ptr<c10d::ProcessGroup>& group, at::Device device,
-    std::string own) {
-  if (own.size() > kTextBytes)
-    own.replace(kTextBytes - 3, std::string::npos, "...");
-  std::vector<int64_t> words(kTextBytes / sizeof(int64_t), 0);
-  std::memcpy(words.data(), own.data(), own.size());
-  std::vector<std::string> texts;
-  for (const std::vector<int64_t>& theirs : exchange(group, device, words)) {
-    const char* bytes = reinterpret_cast<const char*>(theirs.data());
-    texts.emplace_back(bytes, strnlen(bytes, kTextBytes));
+  // Every rank's `own`, by rank.
+  std::vector<std::vector<int64_t>> exchange(const std::vector<int64_t>& own) {
+    const std::vector<int64_t> all = numbers_of_ranks(group_, own, doing_);
+    std::vector<std::vector<int64_t>> by_rank;
+    for (auto begin = all.begin(); begin != all.end(); begin += own.size()) {
+      by_rank.emplace_back(begin, begin + own.size());
+    }
+    return by_rank;
   }
-  return texts;
-}
 
-// Of the first `count` items, and of how many there are of them.
+  std::vector<std::string> exchange_text(std::string own) {
+    if (own.size() > kTextBytes)
+      own.replace(kTextBytes - 3, std::string::npos, "...");
+    std::vector<int64_t> words(kTextBytes / sizeof(int64_t), 0);
+    std::memcpy(words.data(), own.data(), own.size());
+    std::vector<std::string> texts;
+    for (const std::vector<int64_t>& theirs : exchange(words)) {
+      const char* bytes = reinterpret_cast<const char*>(theirs.data());
+      texts.emplace_back(bytes, strnlen(bytes, kTextBytes));
+    }
+    return texts;
+  }
+
+ private:
+  const c10::intrusive_ptr<c10d::ProcessGroup>& group_;
+  const std::string doing_;
+};
+
+// Hash of the first `count` items and of their number.
 Digest digest_of_first(std::span<const std::string> items, size_t count) {
   count = std::min(count, items.size());
   std::string joined = absl::StrCat(count, ":");
@@ -73,8 +73,8 @@ Digest digest_of_first(std::span<const std::string> items, size_t count) {
 }
 
 bool all_equal(const std::vector<std::vector<int64_t>>& rows) {
-  return std::all_of(rows.begin(), rows.end(),
-                     [&](const auto& row) { return row == rows.front(); });
+  return std::ranges::all_of(
+      rows, [&](const auto& row) { return row == rows.front(); });
 }
 
 std::string describe_failures(const std::vector<std::string>& messages) {
@@ -104,17 +104,16 @@ std::string describe_difference(std::string_view what, size_t index,
   return message;
 }
 
-// The first index at which the ranks' items differ, by bisection over digests
-// of what comes before.  REQUIRES: they differ.
-size_t first_difference(const c10::intrusive_ptr<c10d::ProcessGroup>& group,
-                        at::Device device, std::span<const std::string> items,
-                        size_t longest) {
+// The first index at which the ranks' items differ, by bisection over hashes of
+// the items before it. REQUIRES: they differ.
+size_t first_difference(Comparison& comparison,
+                        std::span<const std::string> items, size_t longest) {
   size_t equal = 0;  // the first `equal` items are the same everywhere
   size_t different = longest;  // the first `different` items are not
   while (different - equal > 1) {
     const size_t middle = equal + (different - equal) / 2;
     const Digest digest = digest_of_first(items, middle);
-    if (all_equal(exchange(group, device, {digest[0], digest[1]}))) {
+    if (all_equal(comparison.exchange({digest[0], digest[1]}))) {
       equal = middle;
     } else {
       different = middle;
@@ -123,57 +122,42 @@ size_t first_difference(const c10::intrusive_ptr<c10d::ProcessGroup>& group,
   return equal;
 }
 
-// What every rank says alike, or nothing when all agree.
-std::string find_disagreement(
-    const c10::intrusive_ptr<c10d::ProcessGroup>& group, at::Device device,
-    std::string_view what, std::span<const std::string> items,
-    const absl::Status& local_status) {
+// The same text on every rank; empty if all agree.
+std::string find_disagreement(Comparison& comparison, std::string_view what,
+                              std::span<const std::string> items,
+                              const absl::Status& local_status) {
   const Digest digest = digest_of_first(items, items.size());
-  const auto all =
-      exchange(group, device,
-               {local_status.ok() ? 0 : 1, static_cast<int64_t>(items.size()),
-                digest[0], digest[1]});
-
-  const bool failed = std::any_of(all.begin(), all.end(),
-                                  [](const auto& row) { return row[0] != 0; });
-  if (failed) {
+  const auto all = comparison.exchange({local_status.ok() ? 0 : 1,
+                                        static_cast<int64_t>(items.size()),
+                                        digest[0], digest[1]});
+  if (std::ranges::any_of(all, [](const auto& row) { return row[0] != 0; })) {
     const std::string message(local_status.message());
-    return describe_failures(exchange_text(
-        group, device,
+    return describe_failures(comparison.exchange_text(
         local_status.ok() || !message.empty() ? message : "unknown error"));
   }
   if (all_equal(all)) return "";
 
   std::vector<int64_t> counts;
   for (const auto& row : all) counts.push_back(row[1]);
-  const size_t longest = *std::max_element(counts.begin(), counts.end());
-  const size_t index = first_difference(group, device, items, longest);
+  const size_t index =
+      first_difference(comparison, items, std::ranges::max(counts));
   const std::string own = index < items.size()
                               ? items[index]
                               : absl::StrCat("no such ", std::string(what));
-  return describe_difference(what, index, exchange_text(group, device, own),
+  return describe_difference(what, index, comparison.exchange_text(own),
                              counts);
 }
 
 }  // namespace
 
 void require_agreement(const c10::intrusive_ptr<c10d::ProcessGroup>& group,
-                       at::Device device, std::string_view what,
+                       std::string_view what,
                        std::span<const std::string> items,
                        const absl::Status& local_status) {
-  if (group->getSize() == 1) {
-    throw_if_error(local_status);
-    return;
-  }
-  std::string disagreement;
-  try {
-    disagreement = find_disagreement(group, device, what, items, local_status);
-  } catch (...) {
-    throw_peer_error(
-        c10::str("rank ", group->getRank(), " of ", group->getSize(),
-                 " could not compare its ", what, "s with the other ranks'"),
-        std::current_exception());
-  }
+  if (group->getSize() == 1) return throw_if_error(local_status);
+  Comparison comparison(group, what);
+  const std::string disagreement =
+      find_disagreement(comparison, what, items, local_status);
   TORCH_CHECK_VALUE(disagreement.empty(), disagreement);
 }
 

@@ -1,6 +1,6 @@
-// Makes sure, once at construction, that all ranks hold the same thing: the
-// same parameters, the same options.  Either every rank goes on or every rank
-// throws the same error, so that none is left waiting in a collective.
+// Checks once, at construction, that all ranks hold the same parameters or the
+// same options. Either every rank continues or every rank throws the same
+// error, so that none is left waiting in a collective.
 
 #ifndef BRIGADE_COMM_AGREEMENT_H_
 #define BRIGADE_COMM_AGREEMENT_H_
@@ -15,23 +15,22 @@
 namespace brigade {
 
 // Collective: all ranks call it with the same `what`, the name of one item
-// ("parameter").  `items` describes this rank's items in order; `local_status`
-// is what this rank has found wrong by itself, so that its peers learn of it.
-// Small tensors on `device` carry the comparison.
+// ("parameter"). `items` describes this rank's items in order. `local_status`
+// is the error that this rank has found by itself, so that its peers learn of
+// it.
 //
-// One all-gather of 32 bytes per rank when all agree; a few more, of fixed
-// size, to find the first item that differs.  Linear in the length of `items`.
-// A world of 1 communicates nothing.
+// One all-gather of 32 bytes per rank if all agree; otherwise a few more, of
+// fixed size, to find the first item that differs. Communicates nothing in a
+// world of 1.
 //
 // Errors:
 //   c10::ValueError  the same text on every rank. If a rank's `local_status`
-//                    is not OK: its message, with the rank's number when not
-//                    all ranks say the same. If items differ: the first one
-//                    that does, and what each rank has there; counts, if they
-//                    differ.
+//                    is not OK: its message, with the rank's number unless all
+//                    ranks have the same. If items differ: the first one that
+//                    does, and each rank's; counts, if they differ.
 //   PeerError        the exchange itself failed.
 void require_agreement(const c10::intrusive_ptr<c10d::ProcessGroup>& group,
-                       at::Device device, std::string_view what,
+                       std::string_view what,
                        std::span<const std::string> items,
                        const absl::Status& local_status);
 

@@ -3,7 +3,7 @@
 #include <exception>
 #include <stdexcept>
 
-#include "brigade/comm/backends/gloo_connections.h"
+#include "brigade/comm/backends/gloo_backend.h"
 #include "brigade/comm/ordered/ordered_collectives.h"
 
 namespace brigade {

@@ -17,8 +17,7 @@
 #include "brigade/comm/backends/gloo_backend.h"
 #include "brigade/comm/backends/identical_ranks_backend.h"
 #include "brigade/comm/errors/peer_error.h"
-#include "brigade/comm/errors/status_bridge.h"
-#include "brigade/comm/group/group_timeout.h"
+#include "brigade/comm/group/group_info.h"
 
 namespace brigade {
 namespace {
@@ -43,16 +42,18 @@ void validate(const ProcessGroupOptions& options) {
   TORCH_CHECK_VALUE(options.timeout.count() > 0,
                     "ProcessGroupOptions::timeout must be > 0 ms, got ",
                     options.timeout.count(), " ms.");
-  TORCH_CHECK_VALUE(
-      options.rendezvous_timeout.count() > 0,
-      "ProcessGroupOptions::rendezvous_timeout must be > 0 ms, got ",
-      options.rendezvous_timeout.count(), " ms.");
 }
 
 void validate_place(int rank, int world_size) {
   TORCH_CHECK_VALUE(world_size >= 1 && rank >= 0 && rank < world_size,
                     "rank must be >= 0 and below the world size, got rank ",
                     rank, " and world size ", world_size, ".");
+}
+
+std::chrono::milliseconds rendezvous_timeout(
+    const ProcessGroupOptions& options) {
+  return std::min<std::chrono::milliseconds>(options.timeout,
+                                             std::chrono::minutes(5));
 }
 
 // Waits until all ranks have come, or the store's timeout is over.
@@ -81,13 +82,13 @@ class ShutDownAtEnd {
   }
 
  private:
-  // In order of destruction from below: the group before its store.
+  // The group is destroyed before its store.
   c10::intrusive_ptr<c10d::Store> store_;
   c10::intrusive_ptr<ProcessGroup> group_;
 };
 
-// Groups made one after the other from one store get a part of it each.  Every
-// rank counts its own, since several ranks may live in one process.
+// Each group of a store gets a part of it. Every rank counts its own groups,
+// since several ranks may live in one process.
 c10::intrusive_ptr<c10d::Store> own_part(
     const c10::intrusive_ptr<c10d::Store>& store, const std::string& name,
     int rank) {
@@ -102,13 +103,13 @@ c10::intrusive_ptr<c10d::Store> connect_store(
   store_options.port = env.master_port;
   store_options.isServer = env.rank == 0 && !env.agent_hosts_store;
   store_options.numWorkers = env.world_size;
-  store_options.timeout = options.rendezvous_timeout;
+  store_options.timeout = rendezvous_timeout(options);
   store_options.multiTenant = !env.agent_hosts_store;
   return c10::make_intrusive<c10d::TCPStore>(env.master_addr, store_options);
 }
 
-// TCPStore waits without limit for the first word of whoever listens at the
-// address. Where that is another program, its thread is left behind.
+// TCPStore waits without limit for the listener's first answer. If that is
+// another program, the connecting thread stays behind.
 c10::intrusive_ptr<c10d::Store> connect_store_in_time(
     const LaunchEnvironment& env, const ProcessGroupOptions& options) {
   std::packaged_task<c10::intrusive_ptr<c10d::Store>()> connecting(
@@ -116,7 +117,7 @@ c10::intrusive_ptr<c10d::Store> connect_store_in_time(
   auto store = connecting.get_future();
   std::thread(std::move(connecting)).detach();
   // Its own errors come first.
-  const auto patience = options.rendezvous_timeout + std::chrono::seconds(1);
+  const auto patience = rendezvous_timeout(options) + std::chrono::seconds(1);
   TORCH_CHECK(store.wait_for(patience) == std::future_status::ready,
               "whoever listens there does not answer as a store does.\nChoose "
               "a port that no other program uses (MASTER_PORT).");
@@ -127,7 +128,7 @@ c10::intrusive_ptr<c10d::Store> connect_store_in_time(
 
 c10::intrusive_ptr<ProcessGroup> init_process_group(
     const ProcessGroupOptions& options) {
-  return init_process_group(value_or_throw(read_launch_environment()), options);
+  return init_process_group(read_launch_environment(), options);
 }
 
 c10::intrusive_ptr<ProcessGroup> init_process_group(
@@ -154,7 +155,7 @@ c10::intrusive_ptr<ProcessGroup> init_process_group(
     throw_peer_error(c10::str("rank ", env.rank, " of ", env.world_size,
                               " did not meet the others at ", env.master_addr,
                               ":", env.master_port, " within ",
-                              options.rendezvous_timeout.count(), " ms"),
+                              rendezvous_timeout(options).count(), " ms"),
                      std::current_exception());
   }
   return make_process_group(c10::make_intrusive<c10d::PrefixStore>(
@@ -179,7 +180,7 @@ c10::intrusive_ptr<ProcessGroup> make_process_group(
       c10::str("process group '", options.name, "': rank ", rank, " of ",
                world_size, " could not connect to the others");
   try {
-    store->setTimeout(options.rendezvous_timeout);
+    store->setTimeout(options.timeout);
     part = own_part(store, options.name, rank);
   } catch (...) {
     throw_peer_error(context, std::current_exception());
@@ -192,17 +193,14 @@ c10::intrusive_ptr<ProcessGroup> make_process_group(
                               .timeout = options.timeout,
                               .group_name = options.name};
   c10::intrusive_ptr<c10d::Backend> on_device;
-  if (is_nccl) on_device = make_device_backend(nullptr, place);  // meets nobody
+  if (is_nccl) on_device = make_nccl_backend(place);  // meets nobody
   try {
     if (options.serves_cpu) {
       gloo = make_gloo_backend(part_for("gloo"), rank, world_size,
-                               options.rendezvous_timeout,
-                               options.gloo_interfaces);
-      gloo->setTimeout(options.timeout);
+                               options.timeout);
     } else {
       meet(*part, world_size);
     }
-    store->setTimeout(options.timeout);
   } catch (...) {
     throw_peer_error(context, std::current_exception());
   }

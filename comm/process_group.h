@@ -1,18 +1,17 @@
-// Makes the process group that a training program hands to its reducer.
+// Makes the process group that a training program hands to its reducer: Gloo
+// for CPU tensors, NCCL for CUDA, the caller's backend for other devices.
+// torchrun, srun or mpirun start the processes.
 //
 //   int main() {
 //     brigade::GroupScope scope(brigade::init_process_group());
 //     brigade::DistributedDataParallel model(net, scope.group());
 //     ...
 //   }
-//
-// Decides which backend serves which tensors (Gloo for CPU, NCCL for CUDA, the
-// caller's for other devices) and where the ranks meet.  Does not start
-// processes: torchrun, srun and mpirun do.
 
 #ifndef BRIGADE_COMM_PROCESS_GROUP_H_
 #define BRIGADE_COMM_PROCESS_GROUP_H_
 
+#include <array>
 #include <chrono>
 #include <string>
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
@@ -21,92 +20,90 @@
 
 #include "brigade/comm/backends/device_backend.h"
 #include "brigade/comm/group/launch_environment.h"
-#include "brigade/comm/streams/device_types.h"
 
 namespace brigade {
 
+// Devices whose tensors c10d hands to a group's backends. PrivateUse1: the one
+// that a vendor has registered.
+inline constexpr std::array kDeviceTypes = {
+    c10::DeviceType::CPU, c10::DeviceType::CUDA, c10::DeviceType::XPU,
+    c10::DeviceType::PrivateUse1};
+
 struct ProcessGroupOptions {
-  // kCPU: Gloo for CPU tensors.  kCUDA: NCCL for CUDA tensors.  Another one
-  // (kXPU, kPrivateUse1, ...): what `make_backend` makes for its tensors.
+  // kCPU: Gloo for CPU tensors. kCUDA: NCCL for CUDA tensors. Another one
+  // (kXPU, kPrivateUse1, ...): the backend of `make_backend` for its tensors.
   at::DeviceType device_type = at::kCPU;
 
-  // LibTorch has no list of backends that C++ could choose from: a vendor's is
-  // a class.  Called once on each rank, with its device the current one.  Also
-  // in place of NCCL's, for kCUDA.
+  // Makes a vendor's backend; LibTorch has no list of backends that C++ could
+  // choose from. Called once on each rank, with its device the current one.
+  // Also in place of NCCL's, for kCUDA.
   MakeBackend make_backend = nullptr;
 
-  // Gloo for CPU tensors beside a device's backend.  Without, ranks meet at the
+  // Gloo for CPU tensors beside a device's backend. Without, ranks meet at the
   // store only, and collectives open the connections of that backend alone.
   bool serves_cpu = true;
 
-  // How long a collective may take before it fails.  30 minutes, as in c10d:
-  // long enough for a rank that writes a checkpoint.  A shorter one tells of a
+  // How long a collective may take before it fails. 30 minutes, as in c10d:
+  // long enough for a rank that writes a checkpoint. A shorter one reports a
   // hanging peer sooner; a peer that dies is noticed at once either way.
   std::chrono::milliseconds timeout = std::chrono::minutes(30);
 
   // Appears in logs, and in the keys that this group writes to the store.
   std::string name = "brigade";
-
-  // How long ranks wait for each other at the start.
-  std::chrono::milliseconds rendezvous_timeout = std::chrono::minutes(5);
-
-  // Network interfaces that Gloo uses in turn, such as {"eth0", "eth1"}. Empty:
-  // those of GLOO_SOCKET_IFNAME, or the one that the host name resolves to.
-  std::vector<std::string> gloo_interfaces = {};
 };
 
-// The group of all ranks, as the launcher's environment variables say
-// (comm/group/launch_environment.h).  All ranks must call it, with equal
+// Makes the group of all ranks from the launcher's environment variables
+// (comm/group/launch_environment.h). All ranks must call it, with equal
 // options.
 //
 // Device `local_rank` of a type that is not the CPU's becomes the calling
-// thread's current one.
-// GLOO_SOCKET_IFNAME is honoured.  A world of 1 opens no connection: it gets
-// single_process_group().
+// thread's current one. Gloo listens on the network interfaces that
+// GLOO_SOCKET_IFNAME lists ("eth0,eth1"); by default on the one of the host
+// name. Ranks wait for each other for `timeout`, 5 minutes at most. A world of
+// 1 opens no connection: it gets single_process_group().
 //
 // Errors: c10::ValueError for a missing or contradictory variable, a bad option
-// or a device that is not there; c10::Error for kCUDA without a GPU or in a
-// build without CUDA; what `make_backend` throws;
-// PeerError (a c10::DistBackendError) when ranks do not meet in time.
+// or a missing device; c10::Error for kCUDA without a GPU or in a build without
+// CUDA; what `make_backend` throws; PeerError (a c10::DistBackendError) when
+// ranks do not meet in time.
 c10::intrusive_ptr<c10d::ProcessGroup> init_process_group(
     const ProcessGroupOptions& options = {});
 c10::intrusive_ptr<c10d::ProcessGroup> init_process_group(
     const LaunchEnvironment& environment,
     const ProcessGroupOptions& options = {});
 
-// Collective: the group of the ranks that meet at `store`. The group works on a
-// part of the store of its own, which its getStore() returns: several groups
-// may be made from one store, by all ranks in the same order. `store` gets
-// `timeout` for its own. A world of 1 gets real backends too.
+// Collective: makes the group of the ranks that meet at `store`. The group
+// works on a part of the store of its own, which its getStore() returns:
+// several groups may be made from one store, by all ranks in the same order.
+// `store` gets `timeout` for its own. A world of 1 gets real backends too.
 //
 // With CUDA, make this rank's device the current one before: from torch 2.15 on
-// the group serves that one only. It stays current.
+// the group serves only that one.
 //
 // Errors: as init_process_group(); ValueError if `store` is null.
 c10::intrusive_ptr<c10d::ProcessGroup> make_process_group(
     c10::intrusive_ptr<c10d::Store> store, int rank, int world_size,
     const ProcessGroupOptions& options = {});
 
-// A world of 1, for programs that also run alone: no network, no store server,
-// no threads.  Collectives are answered at once, on the caller's thread and
-// stream.
+// Makes a world of 1, for programs that also run alone: no network, no store
+// server, no threads. Collectives are answered at once, on the caller's thread
+// and stream.
 c10::intrusive_ptr<c10d::ProcessGroup> single_process_group(
     std::vector<at::DeviceType> device_types = {kDeviceTypes.begin(),
                                                 kDeviceTypes.end()});
 
-// Where a group ends that nothing has gone wrong with. kApart: on a thread of
-// its own. A device's backend may wait there for its peers, and they may end
-// theirs at another time: a garbage collector finds a model when it likes.
+// Where a group ends that has not failed. kApart: on a thread of its own, for a
+// device's backend, which may wait there for its peers. They may end theirs at
+// another time: a garbage collector finds a model when it likes.
 enum class GroupEnd { kHere, kApart };
 
-// Ends a group when the scope is left.  Declare it before everything that uses
+// Ends a group when the scope is left. Declare it before everything that uses
 // the group, so that it goes last.
 //
 // On the normal way out, collectives in flight are finished, and no barrier is
-// needed.  When an exception leaves the scope, they are aborted: this rank does
-// not wait for peers that wait for it, and the peers get an error now and not
-// at their timeout.  The store goes last; on rank 0 it may be the server of
-// all.
+// needed. When an exception leaves the scope, they are aborted: this rank does
+// not wait for its peers, and they get an error now and not at their timeout.
+// The store goes last; on rank 0 it may be the server of all.
 //
 // Thread safety: none; main's own thread.
 class GroupScope {
@@ -122,7 +119,7 @@ class GroupScope {
  private:
   const int exceptions_at_entry_;
   const GroupEnd end_;
-  // In order of destruction from below: the group before its store.
+  // The group is destroyed before its store.
   c10::intrusive_ptr<c10d::Store> store_;
   c10::intrusive_ptr<c10d::ProcessGroup> group_;
 };

@@ -8,23 +8,18 @@
 #include <torch/csrc/distributed/c10d/PrefixStore.hpp>
 #include <utility>
 
+#include "absl/status/status.h"
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_join.h"
+#include "brigade/comm/agreement.h"
 #include "brigade/comm/backends/device_backend.h"
-#include "brigade/comm/group/channel_identity.h"
-#include "brigade/comm/group/control_store.h"
-#include "brigade/comm/group/find_backend.h"
-#include "brigade/comm/group/group_timeout.h"
-#include "brigade/comm/group/rank_names.h"
-#include "brigade/comm/group/subgroup_answers.h"
+#include "brigade/comm/errors/error_texts.h"
+#include "brigade/comm/group/group_collectives.h"
+#include "brigade/comm/group/group_info.h"
+#include "brigade/comm/group/shared_segment.h"
 
 namespace brigade {
 namespace {
-
-AnswersSubgroups* find_answers(c10d::ProcessGroup& group, c10::Device device) {
-  return dynamic_cast<AnswersSubgroups*>(
-      find_backend(group, device.type()).get());
-}
 
 c10::intrusive_ptr<c10d::ProcessGroup> connect_subgroup(
     const c10::intrusive_ptr<c10d::ProcessGroup>& group,
@@ -32,7 +27,7 @@ c10::intrusive_ptr<c10d::ProcessGroup> connect_subgroup(
   const int own = static_cast<int>(std::ranges::find(ranks, group->getRank()) -
                                    ranks.begin());
   const int size = static_cast<int>(ranks.size());
-  if (auto* answers = find_answers(*group, device)) {
+  if (auto* answers = find_answers(*group, device.type())) {
     return answers->make_subgroup(own, size);
   }
   const auto store = control_store(*group);
@@ -52,13 +47,43 @@ c10::intrusive_ptr<c10d::ProcessGroup> connect_subgroup(
            over_gloo ? nullptr : find_make_backend(*group, device.type()),
        .serves_cpu = over_gloo || device.is_cpu(),
        .timeout = group_timeout(*group),
-       .name = name,
-       .rendezvous_timeout = group_timeout(*group)});
+       .name = name});
   if (over_gloo) {
     made->setBackend(device.type(), c10d::ProcessGroup::BackendType::GLOO,
                      made->getBackend(at::kCPU));
   }
   return made;
+}
+
+using Rows = std::vector<std::vector<int>>;
+
+std::string describe(const Rows& rows) {
+  return absl::StrJoin(rows, ", ", [](std::string* out, const auto& row) {
+    absl::StrAppend(out, "[", absl::StrJoin(row, ", "), "]");
+  });
+}
+
+std::vector<int> flattened(const Rows& rows) {
+  std::vector<int> ranks;
+  for (const auto& row : rows)
+    ranks.insert(ranks.end(), row.begin(), row.end());
+  return ranks;
+}
+
+absl::Status check(const Rows& rows, int num_ranks) {
+  std::vector<int> ranks = flattened(rows);
+  std::ranges::sort(ranks);
+  bool is_whole = static_cast<int>(ranks.size()) == num_ranks;
+  for (int rank = 0; is_whole && rank < num_ranks; ++rank) {
+    is_whole = ranks[rank] == rank;
+  }
+  const bool is_even = std::ranges::all_of(
+      rows, [&](const auto& row) { return row.size() == rows.front().size(); });
+  if (is_whole && is_even) return absl::OkStatus();
+  return absl::InvalidArgumentError(absl::StrCat(
+      "mesh: expected rows of one length with each of the ", num_ranks,
+      " ranks of the group once, found ", describe(rows),
+      ".\nFor some of the ranks give a group of theirs (make_subgroup())."));
 }
 
 }  // namespace
@@ -70,10 +95,9 @@ GroupScope make_subgroup(const c10::intrusive_ptr<c10d::ProcessGroup>& group,
                     "init_process_group().");
   std::vector<int> sorted = ranks;
   std::ranges::sort(sorted);
-  const bool are_other =
-      std::ranges::adjacent_find(sorted) == sorted.end();  // than each other
+  const bool are_distinct = std::ranges::adjacent_find(sorted) == sorted.end();
   TORCH_CHECK_VALUE(
-      are_other && std::ranges::binary_search(sorted, group->getRank()) &&
+      are_distinct && std::ranges::binary_search(sorted, group->getRank()) &&
           sorted.front() >= 0 && sorted.back() < group->getSize(),
       "subgroup: expected ranks of the group of ", group->getSize(),
       ", each once, rank ", group->getRank(), " among them, found ",
@@ -85,6 +109,60 @@ GroupScope make_subgroup(const c10::intrusive_ptr<c10d::ProcessGroup>& group,
   }
   return GroupScope(std::move(made),
                     device.is_cpu() ? GroupEnd::kHere : GroupEnd::kApart);
+}
+
+RankMesh::RankMesh(const c10::intrusive_ptr<c10d::ProcessGroup>& group,
+                   const std::vector<std::vector<int>>& rows,
+                   c10::Device device)
+    : group_(group) {
+  TORCH_CHECK_VALUE(group,
+                    "mesh: the process group is null.\nGive that of "
+                    "init_process_group().");
+  suggest_control_device(group, device);
+  const std::vector<std::string> described = {describe(rows)};
+  require_agreement(group, "mesh", described, check(rows, group->getSize()));
+  row_length_ = static_cast<int>(rows.front().size());
+  const std::vector<int> ranks = flattened(rows);
+  if (std::ranges::is_sorted(ranks)) return;
+  made_.reset(new GroupScope(make_subgroup(group, ranks, device)));
+  group_ = made_->group();
+}
+
+int ranks_of_a_host(const std::vector<int64_t>& host_by_rank) {
+  const auto check = [](bool holds, const auto& describe_found) {
+    TORCH_CHECK_VALUE(
+        holds,
+        "ranks_of_a_host: expected hosts with equally many ranks, "
+        "next to each other, found ",
+        describe_found(),
+        ".\nStart as many ranks on each host, numbered host by "
+        "host, or give a number of shards.");
+  };
+  const auto unknown = std::ranges::find(host_by_rank, 0);
+  check(unknown == host_by_rank.end(), [&] {
+    return absl::StrCat("that rank ", unknown - host_by_rank.begin(),
+                        " does not know its host");
+  });
+  const std::vector<RanksOfValue<int64_t>> hosts = ranks_by_value(host_by_rank);
+  const size_t number = hosts.front().ranks.size();
+  const bool are_alike = std::ranges::all_of(hosts, [&](const auto& host) {
+    const int span = host.ranks.back() - host.ranks.front() + 1;
+    return host.ranks.size() == number && span == static_cast<int>(number);
+  });
+  check(are_alike, [&] {
+    return shortened_list(hosts.size(), [&](size_t host) {
+      return absl::StrCat(describe_ranks(hosts[host].ranks), " on ",
+                          host == 0 ? "one host" : "another");
+    });
+  });
+  return static_cast<int>(number);
+}
+
+int ranks_of_a_host(const c10::intrusive_ptr<c10d::ProcessGroup>& group) {
+  if (group->getSize() == 1) return 1;
+  return ranks_of_a_host(numbers_of_ranks(
+      group, {SharedSegment::host()},
+      "could not tell the others its host, for ranks_of_a_host()"));
 }
 
 }  // namespace brigade

@@ -6,7 +6,7 @@
 #include <vector>
 
 #include "brigade/comm/ordered/host_sums.h"
-#include "brigade/comm/streams/future_of_work.h"
+#include "brigade/comm/streams/futures.h"
 #include "brigade/comm_hooks/hook_result.h"
 
 namespace brigade {

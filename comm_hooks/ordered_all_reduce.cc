@@ -13,8 +13,8 @@
 #include <cstdint>
 
 #include "brigade/comm/group/group_collectives.h"
-#include "brigade/comm/streams/completed_future.h"
-#include "brigade/comm/streams/side_stream.h"
+#include "brigade/comm/streams/futures.h"
+#include "brigade/comm/streams/streams.h"
 
 namespace brigade {
 namespace {

@@ -22,7 +22,7 @@
 #include <span>
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 
-#include "brigade/comm/group/channel_identity.h"
+#include "brigade/comm/group/group_info.h"
 #include "brigade/comm/ordered/ordered_collectives.h"
 #include "brigade/comm_hooks/group_reference.h"
 

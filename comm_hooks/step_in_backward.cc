@@ -12,7 +12,7 @@
 #include <utility>
 #include <vector>
 
-#include "brigade/comm/errors/message_of.h"
+#include "brigade/comm/errors/error_texts.h"
 #include "brigade/comm_hooks/gradient_layout.h"
 #include "brigade/comm_hooks/hook_traits.h"
 

@@ -6,7 +6,7 @@
 #include <stdexcept>
 #include <utility>
 
-#include "brigade/comm/streams/timed_wait.h"
+#include "brigade/comm/streams/futures.h"
 
 namespace brigade {
 namespace {

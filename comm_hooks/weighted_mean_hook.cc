@@ -8,7 +8,7 @@
 #include <utility>
 #include <vector>
 
-#include "brigade/comm/streams/future_of_work.h"
+#include "brigade/comm/streams/futures.h"
 #include "brigade/comm_hooks/hook_result.h"
 
 namespace brigade {

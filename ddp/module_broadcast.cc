@@ -6,8 +6,8 @@
 #include <vector>
 
 #include "absl/strings/str_cat.h"
-#include "brigade/comm/broadcast_tensors.h"
 #include "brigade/comm/errors/peer_error.h"
+#include "brigade/comm/group/group_collectives.h"
 
 namespace brigade {
 

@@ -4,8 +4,8 @@
 
 #include "absl/strings/str_cat.h"
 #include "brigade/comm/agreement.h"
-#include "brigade/comm/errors/describe_tensor.h"
-#include "brigade/comm/group/control_device.h"
+#include "brigade/comm/errors/error_texts.h"
+#include "brigade/comm/group/group_info.h"
 
 namespace brigade {
 namespace {
@@ -80,10 +80,9 @@ void verify_modules(std::span<const ModuleTensors> replicas,
   if (!module.parameters.empty()) {
     suggest_control_device(group, module.parameters.front().tensor.device());
   }
-  const at::Device device = control_device(*group);
-  require_agreement(group, device, "parameter", describe(module.parameters),
+  require_agreement(group, "parameter", describe(module.parameters),
                     local_status);
-  require_agreement(group, device, "buffer", describe(module.buffers),
+  require_agreement(group, "buffer", describe(module.buffers),
                     absl::OkStatus());
 }
 

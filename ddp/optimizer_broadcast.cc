@@ -15,7 +15,7 @@
 
 #include "absl/strings/str_cat.h"
 #include "brigade/comm/errors/peer_error.h"
-#include "brigade/comm/group/control_device.h"
+#include "brigade/comm/group/group_info.h"
 
 namespace brigade {
 namespace {

@@ -12,7 +12,6 @@
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_join.h"
 #include "brigade/comm/agreement.h"
-#include "brigade/comm/group/control_device.h"
 #include "brigade/comm_hooks/averaging_hook.h"
 #include "brigade/comm_hooks/ordered_all_reduce.h"
 #include "brigade/comm_hooks/routing_hook.h"
@@ -122,8 +121,8 @@ std::vector<ModuleReplica> checked(
     };
   }
   verify_modules(tensors, group, choice);
-  require_agreement(group, control_device(*group), "option",
-                    describe_options(options), absl::OkStatus());
+  require_agreement(group, "option", describe_options(options),
+                    absl::OkStatus());
   return replicas;
 }
 

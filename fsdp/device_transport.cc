@@ -8,10 +8,10 @@
 #include <utility>
 #include <vector>
 
-#include "brigade/comm/group/find_backend.h"
 #include "brigade/comm/group/group_collectives.h"
+#include "brigade/comm/group/group_info.h"
 #include "brigade/comm/ordered/ordered_sum.h"
-#include "brigade/comm/streams/completed_future.h"
+#include "brigade/comm/streams/futures.h"
 #include "brigade/comm/subgroup.h"
 #include "brigade/fsdp/shard_transport.h"
 

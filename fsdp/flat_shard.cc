@@ -8,8 +8,8 @@
 #include <cstring>
 #include <utility>
 
-#include "brigade/comm/errors/status_bridge.h"
-#include "brigade/comm/streams/stream_join.h"
+#include "brigade/comm/errors/peer_error.h"
+#include "brigade/comm/streams/streams.h"
 
 namespace brigade {
 namespace {

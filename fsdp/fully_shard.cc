@@ -11,8 +11,7 @@
 #include "absl/status/status.h"
 #include "absl/strings/str_cat.h"
 #include "brigade/comm/agreement.h"
-#include "brigade/comm/group/control_device.h"
-#include "brigade/comm/ranks_of_host.h"
+#include "brigade/comm/subgroup.h"
 #include "brigade/fsdp/parameter_memory.h"
 #include "brigade/fsdp/segmented_model.h"
 
@@ -297,8 +296,7 @@ std::unique_ptr<ShardedModel> shard(const Module& module, const Group& group,
   Tree tree;
   add_to(tree, module, "", std::nullopt);
   std::vector<UnitRequest> requests = UnitBuilder(tree, selection).build();
-  require_agreement(group, control_device(*group), "tied tensor", {},
-                    check_untied(tree, requests));
+  require_agreement(group, "tied tensor", {}, check_untied(tree, requests));
   auto model = std::make_unique<SegmentedModel>(
       make_sharded_units(std::move(requests), group, options), group,
       std::move(options));

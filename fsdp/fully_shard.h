@@ -22,7 +22,7 @@
 #include <string>
 #include <vector>
 
-#include "brigade/comm/rank_mesh.h"
+#include "brigade/comm/subgroup.h"
 #include "brigade/fsdp/fully_shard_options.h"
 #include "brigade/fsdp/sharded_model.h"
 #include "brigade/fsdp/unit_mesh.h"

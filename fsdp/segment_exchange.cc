@@ -7,7 +7,7 @@
 #include "absl/status/status.h"
 #include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
-#include "brigade/comm/errors/message_of.h"
+#include "brigade/comm/errors/error_texts.h"
 #include "brigade/comm/errors/peer_error.h"
 
 namespace brigade {

@@ -20,7 +20,7 @@
 
 #include "brigade/comm/status/status_channel.h"
 #include "brigade/fsdp/schedule.h"
-#include "brigade/observing/progress.h"
+#include "brigade/observing/stall_watch.h"
 
 namespace brigade {
 

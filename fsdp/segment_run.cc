@@ -6,8 +6,9 @@
 #include <utility>
 
 #include "absl/strings/str_cat.h"
-#include "brigade/comm/errors/message_of.h"
-#include "brigade/comm/streams/stream_join.h"
+#include "brigade/comm/errors/error_texts.h"
+#include "brigade/comm/errors/peer_error.h"
+#include "brigade/comm/streams/streams.h"
 
 namespace brigade {
 

@@ -23,7 +23,7 @@
 #include "brigade/fsdp/segment_exchange.h"
 #include "brigade/fsdp/sharded_unit.h"
 #include "brigade/fsdp/sharding_recorder.h"
-#include "brigade/observing/progress.h"
+#include "brigade/observing/stall_watch.h"
 
 namespace brigade {
 

@@ -11,8 +11,8 @@
 #include <utility>
 
 #include "absl/strings/str_cat.h"
-#include "brigade/comm/errors/message_of.h"
-#include "brigade/comm/streams/stream_join.h"
+#include "brigade/comm/errors/error_texts.h"
+#include "brigade/comm/streams/streams.h"
 #include "brigade/fsdp/digest.h"
 #include "brigade/fsdp/segmented_model.h"
 #include "brigade/fsdp/streams.h"

@@ -6,8 +6,8 @@
 #include <set>
 #include <utility>
 
-#include "brigade/comm/group/has_peers.h"
-#include "brigade/comm/streams/stream_join.h"
+#include "brigade/comm/group/group_info.h"
+#include "brigade/comm/streams/streams.h"
 #include "brigade/comm/subgroup.h"
 #include "brigade/fsdp/device_transport.h"
 #include "brigade/fsdp/streams.h"

@@ -13,8 +13,8 @@
 #include "absl/status/status.h"
 #include "absl/strings/str_cat.h"
 #include "brigade/comm/agreement.h"
-#include "brigade/comm/errors/message_of.h"
-#include "brigade/comm/group/control_device.h"
+#include "brigade/comm/errors/error_texts.h"
+#include "brigade/comm/group/group_info.h"
 #include "brigade/comm/subgroup.h"
 #include "brigade/fsdp/parameter_memory.h"
 #include "brigade/fsdp/shard_transport.h"
@@ -218,8 +218,7 @@ void require_alike(const Group& group, const Requests& requests,
       items.push_back(describe(unit, parameter));
     }
   }
-  require_agreement(group, control_device(*group), "sharded parameter", items,
-                    status);
+  require_agreement(group, "sharded parameter", items, status);
 }
 
 // ---- Meshes.
@@ -437,8 +436,7 @@ std::unique_ptr<ShardMeshes> connect_units(std::vector<ShardedUnit>& units,
         absl::FailedPreconditionError(message_of(std::current_exception()));
   }
   const std::vector<std::string> nothing;
-  require_agreement(group, control_device(*group), "sharded parameter", nothing,
-                    status);
+  require_agreement(group, "sharded parameter", nothing, status);
   std::optional<c10::Device> device;
   for (size_t i = 0; i < units.size(); ++i) {
     units[i].mesh_number = numbers[i];

@@ -6,9 +6,8 @@
 #include <atomic>
 #include <utility>
 
-#include "brigade/observing/device_times.h"
-#include "brigade/observing/steady_time.h"
 #include "brigade/observing/timeline.h"
+#include "brigade/observing/timeline_recorder.h"
 
 namespace brigade {
 

@@ -7,8 +7,7 @@
 #include <utility>
 #include <vector>
 
-#include "brigade/comm/streams/side_stream.h"
-#include "brigade/comm/streams/stream_join.h"
+#include "brigade/comm/streams/streams.h"
 
 namespace brigade {
 

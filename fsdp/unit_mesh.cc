@@ -12,8 +12,7 @@
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_join.h"
 #include "brigade/comm/agreement.h"
-#include "brigade/comm/group/control_device.h"
-#include "brigade/comm/group/has_peers.h"
+#include "brigade/comm/group/group_info.h"
 
 namespace brigade {
 namespace {
@@ -147,8 +146,7 @@ std::vector<size_t> number_meshes(const Group& group,
                                 : units[unit].mesh->ranks.front(),
                    .digest = static_cast<int64_t>(units[unit].digest)});
   }
-  require_agreement(group, control_device(*group), "sharded unit", described,
-                    status);
+  require_agreement(group, "sharded unit", described, status);
   std::vector<size_t> numbers(units.size(), 0);
   if (meshed.empty()) return numbers;
 
@@ -160,7 +158,7 @@ std::vector<size_t> number_meshes(const Group& group,
   for (size_t i = 0; i < meshed.size() && is_told && status.ok(); ++i) {
     status = check_peers(units[meshed[i]], i, rank, said);
   }
-  require_agreement(group, control_device(*group), "sharded unit", {}, status);
+  require_agreement(group, "sharded unit", {}, status);
 
   std::map<std::pair<std::vector<int64_t>, int>, size_t> known;
   for (size_t i = 0; i < meshed.size(); ++i) {

@@ -4,19 +4,20 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <condition_variable>
 #include <cstddef>
 #include <exception>
+#include <map>
 #include <mutex>
 #include <sstream>
+#include <thread>
 #include <utility>
 #include <vector>
 
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_join.h"
-#include "brigade/comm/errors/liveness_probe.h"
-#include "brigade/comm/errors/shortened_list.h"
-#include "brigade/comm/group/group_timeout.h"
-#include "brigade/comm/group/has_peers.h"
+#include "brigade/comm/errors/error_texts.h"
+#include "brigade/comm/group/group_info.h"
 
 namespace brigade {
 namespace {
@@ -27,10 +28,10 @@ using Clock = std::chrono::steady_clock;
 constexpr milliseconds kLongestDefault{60'000};
 constexpr milliseconds kLongest = std::chrono::hours{24 * 365};
 constexpr int kChecksPerReport = 4;
-// The store answers in less, or not at all.
+// A store that works answers within this.
 constexpr milliseconds kPatienceWithStore{1'000};
 
-// What a rank posts, as a line.
+// A rank's answer, a line in the store.
 struct Answer {
   int64_t question = 0;  // the last one that it had seen
   int64_t iteration = 0;
@@ -59,12 +60,9 @@ std::string questions_key(const std::string& prefix) {
   return absl::StrCat(prefix, "questions");
 }
 
-std::string seconds(Clock::duration time) {
-  return absl::StrCat(
-      static_cast<double>(
-          std::chrono::duration_cast<milliseconds>(time).count()) /
-          1000.0,
-      " s");
+std::string since(Clock::time_point begin, Clock::time_point now) {
+  return describe_seconds(
+      std::chrono::duration_cast<milliseconds>(now - begin));
 }
 
 milliseconds period_of(milliseconds report_after) {
@@ -75,16 +73,15 @@ milliseconds period_of(milliseconds report_after) {
 }  // namespace
 
 StallWatch::Check::Check(Place place, Names names,
-                         std::chrono::milliseconds report_after,
                          std::shared_ptr<const Progress> progress,
                          std::function<std::string()> describe)
     : place_(std::move(place)),
       names_(std::move(names)),
-      report_after_(report_after),
       progress_(std::move(progress)),
       describe_(std::move(describe)) {}
 
-std::optional<std::string> StallWatch::Check::look(Time now) {
+std::optional<std::string> StallWatch::Check::look(Time now,
+                                                   milliseconds report_after) {
   const int64_t num_waits = progress_->num_waits;
   if (num_waits != num_waits_) {
     begin_anew(num_waits, now);
@@ -95,11 +92,11 @@ std::optional<std::string> StallWatch::Check::look(Time now) {
     words_ = std::move(words);
   }
   const bool waiting = progress_->is_waiting();
-  if (waiting && question_ == 0 && now - since_ >= report_after_ / 2) {
+  if (waiting && question_ == 0 && now - since_ >= report_after / 2) {
     question_ = place_.store->add(questions_key(place_.prefix), 1);
   }
   answer(now);
-  if (!waiting || reported_ || question_ == 0 || now - since_ < report_after_) {
+  if (!waiting || reported_ || question_ == 0 || now - since_ < report_after) {
     return std::nullopt;
   }
   reported_ = true;
@@ -126,7 +123,7 @@ void StallWatch::Check::answer(Time now) {
                .launched = progress_->launched,
                .waits = progress_->is_waiting(),
                .words = absl::StrCat(words_, " (no change for ",
-                                     seconds(now - words_since_), ")")}));
+                                     since(words_since_, now), ")")}));
 }
 
 std::string StallWatch::Check::report(Time now) {
@@ -166,12 +163,11 @@ std::string StallWatch::Check::report(Time now) {
   const std::string* const awaited = progress_->awaited;
   const std::string for_what =
       awaited == nullptr ? "" : absl::StrCat(", for ", *awaited, ",");
-  return absl::StrCat(names_.engine, ": rank ", place_.rank, " has waited ",
-                      seconds(now - since_), " for its peers", for_what,
-                      " in iteration ", iteration, ", ", launched, " of ",
-                      progress_->num_units.load(), " ", names_.unit,
-                      "s launched.\nLook there: ", absl::StrJoin(parts, "; "),
-                      ".");
+  return absl::StrCat(
+      names_.engine, ": rank ", place_.rank, " has waited ", since(since_, now),
+      " for its peers", for_what, " in iteration ", iteration, ", ", launched,
+      " of ", progress_->num_units.load(), " ", names_.unit,
+      "s launched.\nLook there: ", absl::StrJoin(parts, "; "), ".");
 }
 
 int64_t StallWatch::Check::num_questions() {
@@ -188,28 +184,24 @@ struct StallWatch::State {
         std::shared_ptr<const Progress> progress,
         std::function<std::string()> source)
       : describe(std::move(source)),
-        check(std::move(place), std::move(names), time, std::move(progress),
-              [this] { return describe_unless_closed(); }),
+        check(std::move(place), std::move(names), std::move(progress),
+              [this] {
+                const std::lock_guard<std::mutex> lock(describe_mutex);
+                return describe ? describe() : "is being destroyed";
+              }),
         report_after(time) {}
-
-  std::string describe_unless_closed() {
-    const std::lock_guard<std::mutex> lock(describe_mutex);
-    return describe ? describe() : "is being destroyed";
-  }
 
   void look() {
     try {
-      {
-        const std::lock_guard<std::mutex> lock(mutex);
-        check.set_report_after(report_after);
+      if (const auto report = check.look(Clock::now(), report_after)) {
+        tell(*report);
       }
-      if (const auto report = check.look(Clock::now())) tell(*report);
     } catch (...) {
       // A store that fails can't be asked; the collective's own error follows.
     }
   }
 
-  // The handler may be the engine's owner's, which must be there while it runs.
+  // The lock keeps the handler's owner alive while it runs.
   void tell(const std::string& report) {
     const std::lock_guard<std::recursive_mutex> lock(telling);
     if (is_over) return;
@@ -223,14 +215,107 @@ struct StallWatch::State {
   std::mutex describe_mutex;
   std::function<std::string()> describe;  // null once the watch is over
   Check check;                            // the thread's own
-
-  std::mutex mutex;
-  milliseconds report_after;  // guarded by mutex
+  std::atomic<milliseconds> report_after;
 
   std::recursive_mutex telling;  // a handler may set another one
   // Guarded by telling.
   std::function<void(const std::string&)> handler = nullptr;  // null: warn
   bool is_over = false;
+};
+
+// Runs the looks of all watches. A look that blocks delays the others; once its
+// owner has given up waiting for it, later watches get another thread.
+class StallWatch::Thread {
+ public:
+  // Lives for good, as its thread may be blocked. A forked child gets its own.
+  static Thread& of_process() {
+    static std::mutex mutex;
+    static Thread* current = nullptr;
+    const std::lock_guard<std::mutex> lock(mutex);
+    if (current == nullptr || current->process_ != getpid() ||
+        current->is_blocked_) {
+      current = new Thread;
+    }
+    return *current;
+  }
+
+  // Runs `look` at most once in each `period` from now on; 0: never.
+  int64_t add(std::function<void()> look, milliseconds period) {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    tasks_[++last_added_] = {.look = std::move(look)};
+    set_period_locked(last_added_, period);
+    return last_added_;
+  }
+
+  void set_period(int64_t task, milliseconds period) {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    set_period_locked(task, period);
+  }
+
+  // Waits for a look in progress, `patience` at most.
+  void remove(int64_t task, milliseconds patience) {
+    std::unique_lock<std::mutex> lock(mutex_);
+    tasks_.erase(task);
+    if (std::this_thread::get_id() == thread_) return;  // the look itself
+    if (!changed_.wait_for(lock, patience, [&] { return running_ != task; })) {
+      is_blocked_ = true;
+    }
+  }
+
+ private:
+  struct Task {
+    std::function<void()> look;
+    milliseconds period{0};
+    Clock::time_point due = {};
+  };
+
+  Thread() {
+    std::thread thread([this] { loop(); });
+    const std::lock_guard<std::mutex> lock(mutex_);
+    thread_ = thread.get_id();
+    thread.detach();
+  }
+
+  void set_period_locked(int64_t task, milliseconds period) {
+    tasks_.at(task).period = period;
+    tasks_.at(task).due =
+        period.count() == 0 ? Clock::time_point::max() : Clock::now() + period;
+    changed_.notify_all();
+  }
+
+  void loop() {
+    std::unique_lock<std::mutex> lock(mutex_);
+    while (true) {
+      const auto next = std::ranges::min_element(
+          tasks_, {}, [](const auto& task) { return task.second.due; });
+      if (next == tasks_.end() ||
+          next->second.due == Clock::time_point::max()) {
+        changed_.wait(lock);
+      } else if (Clock::now() < next->second.due) {
+        const Clock::time_point due = next->second.due;  // it may be removed
+        changed_.wait_until(lock, due);
+      } else {
+        next->second.due = Clock::now() + next->second.period;
+        running_ = next->first;
+        const std::function<void()> look = next->second.look;
+        lock.unlock();
+        look();
+        lock.lock();
+        running_ = 0;
+        changed_.notify_all();
+      }
+    }
+  }
+
+  const pid_t process_ = getpid();
+  std::mutex mutex_;
+  std::condition_variable changed_;
+  // Guarded by mutex_.
+  std::thread::id thread_;
+  std::map<int64_t, Task> tasks_;
+  int64_t last_added_ = 0;
+  int64_t running_ = 0;  // 0: none
+  std::atomic<bool> is_blocked_ = false;
 };
 
 std::unique_ptr<StallWatch> StallWatch::start(
@@ -259,17 +344,14 @@ std::unique_ptr<StallWatch> StallWatch::start(
 StallWatch::StallWatch(std::shared_ptr<State> state)
     : process_(getpid()),
       state_(std::move(state)),
-      thread_(PeriodicThread::shared()),
-      task_(thread_->add([state = state_] { state->look(); },
-                         period_of(state_->report_after))) {}
+      thread_(Thread::of_process()),
+      task_(thread_.add([state = state_] { state->look(); },
+                        period_of(state_->report_after))) {}
 
 void StallWatch::set_report_after(milliseconds time) {
   time = std::min(time, kLongest);
-  {
-    const std::lock_guard<std::mutex> lock(state_->mutex);
-    state_->report_after = time;
-  }
-  thread_->set_period(task_, period_of(time));
+  state_->report_after = time;
+  thread_.set_period(task_, period_of(time));
 }
 
 void StallWatch::set_handler(
@@ -279,11 +361,7 @@ void StallWatch::set_handler(
 }
 
 StallWatch::~StallWatch() {
-  if (getpid() != process_) {
-    // There is no thread here to be joined.
-    new std::shared_ptr<PeriodicThread>(std::move(thread_));
-    return;
-  }
+  if (getpid() != process_) return;
   {
     const std::lock_guard<std::mutex> lock(state_->describe_mutex);
     state_->describe = nullptr;
@@ -293,7 +371,7 @@ StallWatch::~StallWatch() {
     state_->is_over = true;
     state_->handler = nullptr;
   }
-  thread_->remove(task_, kPatienceWithStore);
+  thread_.remove(task_, kPatienceWithStore);
 }
 
 }  // namespace brigade

@@ -1,23 +1,17 @@
-// Warns of stalls while an engine waits: who keeps whom waiting, and what the
-// late ranks do.
+// Reports stalls: which rank an engine waits for, and what that rank does.
 //
-// A late rank is busy, so that it can't be asked while it works. A thread of
-// every rank looks now and then instead, a few times within the time after
-// which a stall is reported. The rank that waits asks the others halfway, in
-// the group's store, and reports at the end; ranks that have waited for nobody
-// since the look before answer there. While iterations go on nobody reads or
-// writes it.
-//
-// All watches of the process share the thread. It never takes the engine's lock
-// for long, and keeps what the store throws to itself.
-//
-// Thread safety: made and destroyed by one thread.
+// A late rank is busy and can't be asked while it works. So on every rank a
+// thread looks at the progress a few times within the time after which a stall
+// is reported. A rank that waits asks the others halfway, in the group's store,
+// and reports at the end; ranks that have begun no wait since the previous look
+// answer there. While iterations go on, nobody reads or writes the store.
 
 #ifndef BRIGADE_OBSERVING_STALL_WATCH_H_
 #define BRIGADE_OBSERVING_STALL_WATCH_H_
 
 #include <sys/types.h>
 
+#include <atomic>
 #include <chrono>
 #include <cstdint>
 #include <functional>
@@ -27,42 +21,82 @@
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 #include <torch/csrc/distributed/c10d/Store.hpp>
 
-#include "brigade/observing/periodic_thread.h"
-#include "brigade/observing/progress.h"
-
 namespace brigade {
 
+// How far an engine has come, for the thread that looks, which must not wait
+// for the engine's lock.
+//
+// Thread safety: one thread at a time writes, any may read. A reader may see a
+// change of one field before that of another.
+struct Progress {
+  std::atomic<int64_t> iteration = 0;  // prepared last
+  std::atomic<int64_t> launched = 0;   // units of it
+  std::atomic<int64_t> num_units = 0;
+  std::atomic<int64_t> num_waits = 0;  // that have begun, for peers
+  std::atomic<int> num_waiting = 0;    // of these, in progress
+  // What the wait is for that began last: "the gather of unit 'a'"; null: the
+  // launched units. Lives as long as this.
+  std::atomic<const std::string*> awaited = nullptr;
+
+  bool is_waiting() const { return num_waiting > 0; }
+};
+
+// This rank waits for its peers during the object's lifetime. May be nested.
+class WaitForPeers {
+ public:
+  // `awaited`: see Progress.
+  explicit WaitForPeers(Progress& progress,
+                        const std::string* awaited = nullptr)
+      : progress_(progress), outer_(progress.awaited.exchange(awaited)) {
+    progress_.num_waits.fetch_add(1, std::memory_order_relaxed);
+    progress_.num_waiting.fetch_add(1, std::memory_order_relaxed);
+  }
+  ~WaitForPeers() {
+    progress_.num_waiting.fetch_sub(1, std::memory_order_relaxed);
+    progress_.awaited = outer_;
+  }
+  WaitForPeers(const WaitForPeers&) = delete;
+  WaitForPeers& operator=(const WaitForPeers&) = delete;
+
+ private:
+  Progress& progress_;
+  const std::string* const outer_;
+};
+
+// All watches of a process share one thread.
+//
+// Thread safety: made and destroyed by one thread.
 class StallWatch {
  public:
   class Check;
 
-  // What reports call the engine and what it launches: "Reducer", "bucket".
+  // For reports: "Reducer", "bucket".
   struct Names {
     std::string engine;
     std::string unit;
   };
 
-  // Null if there is nobody to wait for, or no store to ask through. Reports
-  // after half of the group's timeout, 60 s at most. `store_prefix`: of keys
-  // there, equal on all ranks, and of no other watch.
+  // Returns null if there is nobody to wait for, or no store to ask through.
+  // Reports after half of the group's timeout, 60 s at most. `store_prefix`: of
+  // keys in the store, equal on all ranks, and of no other watch.
   //
-  // `describe` tells what this rank does, beginning with a verb; it is called
-  // on the watch's thread, and not any more once the watch is being destroyed.
+  // `describe` returns what this rank does, beginning with a verb; it is called
+  // on the watch's thread, and no more once the watch is being destroyed.
   static std::unique_ptr<StallWatch> start(
       const c10::intrusive_ptr<c10d::ProcessGroup>& group,
       const std::string& store_prefix, Names names,
       std::shared_ptr<const Progress> progress,
       std::function<std::string()> describe);
 
-  // 0: never; then it does not answer either. Any thread may call it.
+  // 0: never; then this rank does not answer either. Any thread may call it.
   void set_report_after(std::chrono::milliseconds time);
 
-  // Called on the watch's thread with what would have been a warning; null:
-  // warn again. Any thread may call it. What the handler throws is dropped.
+  // Called on the watch's thread in place of a warning; null: warn again. Any
+  // thread may call it. Exceptions of the handler are dropped.
   void set_handler(std::function<void(const std::string& report)> handler);
 
-  // Waits for a look that is being made, unless the store keeps it. The handler
-  // is not called any more. In a forked child, where there is no thread, does
+  // Waits for a look in progress, unless the store blocks it. The handler is
+  // not called any more. In a forked child, where there is no thread, does
   // nothing.
   ~StallWatch();
 
@@ -71,23 +105,24 @@ class StallWatch {
 
  private:
   struct State;
+  class Thread;
 
   explicit StallWatch(std::shared_ptr<State> state);
 
   const pid_t process_;
   const std::shared_ptr<State> state_;  // shared with the thread
-  std::shared_ptr<PeriodicThread> thread_;
-  int64_t task_ = 0;  // of the thread
+  Thread& thread_;
+  const int64_t task_;  // of the thread
 };
 
-// What is done at each look, at times that the caller tells.
+// The logic of one look, with a clock of the caller's.
 //
 // Thread safety: none; one thread calls it.
 class StallWatch::Check {
  public:
   using Time = std::chrono::steady_clock::time_point;
 
-  // Who looks, and where ranks ask each other.
+  // This rank, and where ranks ask each other.
   struct Place {
     c10::intrusive_ptr<c10d::Store> store;
     std::string prefix;  // as for start()
@@ -95,16 +130,13 @@ class StallWatch::Check {
     int world_size = 0;
   };
 
-  Check(Place place, Names names, std::chrono::milliseconds report_after,
-        std::shared_ptr<const Progress> progress,
+  Check(Place place, Names names, std::shared_ptr<const Progress> progress,
         std::function<std::string()> describe);
 
-  void set_report_after(std::chrono::milliseconds report_after) {
-    report_after_ = report_after;
-  }
-
-  // Returns what to warn of, once per stall. Errors: what the store throws.
-  std::optional<std::string> look(Time now);
+  // Returns a report once per stall that has lasted for `report_after`. Errors:
+  // the store's.
+  std::optional<std::string> look(Time now,
+                                  std::chrono::milliseconds report_after);
 
  private:
   void begin_anew(int64_t num_waits, Time now);
@@ -113,18 +145,17 @@ class StallWatch::Check {
 
   // Of all ranks so far. One look into the store while nobody has ever asked.
   int64_t num_questions();
-  std::string line_key(int rank) const;  // of what it has posted last
+  std::string line_key(int rank) const;  // of its last answer
 
   const Place place_;
   const Names names_;
-  std::chrono::milliseconds report_after_;
   const std::shared_ptr<const Progress> progress_;
   const std::function<std::string()> describe_;
 
   int64_t num_waits_ = -1;     // seen by the last look
-  Time since_;                 // that number has been the same
-  std::string words_;          // of this rank, and
-  Time words_since_;           // since when it says so
+  Time since_;                 // when that number changed
+  std::string words_;          // this rank's description
+  Time words_since_;           // when that changed
   int64_t question_ = 0;       // of this rank in this stall; 0: not yet asked
   int64_t old_questions_ = 0;  // nobody waits for an answer any more
   int64_t seen_questions_ = 0;

@@ -24,8 +24,8 @@ TimelineSummary summarize(const Timeline& timeline) {
           span_ns(timeline.forward_begin_ns, timeline.forward_end_ns),
       .backward_compute_ns =
           span_ns(timeline.backward_begin_ns, timeline.backward_end_ns)};
-  // Units are launched in this order, so that each adds what lies behind the
-  // completions before it.
+  // Units are launched in this order: each adds its time after the completions
+  // before it.
   int64_t covered_until_ns = 0;
   for (const UnitTimes& unit : timeline.units) {
     const int64_t begin_ns = std::max(unit.launch_ns, covered_until_ns);
@@ -45,7 +45,7 @@ TimelineSummary summarize(const Timeline& timeline) {
   return summary;
 }
 
-std::string describe(const Timeline& timeline, std::string_view unit_word) {
+std::string describe(const Timeline& timeline) {
   if (timeline.iteration == 0) return "no iteration has been sampled\n";
   const TimelineSummary summary = summarize(timeline);
   std::string text = absl::StrFormat(
@@ -55,7 +55,7 @@ std::string describe(const Timeline& timeline, std::string_view unit_word) {
       ms(summary.backward_compute_ns), ms(summary.backward_comm_ns),
       ms(summary.overlap_ns), ms(summary.exposed_ns),
       ms(span_ns(timeline.backward_end_ns, timeline.finalize_end_ns)));
-  absl::StrAppendFormat(&text, "%6s%12s%12s%12s%12s\n", unit_word, "packed",
+  absl::StrAppendFormat(&text, "%6s%12s%12s%12s%12s\n", "bucket", "packed",
                         "launched", "complete", "exposed");
   const auto since_backward = [&](int64_t time_ns) {
     return time_ns == 0 ? std::string("-")

@@ -1,13 +1,11 @@
-// When things happened in one iteration, and what that says of communication.
-//
-// Values only: observing/timeline_recorder.h fills them in.
-// docs/timeline.md tells how to read them.
+// Times of the steps of one iteration, and a summary of its communication
+// (docs/timeline.md). A TimelineRecorder fills them in.
 //
 //   std::cout << describe(reducer.timeline());
 //
-// All times are nanoseconds of the steady clock, 0 for what did not happen.
-// Steps of units on devices with streams are stamped when the device's stream
-// passed them, all others when the host did.
+// All times are nanoseconds of the steady clock, 0 for a step that did not
+// happen. Steps of buckets on devices with streams are stamped when the
+// device's stream passed them, all others when the host did.
 //
 // Thread safety: pure functions.
 
@@ -16,7 +14,6 @@
 
 #include <cstdint>
 #include <string>
-#include <string_view>
 #include <vector>
 
 #include "brigade/planning/variable_index.h"
@@ -31,8 +28,8 @@ struct GradientTime {
 struct UnitTimes {
   int64_t pack_begin_ns = 0;
   int64_t pack_end_ns = 0;
-  int64_t launch_ns = 0;    // the comm hook was called; 0: nothing travelled
-  int64_t complete_ns = 0;  // its future was done
+  int64_t launch_ns = 0;    // the comm hook was called; 0: nothing was sent
+  int64_t complete_ns = 0;  // its future was complete
 };
 
 struct Timeline {
@@ -49,7 +46,7 @@ struct Timeline {
 
 // Source: torch's DDP logging data. Differs: backward begins where it reaches
 // forward's outputs, so that the loss belongs to neither side; communication
-// is the time in which at least one unit travels.
+// is the time in which at least one unit's is in flight.
 struct TimelineSummary {
   int64_t forward_compute_ns = 0;
   int64_t backward_compute_ns = 0;
@@ -63,10 +60,8 @@ struct TimelineSummary {
 
 TimelineSummary summarize(const Timeline& timeline);
 
-// A table for people: one line per unit, in ms from the begin of backward.
-// `unit_word`: what a unit is called.
-std::string describe(const Timeline& timeline,
-                     std::string_view unit_word = "bucket");
+// A table for people: one line per bucket, in ms from the begin of backward.
+std::string describe(const Timeline& timeline);
 
 }  // namespace brigade
 

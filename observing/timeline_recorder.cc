@@ -1,12 +1,97 @@
 #include "brigade/observing/timeline_recorder.h"
 
 #include <atomic>
+#include <map>
 #include <utility>
 
-#include "brigade/observing/device_times.h"
-#include "brigade/observing/steady_time.h"
+#include "brigade/comm/streams/streams.h"
 
 namespace brigade {
+namespace {
+
+int64_t elapsed_ns(const c10::Event& from, const c10::Event& to) {
+  return static_cast<int64_t>(from.elapsedTime(to) * 1e6);
+}
+
+// Maps the events of one device to the steady clock. Times between them stay
+// exact to what the device tells of two events that are close to each other.
+class DeviceClock {
+ public:
+  explicit DeviceClock(const c10::Event& reference) : reference_(reference) {
+    c10::Event now(reference.device_type(), c10::EventFlag::BACKEND_DEFAULT);
+    now.record(current_stream(reference.device()));
+    now.synchronize();
+    reference_time_ns_ = now_ns() - elapsed_ns(reference, now);
+  }
+
+  int64_t time_ns(const c10::Event& event) const {
+    return reference_time_ns_ + elapsed_ns(reference_, event);
+  }
+
+ private:
+  const c10::Event& reference_;
+  int64_t reference_time_ns_ = 0;
+};
+
+class Clocks {
+ public:
+  // Leaves `time_ns` alone if nothing was recorded.
+  void read(const std::optional<c10::Event>& event, int64_t& time_ns) {
+    if (!event) return;
+    event->synchronize();
+    const auto [clock, is_new] =
+        by_device_.try_emplace(event->device_index(), *event);
+    time_ns = clock->second.time_ns(*event);
+  }
+
+ private:
+  std::map<c10::DeviceIndex, DeviceClock> by_device_;
+};
+
+}  // namespace
+
+void DeviceTimes::restart(size_t num_units) {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  by_unit_.resize(num_units);
+  for (Events& steps : by_unit_) steps = {};
+  marks_ = {};
+}
+
+void DeviceTimes::record(size_t unit, Step step, c10::Device device) noexcept {
+  if (device.is_cpu()) return;
+  const std::lock_guard<std::mutex> lock(mutex_);
+  record(by_unit_[unit][step], device);
+}
+
+void DeviceTimes::record(Mark mark, c10::Device device) noexcept {
+  if (device.is_cpu()) return;
+  const std::lock_guard<std::mutex> lock(mutex_);
+  record(marks_[mark], device);
+}
+
+void DeviceTimes::record(Event& event, c10::Device device) noexcept {
+  try {
+    event.emplace(device.type(), c10::EventFlag::BACKEND_DEFAULT);
+    event->record(current_stream(device));
+  } catch (const std::exception&) {
+    event.reset();
+  }
+}
+
+void DeviceTimes::resolve(Timeline& timeline) const {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  Clocks clocks;
+  clocks.read(marks_[kForwardEnd], timeline.forward_end_ns);
+  clocks.read(marks_[kBackwardBegin], timeline.backward_begin_ns);
+  clocks.read(marks_[kBackwardEnd], timeline.backward_end_ns);
+  for (size_t b = 0; b < by_unit_.size(); ++b) {
+    UnitTimes& unit = timeline.units[b];
+    clocks.read(by_unit_[b][kPackBegin], unit.pack_begin_ns);
+    clocks.read(by_unit_[b][kPackEnd], unit.pack_end_ns);
+    clocks.read(by_unit_[b][kLaunch], unit.launch_ns);
+    clocks.read(by_unit_[b][kComplete], unit.complete_ns);
+  }
+}
 
 // What a callback may write when the iteration, or the engine, is gone.
 struct TimelineRecorder::Completions {
@@ -84,25 +169,29 @@ void TimelineRecorder::stamp_gradient(VariableIndex variable) {
   current_.gradients.push_back({.variable = variable, .ready_ns = now_ns()});
 }
 
-void TimelineRecorder::stamp_pack_begin(size_t unit) {
+void TimelineRecorder::pack_begins(size_t unit) {
+  if (!sampling_) return;
   current_.units[unit].pack_begin_ns = now_ns();
   current_completions_->device_times.record(unit, DeviceTimes::kPackBegin,
                                             devices_[unit]);
 }
 
-void TimelineRecorder::stamp_pack_end(size_t unit) {
+void TimelineRecorder::pack_ends(size_t unit) {
+  if (!sampling_) return;
   current_.units[unit].pack_end_ns = now_ns();
   current_completions_->device_times.record(unit, DeviceTimes::kPackEnd,
                                             devices_[unit]);
 }
 
-void TimelineRecorder::stamp_launch(size_t unit) {
+void TimelineRecorder::launch_begins(size_t unit) {
+  if (!sampling_) return;
   current_.units[unit].launch_ns = now_ns();
   current_completions_->device_times.record(unit, DeviceTimes::kLaunch,
                                             devices_[unit]);
 }
 
-void TimelineRecorder::watch(size_t unit, c10::ivalue::Future& future) {
+void TimelineRecorder::launched(size_t unit, c10::ivalue::Future& future) {
+  if (!sampling_) return;
   const c10::Device device = devices_[unit];
   // A callback that uses the future runs on streams that wait for its value.
   future.addCallback(
@@ -113,18 +202,20 @@ void TimelineRecorder::watch(size_t unit, c10::ivalue::Future& future) {
       /*uses_future=*/!device.is_cpu());
 }
 
-void TimelineRecorder::stamp_complete(size_t unit) {
-  if (current_.units[unit].launch_ns > 0) {
+void TimelineRecorder::waited_for(size_t unit) {
+  if (sampling_ && current_.units[unit].launch_ns > 0) {
     current_completions_->complete(unit);
   }
 }
 
-void TimelineRecorder::stamp_backward_end() {
+void TimelineRecorder::backward_ends() {
+  if (!sampling_) return;
   current_.backward_end_ns = now_ns();
   mark(DeviceTimes::kBackwardEnd);
 }
 
-void TimelineRecorder::finish() {
+void TimelineRecorder::finalized() {
+  if (!sampling_) return;
   sampling_ = false;
   for (size_t b = 0; b < current_.units.size(); ++b) {
     current_.units[b].complete_ns = current_completions_->complete_ns[b];

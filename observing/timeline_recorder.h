@@ -1,28 +1,71 @@
-// Writes the timelines of sampled iterations.
-//
-// The first ten iterations are sampled, and every n-th after them. In the
-// others each call is one branch. What a sampled iteration needs is allocated
-// when units are bound; a unit's future keeps a callback on top of that.
-//
-// Thread safety: none; the engine's lock covers it. Callbacks of futures write
-// into a state of their own, which outlives this object.
+// Records the timelines of sampled iterations.
 
 #ifndef BRIGADE_OBSERVING_TIMELINE_RECORDER_H_
 #define BRIGADE_OBSERVING_TIMELINE_RECORDER_H_
 
 #include <ATen/core/ivalue.h>
 #include <c10/core/Device.h>
+#include <c10/core/Event.h>
 
+#include <array>
+#include <chrono>
 #include <cstddef>
 #include <cstdint>
 #include <memory>
+#include <mutex>
+#include <optional>
 #include <vector>
 
-#include "brigade/observing/device_times.h"
 #include "brigade/observing/timeline.h"
 
 namespace brigade {
 
+// The clock of timelines.
+inline int64_t now_ns() {
+  return std::chrono::duration_cast<std::chrono::nanoseconds>(
+             std::chrono::steady_clock::now().time_since_epoch())
+      .count();
+}
+
+// Times at which a device's streams passed the steps of an iteration and of its
+// units: one event per step, and nothing waits until resolve().
+//
+// Thread safety: any thread.
+class DeviceTimes {
+ public:
+  enum Step { kPackBegin, kPackEnd, kLaunch, kComplete };
+  enum Mark { kForwardEnd, kBackwardBegin, kBackwardEnd };
+
+  // Forgets all events.
+  void restart(size_t num_units);
+
+  // Records that the calling thread's current stream of `device` is at this
+  // step; nothing for the CPU and for a device that fails.
+  void record(size_t unit, Step step, c10::Device device) noexcept;
+  void record(Mark mark, c10::Device device) noexcept;
+
+  // Replaces the host's times of these steps by the device's, mapped to the
+  // steady clock. Waits until the device has passed them.
+  void resolve(Timeline& timeline) const;
+
+ private:
+  using Event = std::optional<c10::Event>;
+  using Events = std::array<Event, 4>;
+
+  void record(Event& event, c10::Device device) noexcept;
+
+  mutable std::mutex mutex_;
+  // Guarded by mutex_.
+  std::vector<Events> by_unit_;  // by Step
+  std::array<Event, 3> marks_;   // by Mark
+};
+
+// Records the first ten iterations, and every n-th after them. In the others
+// each call is one branch. The memory of a sampled iteration is allocated when
+// units are bound; a unit's future keeps a callback on top of that.
+//
+// Thread safety: none; the engine's lock covers it. Callbacks of futures write
+// into a state of their own, which outlives this object.
 class TimelineRecorder {
  public:
   // Sampled whatever the rate is. Source of both: torch's DDP logging.
@@ -53,29 +96,15 @@ class TimelineRecorder {
   void gradient_ready(VariableIndex variable) {
     if (sampling_) stamp_gradient(variable);
   }
-  void pack_begins(size_t unit) {
-    if (sampling_) stamp_pack_begin(unit);
-  }
-  void pack_ends(size_t unit) {
-    if (sampling_) stamp_pack_end(unit);
-  }
-  void launch_begins(size_t unit) {
-    if (sampling_) stamp_launch(unit);
-  }
-  // `future` is the one of the launch.
-  void launched(size_t unit, c10::ivalue::Future& future) {
-    if (sampling_) watch(unit, future);
-  }
+  void pack_begins(size_t unit);
+  void pack_ends(size_t unit);
+  void launch_begins(size_t unit);
+  // `future`: of the launch.
+  void launched(size_t unit, c10::ivalue::Future& future);
   // The future has been waited for. Its callback may come a little later.
-  void waited_for(size_t unit) {
-    if (sampling_) stamp_complete(unit);
-  }
-  void backward_ends() {
-    if (sampling_) stamp_backward_end();
-  }
-  void finalized() {
-    if (sampling_) finish();
-  }
+  void waited_for(size_t unit);
+  void backward_ends();
+  void finalized();
 
   // The last sampled iteration that was reduced to the end. With units on
   // devices with streams, waits for these.
@@ -90,13 +119,6 @@ class TimelineRecorder {
   void stamp_backward();
   void mark(DeviceTimes::Mark mark);
   void stamp_gradient(VariableIndex variable);
-  void stamp_pack_begin(size_t unit);
-  void stamp_pack_end(size_t unit);
-  void stamp_launch(size_t unit);
-  void stamp_complete(size_t unit);
-  void stamp_backward_end();
-  void watch(size_t unit, c10::ivalue::Future& future);
-  void finish();
 
   int64_t sample_rate_ = kDefaultSampleRate;
   bool sampling_ = false;

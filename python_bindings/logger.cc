@@ -11,7 +11,6 @@
 
 #include "absl/strings/ascii.h"
 #include "absl/strings/str_join.h"
-#include "brigade/observing/steady_time.h"
 #include "brigade/observing/timeline.h"
 #include "brigade/observing/timeline_recorder.h"
 

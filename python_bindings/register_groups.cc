@@ -5,8 +5,8 @@
 #include <vector>
 
 #include "brigade/comm/agreement.h"
-#include "brigade/comm/errors/describe_tensor.h"
-#include "brigade/comm/group/control_device.h"
+#include "brigade/comm/errors/error_texts.h"
+#include "brigade/comm/group/group_info.h"
 #include "brigade/comm/recording_group.h"
 #include "brigade/python_bindings/registrations.h"
 
@@ -22,7 +22,7 @@ void register_groups(py::module_& module) {
                                         ? absl::OkStatus()
                                         : absl::InvalidArgumentError(failure);
         try {
-          require_agreement(group, control_device(*group), what, items, status);
+          require_agreement(group, what, items, status);
         } catch (const c10::ValueError& error) {
           TORCH_CHECK(false, error.what_without_backtrace());
         }

@@ -20,8 +20,7 @@
 #include "absl/status/status.h"
 #include "absl/strings/str_cat.h"
 #include "brigade/comm/agreement.h"
-#include "brigade/comm/group/control_device.h"
-#include "brigade/comm/ranks_of_host.h"
+#include "brigade/comm/subgroup.h"
 #include "brigade/fsdp/post_accumulate_hooks.h"
 #include "brigade/fsdp/reduction_hook.h"
 #include "brigade/fsdp/segmented_model.h"
@@ -105,7 +104,7 @@ void register_compression(const std::vector<PendingUnitPtr>& units,
   for (const auto& unit : units) status.Update(check_has_no_hook(*unit));
   const std::vector<std::string> items = {absl::StrCat(
       hook->hook_name(), " for the sums of ", units.size(), " units")};
-  require_agreement(group, control_device(*group), "comm hook", items, status);
+  require_agreement(group, "comm hook", items, status);
   for (const auto& unit : units) unit->unit->comm_hook = hook;
 }
 

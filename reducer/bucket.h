@@ -23,7 +23,7 @@
 #include <torch/csrc/distributed/c10d/comm.hpp>
 #include <vector>
 
-#include "brigade/comm/streams/stream_join.h"
+#include "brigade/comm/streams/streams.h"
 #include "brigade/comm_hooks/hook_traits.h"
 #include "brigade/planning/bucket_plan.h"
 #include "brigade/reducer/bucket_replica.h"

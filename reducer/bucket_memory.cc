@@ -8,7 +8,7 @@
 
 #include <algorithm>
 
-#include "brigade/comm/streams/stream_join.h"
+#include "brigade/comm/streams/streams.h"
 
 namespace brigade {
 

@@ -9,7 +9,7 @@
 
 #include "absl/strings/str_cat.h"
 #include "brigade/comm/backends/end_on_own_thread.h"
-#include "brigade/comm/errors/status_bridge.h"
+#include "brigade/comm/errors/peer_error.h"
 #include "brigade/comm/ordered/host_sums.h"
 #include "brigade/comm_hooks/averaging_hook.h"
 #include "brigade/comm_hooks/hook_traits.h"

@@ -6,9 +6,9 @@
 #include <exception>
 #include <ranges>
 
-#include "brigade/comm/errors/message_of.h"
-#include "brigade/comm/streams/stream_join.h"
-#include "brigade/comm/streams/timed_wait.h"
+#include "brigade/comm/errors/error_texts.h"
+#include "brigade/comm/streams/futures.h"
+#include "brigade/comm/streams/streams.h"
 #include "brigade/reducer/launching.h"
 
 namespace brigade {

@@ -8,7 +8,7 @@
 #include <algorithm>
 #include <utility>
 
-#include "brigade/comm/streams/stream_join.h"
+#include "brigade/comm/streams/streams.h"
 #include "brigade/reducer/gradient_layout.h"
 #include "brigade/reducer/packing/make_packer.h"
 

@@ -14,10 +14,10 @@
 #include <vector>
 
 #include "absl/strings/str_cat.h"
+#include "brigade/comm/errors/error_texts.h"
 #include "brigade/comm/errors/liveness_probe.h"
-#include "brigade/comm/errors/message_of.h"
 #include "brigade/comm/errors/peer_error.h"
-#include "brigade/comm/group/group_timeout.h"
+#include "brigade/comm/group/group_info.h"
 #include "brigade/reducer/delivery.h"
 #include "brigade/reducer/engine.h"
 #include "brigade/reducer/hook_scope.h"

@@ -4,7 +4,7 @@
 
 #include <utility>
 
-#include "brigade/comm/collective_count.h"
+#include "brigade/comm/ordered/host_sums.h"
 
 namespace brigade {
 

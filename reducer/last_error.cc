@@ -3,8 +3,8 @@
 #include <exception>
 #include <utility>
 
-#include "brigade/comm/errors/message_of.h"
-#include "brigade/observing/steady_time.h"
+#include "brigade/comm/errors/error_texts.h"
+#include "brigade/observing/timeline_recorder.h"
 
 namespace brigade {
 

@@ -25,7 +25,6 @@
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 #include <vector>
 
-#include "brigade/observing/progress.h"
 #include "brigade/observing/stall_watch.h"
 #include "brigade/observing/timeline_recorder.h"
 #include "brigade/reducer/iteration.h"

@@ -10,7 +10,7 @@
 #include "absl/container/flat_hash_set.h"
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_join.h"
-#include "brigade/comm/errors/shortened_list.h"
+#include "brigade/comm/errors/error_texts.h"
 
 namespace brigade {
 namespace {

@@ -11,8 +11,7 @@
 #include "absl/status/status.h"
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_join.h"
-#include "brigade/comm/errors/describe_tensor.h"
-#include "brigade/comm/errors/shortened_list.h"
+#include "brigade/comm/errors/error_texts.h"
 #include "brigade/comm_hooks/gradient_layout.h"
 #include "brigade/hooks/prefetch.h"
 

@@ -9,7 +9,7 @@
 #include "absl/strings/str_cat.h"
 #include "brigade/comm/close_group.h"
 #include "brigade/comm/errors/peer_error.h"
-#include "brigade/comm/group/has_peers.h"
+#include "brigade/comm/group/group_info.h"
 
 namespace brigade {
 

@@ -17,7 +17,7 @@
 
 #include "absl/status/status.h"
 #include "brigade/comm/errors/liveness_probe.h"
-#include "brigade/comm/group/channel_identity.h"
+#include "brigade/comm/group/group_info.h"
 #include "brigade/comm/status/rank_status.h"
 #include "brigade/comm/status/status_channel.h"
 #include "brigade/reducer/group_account.h"

@@ -4,7 +4,7 @@
 
 #include <utility>
 
-#include "brigade/comm/group/control_device.h"
+#include "brigade/comm/group/group_info.h"
 
 namespace brigade {
 

@@ -5,7 +5,7 @@
 #include <utility>
 
 #include "absl/strings/str_cat.h"
-#include "brigade/comm/broadcast_tensors.h"
+#include "brigade/comm/group/group_collectives.h"
 #include "brigade/comm_hooks/hook_traits.h"
 #include "brigade/hooks/backward_end.h"
 #include "brigade/reducer/data_parallel_policy.h"

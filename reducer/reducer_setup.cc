@@ -12,8 +12,8 @@
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_join.h"
 #include "brigade/comm/agreement.h"
-#include "brigade/comm/errors/status_bridge.h"
-#include "brigade/comm/group/control_device.h"
+#include "brigade/comm/errors/peer_error.h"
+#include "brigade/comm/group/group_info.h"
 #include "brigade/comm_hooks/averaging_hook.h"
 #include "brigade/comm_hooks/hook_traits.h"
 #include "brigade/comm_hooks/ordered_all_reduce.h"
@@ -205,15 +205,14 @@ ReducerSetup checked_setup(std::vector<std::vector<at::Tensor>> replicas,
   const bool alone = group->getSize() == 1 || !options.verify_across_ranks;
   std::vector<std::string> items;
   if (local.ok() && !alone) items = local->table.describe_all();
-  const at::Device device = control_device(*group);
   if (options.verify_across_ranks) {
-    require_agreement(group, device, "parameter", items, local.status());
+    require_agreement(group, "parameter", items, local.status());
   } else {
     throw_if_error(local.status());
   }
   if (!alone) {
-    require_agreement(group, device, "reducer option",
-                      describe(options, local->table), absl::OkStatus());
+    require_agreement(group, "reducer option", describe(options, local->table),
+                      absl::OkStatus());
   }
   if (ordered && options.verify_across_ranks) {
     ordered->connect_for(local->table.tensors());

@@ -4,8 +4,7 @@
 #include <c10/core/impl/VirtualGuardImpl.h>
 #include <c10/util/Exception.h>
 
-#include "brigade/comm/backends/nccl_backend.h"
-#include "brigade/comm/group/per_group.h"
+#include "brigade/comm/group/group_info.h"
 
 namespace brigade {
 namespace {
@@ -35,10 +34,6 @@ void select_device(c10::DeviceType type, int local_rank) {
 
 c10::intrusive_ptr<c10d::Backend> make_device_backend(
     const MakeBackend& make, const BackendPlace& place) {
-  if (!make) {
-    return make_nccl_backend(place.store, place.rank, place.world_size,
-                             place.timeout, place.group_name);
-  }
   auto backend = make(place);
   TORCH_CHECK_VALUE(
       backend && backend->getRank() == place.rank &&

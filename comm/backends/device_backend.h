@@ -1,5 +1,5 @@
-// What serves the tensors of a device in a process group, and the device
-// itself.
+// The backend that serves the tensors of a device in a process group, and the
+// device itself.
 
 #ifndef BRIGADE_COMM_BACKENDS_DEVICE_BACKEND_H_
 #define BRIGADE_COMM_BACKENDS_DEVICE_BACKEND_H_
@@ -15,7 +15,8 @@
 
 namespace brigade {
 
-// Of which group, and where in it, a backend is made. Its store is its own.
+// The group of a backend and this rank's place in it. The store is the
+// backend's own.
 struct BackendPlace {
   c10::intrusive_ptr<c10d::Store> store;
   int rank = 0;
@@ -31,13 +32,21 @@ using MakeBackend =
 // CPU. Errors: ValueError if there is no such device; RuntimeError for CUDA in
 // a build without it.
 void select_device(c10::DeviceType type, int local_rank);
+void select_cuda_device(int local_rank);
 
-// By `make`, or NCCL's. Errors: ValueError if that is for another place; what
+// Calls `make`. Errors: ValueError if its backend is for another place; what
 // `make` throws.
 c10::intrusive_ptr<c10d::Backend> make_device_backend(
     const MakeBackend& make, const BackendPlace& place);
 
-// For groups of some of the group's ranks (make_subgroup()).
+// The backend for CUDA tensors that torch's Python calls "nccl": from
+// torch 2.15 on the newer one, which serves only the current device, unless
+// TORCH_DIST_USE_NCCL2=0. Its communicators are made at the first collective.
+//
+// Errors: c10::Error when there is no GPU or brigade was built without CUDA.
+c10::intrusive_ptr<c10d::Backend> make_nccl_backend(const BackendPlace& place);
+
+// For the group's subgroups.
 void remember_make_backend(const c10::intrusive_ptr<c10d::ProcessGroup>& group,
                            c10::DeviceType type, const MakeBackend& make);
 

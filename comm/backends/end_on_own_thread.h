@@ -1,8 +1,9 @@
-// A shared value that ends on a thread made for that, whoever drops it last.
+// A shared value that is destroyed on a thread made for that, whichever thread
+// drops it last.
 //
-// A backend completes collectives on threads of its own. What a future's
-// callback holds is dropped there: if a process group ended with it, the group
-// would wait for the very thread that it ends on.
+// A backend completes collectives on threads of its own, which drop what a
+// future's callback holds. A process group that ended there would wait for the
+// very thread that it ends on.
 //
 // Thread safety: as std::shared_ptr.
 
@@ -20,11 +21,11 @@
 
 namespace brigade {
 
-// Values of this process whose threads have been made and are not done.
+// Values of this process that are being destroyed.
 inline std::atomic<int> num_ending_values = 0;
 
-// A program that is over waits for them, if not for ever: what they use ends
-// with it. A child that was forked has none of their threads.
+// Waits for them at the end of the program, 10 s at most: their threads use
+// what ends with it. A forked child has none of these threads.
 class WaitForEndingValues {
  public:
   ~WaitForEndingValues() {
@@ -55,7 +56,7 @@ std::shared_ptr<T> end_on_own_thread(T value) {
                 --num_ending_values;
               }).detach();
             } catch (const std::system_error&) {
-              // No thread to be had: better kept for good.
+              // There is no thread: leaks the value.
               --num_ending_values;
             }
           }};

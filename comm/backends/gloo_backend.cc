@@ -1,48 +1,142 @@
 #include "brigade/comm/backends/gloo_backend.h"
 
+#include <c10/util/Exception.h>
+#include <gloo/context.h>
+#include <gloo/transport/device.h>
+#include <gloo/transport/unbound_buffer.h>
+#include <pthread.h>
+#include <time.h>
+
+#include <cstdlib>
+#include <exception>
+#include <memory>
+#include <sstream>
+#include <string>
 #include <torch/csrc/distributed/c10d/ProcessGroupGloo.hpp>
 #include <utility>
+#include <vector>
 
-#include "brigade/comm/backends/gloo_connections.h"
-#include "brigade/comm/backends/sigpipe_block.h"
+#include "brigade/comm/group/group_info.h"
 
 namespace brigade {
 namespace {
 
-class GlooBackend final : public c10d::ProcessGroupGloo {
- public:
-  using c10d::ProcessGroupGloo::ProcessGroupGloo;
+using c10d::ProcessGroupGloo;
+using GlooDevices = std::vector<std::shared_ptr<::gloo::transport::Device>>;
+using GlooContexts = std::vector<std::shared_ptr<::gloo::Context>>;
 
-  void abort() override { end_gloo_operations(contexts_); }
+GlooDevices open_devices() {
+  constexpr const char* kInterfaces = "GLOO_SOCKET_IFNAME";
+  const char* const value = std::getenv(kInterfaces);
+  if (value == nullptr || *value == '\0') {
+    return {ProcessGroupGloo::createDefaultDevice()};
+  }
+  GlooDevices devices;
+  std::istringstream list(value);
+  for (std::string name; std::getline(list, name, ',');) {
+    TORCH_CHECK_VALUE(!name.empty(), "environment variable ", kInterfaces,
+                      " must list network interfaces such as 'eth0,eth1', got "
+                      "'",
+                      value, "'.");
+    devices.push_back(ProcessGroupGloo::createDeviceForInterface(name));
+  }
+  return devices;
+}
+
+// Lets a wait time out, which ends all operations of its context. Closing the
+// connections alone would end those of the peers only.
+void end_operations(const GlooContexts& contexts) {
+  for (const auto& context : contexts) {
+    char unused = 0;
+    auto buffer = context->createUnboundBuffer(&unused, sizeof(unused));
+    try {
+      buffer->waitRecv(std::chrono::milliseconds(1));
+    } catch (const std::exception&) {
+      // The timeout.
+    }
+  }
+}
+
+class GlooBackend final : public ProcessGroupGloo {
+ public:
+  using ProcessGroupGloo::ProcessGroupGloo;
+
+  void abort() override { end_operations(contexts_); }
 };
+
+// Names a member that only derived classes may name.
+struct OpenGloo : ProcessGroupGloo {
+  static constexpr auto kContexts = &OpenGloo::contexts_;
+};
+
+ProcessGroupGloo* find_gloo(c10d::ProcessGroup& group) {
+  return dynamic_cast<ProcessGroupGloo*>(find_backend(group, at::kCPU).get());
+}
 
 c10::intrusive_ptr<c10d::Backend> make_backend(
     const c10::intrusive_ptr<c10d::Store>& store, int rank, int world_size,
     std::chrono::milliseconds timeout, GlooDevices devices) {
-  auto options = c10d::ProcessGroupGloo::Options::create(timeout);
+  auto options = ProcessGroupGloo::Options::create(timeout);
   options->threads = static_cast<int>(devices.size()) * 2;
   options->devices = std::move(devices);
   return c10::make_intrusive<GlooBackend>(store, rank, world_size, options);
+}
+
+sigset_t only_sigpipe() {
+  sigset_t signals;
+  sigemptyset(&signals);
+  sigaddset(&signals, SIGPIPE);
+  return signals;
+}
+
+bool is_sigpipe_pending() {
+  sigset_t pending;
+  sigpending(&pending);
+  return sigismember(&pending, SIGPIPE) == 1;
 }
 
 }  // namespace
 
 c10::intrusive_ptr<c10d::Backend> make_gloo_backend(
     const c10::intrusive_ptr<c10d::Store>& store, int rank, int world_size,
-    std::chrono::milliseconds timeout, std::vector<std::string> interfaces) {
+    std::chrono::milliseconds timeout) {
   const SigpipeBlock inherited_by_its_threads;
-  return make_backend(store, rank, world_size, timeout,
-                      open_gloo_devices(std::move(interfaces)));
+  return make_backend(store, rank, world_size, timeout, open_devices());
 }
 
 c10::intrusive_ptr<c10d::Backend> make_gloo_backend_beside(
     c10d::ProcessGroup& group, const c10::intrusive_ptr<c10d::Store>& store,
     std::chrono::milliseconds timeout) {
   const SigpipeBlock inherited_by_its_threads;
-  GlooDevices devices = gloo_devices_of(group);
-  if (devices.empty()) devices = open_gloo_devices({});
+  ProcessGroupGloo* const gloo = find_gloo(group);
   return make_backend(store, group.getRank(), group.getSize(), timeout,
-                      std::move(devices));
+                      gloo ? gloo->getOptions()->devices : open_devices());
+}
+
+bool has_gloo_backend(c10d::ProcessGroup& group) {
+  return find_gloo(group) != nullptr;
+}
+
+bool end_gloo_operations_of(c10d::Backend& backend) {
+  auto* const gloo = dynamic_cast<ProcessGroupGloo*>(&backend);
+  if (gloo == nullptr) return false;
+  end_operations(gloo->*OpenGloo::kContexts);
+  return true;
+}
+
+SigpipeBlock::SigpipeBlock() {
+  const sigset_t sigpipe = only_sigpipe();
+  pthread_sigmask(SIG_BLOCK, &sigpipe, &before_);
+  was_pending_ = is_sigpipe_pending();
+}
+
+SigpipeBlock::~SigpipeBlock() {
+  if (!was_pending_ && is_sigpipe_pending()) {
+    const sigset_t sigpipe = only_sigpipe();
+    const timespec at_once = {};
+    sigtimedwait(&sigpipe, nullptr, &at_once);
+  }
+  pthread_sigmask(SIG_SETMASK, &before_, nullptr);
 }
 
 }  // namespace brigade

@@ -1,44 +1,68 @@
-// Makes the backend for CPU tensors.
+// The Gloo backend for CPU tensors.
 //
-// Decides which network devices Gloo uses (comm/backends/gloo_connections.h),
-// and that a peer's death is an error: its threads get no SIGPIPE
-// (comm/backends/sigpipe_block.h).
+// Gloo listens on the network interfaces that GLOO_SOCKET_IFNAME lists,
+// separated by commas; by default on the address of this machine's host name,
+// or else on loopback.
 
 #ifndef BRIGADE_COMM_BACKENDS_GLOO_BACKEND_H_
 #define BRIGADE_COMM_BACKENDS_GLOO_BACKEND_H_
 
+#include <signal.h>
+
 #include <chrono>
-#include <string>
 #include <torch/csrc/distributed/c10d/Backend.hpp>
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 #include <torch/csrc/distributed/c10d/Store.hpp>
-#include <vector>
 
 namespace brigade {
 
-// Connects to every other rank through `store`; all ranks must call it.
+// Collective: connects to every other rank through `store`.
 //
-// Gloo listens on the given network interfaces; if there are none, on those
-// that GLOO_SOCKET_IFNAME lists, separated by commas; if that is not set
-// either, on the address of this machine's host name, or else on loopback.
-//
-// Its abort() ends all collectives in flight, here and at the peers, with an
-// error, instead of at the timeout.  (A message of which a part has arrived is
-// still waited for here.)  Here the error speaks of an "application timeout".
+// Its abort() ends all collectives in flight with an error, here and at the
+// peers, instead of at the timeout. (A message of which a part has arrived is
+// still waited for here.) Here the error speaks of an "application timeout".
+// Its threads get no SIGPIPE, so that a peer's death is an error.
 //
 // Errors: c10::ValueError for an empty name in GLOO_SOCKET_IFNAME; whatever
 // Gloo throws when an interface or a peer can't be found.
 c10::intrusive_ptr<c10d::Backend> make_gloo_backend(
     const c10::intrusive_ptr<c10d::Store>& store, int rank, int world_size,
-    std::chrono::milliseconds timeout,
-    std::vector<std::string> interfaces = {});
+    std::chrono::milliseconds timeout);
 
 // The same among the ranks of `group`, with connections of its own, over the
-// network devices (and by the threads) of the group's own Gloo backend if it
-// has one.
+// network devices (and the threads) of the group's own Gloo backend if it has
+// one.
 c10::intrusive_ptr<c10d::Backend> make_gloo_backend_beside(
     c10d::ProcessGroup& group, const c10::intrusive_ptr<c10d::Store>& store,
     std::chrono::milliseconds timeout);
+
+// Returns true if the group's backend for the CPU is Gloo's, or derived from
+// it.
+bool has_gloo_backend(c10d::ProcessGroup& group);
+
+// Ends all operations in flight with an error, here and at the peers, and later
+// ones, if the backend is Gloo's; otherwise returns false.
+bool end_gloo_operations_of(c10d::Backend& backend);
+
+// Blocks SIGPIPE for the calling thread and for threads that it starts
+// meanwhile.
+//
+// Gloo writes to sockets without regard to SIGPIPE, whose default action ends
+// the process when a peer has closed its connection. Python ignores the signal,
+// a C++ program does not, and a library must not change that for the whole
+// program. With the signal blocked, the write fails with an error. A SIGPIPE
+// that the thread's own writes have raised is discarded at the end.
+class SigpipeBlock {
+ public:
+  SigpipeBlock();
+  ~SigpipeBlock();
+  SigpipeBlock(const SigpipeBlock&) = delete;
+  SigpipeBlock& operator=(const SigpipeBlock&) = delete;
+
+ private:
+  sigset_t before_;
+  bool was_pending_;
+};
 
 }  // namespace brigade
 

@@ -11,12 +11,12 @@ namespace {
 
 using c10d::OpType;
 using c10d::ReduceOp;
-using c10d::Work;
-using Tensors = std::vector<at::Tensor>;
+using Tensors = IdenticalRanksBackend::Tensors;
+using WorkPtr = IdenticalRanksBackend::WorkPtr;
 
 std::optional<at::Device> accelerator_of(const Tensors& tensors) {
   for (const at::Tensor& tensor : tensors) {
-    if (!tensor.device().is_cpu()) return tensor.device();
+    if (!tensor.is_cpu()) return tensor.device();
   }
   return std::nullopt;
 }
@@ -86,16 +86,38 @@ Tensors flat_parts(const at::Tensor& tensor, int num_parts) {
   return tensor.view({num_parts, -1}).unbind(0);
 }
 
-// One of them. On a device all of the tensor is read, as a real backend reads
-// it: whoever judges the order of streams is to see that.
+// One of them. On a device reads the whole tensor, as a real backend does:
+// tests of the order of streams must see that.
 at::Tensor part_of_read(const at::Tensor& tensor, int num_parts, int part) {
   return flat_parts(tensor.is_cpu() ? tensor : tensor.clone(), num_parts)[part];
 }
 
-void check_root(int64_t root, int world_size) {
+int checked_root(int64_t root, int world_size) {
   TORCH_CHECK_VALUE(root >= 0 && root < world_size,
                     "root must be a rank below ", world_size, ", got ", root,
                     ".");
+  return static_cast<int>(root);
+}
+
+// The list of a collective that takes one list, of one tensor per rank.
+const Tensors& one_per_rank(const char* what, const std::vector<Tensors>& lists,
+                            int world_size) {
+  check_count("list of tensors", lists.size(), 1);
+  check_count(what, lists.front().size(), world_size);
+  return lists.front();
+}
+
+std::function<void()> copy_to_all(Tensors to, at::Tensor from) {
+  return [to = std::move(to), from = std::move(from)] {
+    for (at::Tensor t : to) t.copy_(from);
+  };
+}
+
+std::function<void()> reduce_all(Tensors tensors, const ReduceOp& op,
+                                 int num_ranks) {
+  return [tensors = std::move(tensors), op, num_ranks] {
+    for (const at::Tensor& t : tensors) reduce_in_place(t, op, num_ranks);
+  };
 }
 
 }  // namespace
@@ -107,7 +129,7 @@ std::optional<at::Device> accelerator_of(const CollectiveCall& collective) {
 
 AnsweredWork::AnsweredWork(int rank, const CollectiveCall& collective,
                            std::chrono::milliseconds timeout)
-    : Work(rank, collective.type),
+    : c10d::Work(rank, collective.type),
       timeout_(timeout),
       outputs_(collective.outputs),
       future_(c10::make_intrusive<c10::ivalue::Future>(
@@ -154,201 +176,154 @@ IdenticalRanksBackend::IdenticalRanksBackend(int rank, int world_size)
       options_(c10::make_intrusive<c10d::Backend::Options>(
           "identical ranks", std::chrono::minutes(1))) {}
 
-void IdenticalRanksBackend::setTimeout(std::chrono::milliseconds timeout) {
-  options_->timeout = timeout;
-}
-
-c10::intrusive_ptr<Work> IdenticalRanksBackend::launch(
-    CollectiveCall collective, std::function<void()> compute) {
+WorkPtr IdenticalRanksBackend::launch(CollectiveCall collective,
+                                      std::function<void()> compute) {
   auto work =
       c10::make_intrusive<AnsweredWork>(getRank(), collective, timeout());
   work->answer(compute);
   return work;
 }
 
-c10::intrusive_ptr<Work> IdenticalRanksBackend::broadcast(
+WorkPtr IdenticalRanksBackend::broadcast(
     Tensors& tensors, const c10d::BroadcastOptions& options) {
-  check_root(options.rootRank, getSize());
-  return launch({.type = OpType::BROADCAST,
-                 .inputs = tensors,
-                 .outputs = tensors,
-                 .root = static_cast<int>(options.rootRank)},
-                [] {});
+  checked_root(options.rootRank, getSize());
+  return launch(
+      {.type = OpType::BROADCAST, .inputs = tensors, .outputs = tensors},
+      [] {});
 }
 
-c10::intrusive_ptr<Work> IdenticalRanksBackend::allreduce(
+WorkPtr IdenticalRanksBackend::allreduce(
     Tensors& tensors, const c10d::AllreduceOptions& options) {
   return launch(
       {.type = OpType::ALLREDUCE, .inputs = tensors, .outputs = tensors},
-      [=, op = options.reduceOp, size = getSize()] {
-        for (const at::Tensor& t : tensors) {
-          reduce_in_place(t, op, size);
-        }
-      });
+      reduce_all(tensors, options.reduceOp, getSize()));
 }
 
-c10::intrusive_ptr<Work> IdenticalRanksBackend::allreduce_sparse(
-    Tensors& tensors, const c10d::AllreduceOptions& options) {
-  return allreduce(tensors, options);
-}
-
-c10::intrusive_ptr<Work> IdenticalRanksBackend::allreduce_coalesced(
+WorkPtr IdenticalRanksBackend::allreduce_coalesced(
     Tensors& tensors, const c10d::AllreduceCoalescedOptions& options) {
   return launch({.type = OpType::ALLREDUCE_COALESCED,
                  .inputs = tensors,
                  .outputs = tensors},
-                [=, op = options.reduceOp, size = getSize()] {
-                  for (const at::Tensor& t : tensors) {
-                    reduce_in_place(t, op, size);
-                  }
-                });
+                reduce_all(tensors, options.reduceOp, getSize()));
 }
 
-c10::intrusive_ptr<Work> IdenticalRanksBackend::reduce(
-    Tensors& tensors, const c10d::ReduceOptions& options) {
-  check_root(options.rootRank, getSize());
-  const int root = static_cast<int>(options.rootRank);
-  return launch({.type = OpType::REDUCE,
-                 .inputs = tensors,
-                 .outputs = tensors,
-                 .root = root},
-                [=, op = options.reduceOp, rank = getRank(), size = getSize()] {
-                  if (rank != root) return;
-                  for (const at::Tensor& t : tensors) {
-                    reduce_in_place(t, op, size);
-                  }
-                });
+WorkPtr IdenticalRanksBackend::reduce(Tensors& tensors,
+                                      const c10d::ReduceOptions& options) {
+  const int root = checked_root(options.rootRank, getSize());
+  return launch({.type = OpType::REDUCE, .inputs = tensors, .outputs = tensors},
+                reduce_all(getRank() == root ? tensors : Tensors(),
+                           options.reduceOp, getSize()));
 }
 
-c10::intrusive_ptr<Work> IdenticalRanksBackend::allgather(
-    std::vector<Tensors>& outputs, Tensors& inputs,
-    const c10d::AllgatherOptions&) {
-  check_count("lists of outputs", outputs.size(), 1);
-  check_count("inputs", inputs.size(), 1);
-  check_count("outputs, one per rank", outputs[0].size(), getSize());
-  return launch(
-      {.type = OpType::ALLGATHER, .inputs = inputs, .outputs = outputs[0]},
-      [to = outputs[0], from = inputs[0]] {
-        for (at::Tensor t : to) t.copy_(from);
-      });
+WorkPtr IdenticalRanksBackend::allgather(std::vector<Tensors>& outputs,
+                                         Tensors& inputs,
+                                         const c10d::AllgatherOptions&) {
+  check_count("input", inputs.size(), 1);
+  const Tensors& to = one_per_rank("outputs, one per rank", outputs, getSize());
+  return launch({.type = OpType::ALLGATHER, .inputs = inputs, .outputs = to},
+                copy_to_all(to, inputs[0]));
 }
 
-c10::intrusive_ptr<Work> IdenticalRanksBackend::_allgather_base(
-    at::Tensor& output, at::Tensor& input, const c10d::AllgatherOptions&) {
-  check_numel("the output", output, input.numel() * getSize());
-  return launch(
-      {.type = OpType::_ALLGATHER_BASE, .inputs = {input}, .outputs = {output}},
-      [to = flat_parts(output, getSize()), from = input] {
-        for (at::Tensor t : to) t.copy_(from.view({-1}));
-      });
-}
-
-c10::intrusive_ptr<Work> IdenticalRanksBackend::allgather_into_tensor_coalesced(
-    Tensors& outputs, Tensors& inputs, const c10d::AllgatherOptions&) {
+WorkPtr IdenticalRanksBackend::gather_parts(OpType type, const Tensors& outputs,
+                                            const Tensors& inputs) {
   check_count("outputs", outputs.size(), inputs.size());
   for (size_t i = 0; i < inputs.size(); ++i) {
     check_numel("an output", outputs[i], inputs[i].numel() * getSize());
   }
-  return launch(
-      {.type = OpType::COALESCED, .inputs = inputs, .outputs = outputs},
-      [outputs, inputs, size = getSize()] {
-        for (size_t i = 0; i < inputs.size(); ++i) {
-          for (at::Tensor part : flat_parts(outputs[i], size)) {
-            part.copy_(inputs[i].view({-1}));
-          }
-        }
-      });
-}
-
-c10::intrusive_ptr<Work> IdenticalRanksBackend::gather(
-    std::vector<Tensors>& outputs, Tensors& inputs,
-    const c10d::GatherOptions& options) {
-  check_root(options.rootRank, getSize());
-  check_count("inputs", inputs.size(), 1);
-  Tensors to;
-  if (getRank() == options.rootRank) {
-    check_count("lists of outputs on the root", outputs.size(), 1);
-    check_count("outputs, one per rank", outputs[0].size(), getSize());
-    to = outputs[0];
-  }
-  return launch({.type = OpType::GATHER,
-                 .inputs = inputs,
-                 .outputs = to,
-                 .root = static_cast<int>(options.rootRank)},
-                [to, from = inputs[0]] {
-                  for (at::Tensor t : to) t.copy_(from);
+  return launch({.type = type, .inputs = inputs, .outputs = outputs},
+                [outputs, inputs, size = getSize()] {
+                  for (size_t i = 0; i < inputs.size(); ++i) {
+                    for (at::Tensor part : flat_parts(outputs[i], size)) {
+                      part.copy_(inputs[i].view({-1}));
+                    }
+                  }
                 });
 }
 
-c10::intrusive_ptr<Work> IdenticalRanksBackend::scatter(
-    Tensors& outputs, std::vector<Tensors>& inputs,
-    const c10d::ScatterOptions& options) {
-  check_root(options.rootRank, getSize());
-  check_count("outputs", outputs.size(), 1);
+WorkPtr IdenticalRanksBackend::_allgather_base(at::Tensor& output,
+                                               at::Tensor& input,
+                                               const c10d::AllgatherOptions&) {
+  return gather_parts(OpType::_ALLGATHER_BASE, {output}, {input});
+}
+
+WorkPtr IdenticalRanksBackend::allgather_into_tensor_coalesced(
+    Tensors& outputs, Tensors& inputs, const c10d::AllgatherOptions&) {
+  return gather_parts(OpType::COALESCED, outputs, inputs);
+}
+
+WorkPtr IdenticalRanksBackend::gather(std::vector<Tensors>& outputs,
+                                      Tensors& inputs,
+                                      const c10d::GatherOptions& options) {
+  const int root = checked_root(options.rootRank, getSize());
+  check_count("input", inputs.size(), 1);
+  const Tensors to = getRank() == root ? one_per_rank("outputs, one per rank",
+                                                      outputs, getSize())
+                                       : Tensors();
+  return launch({.type = OpType::GATHER, .inputs = inputs, .outputs = to},
+                copy_to_all(to, inputs[0]));
+}
+
+WorkPtr IdenticalRanksBackend::scatter(Tensors& outputs,
+                                       std::vector<Tensors>& inputs,
+                                       const c10d::ScatterOptions& options) {
+  const int root = checked_root(options.rootRank, getSize());
+  check_count("output", outputs.size(), 1);
   TORCH_CHECK_NOT_IMPLEMENTED(
-      getRank() == options.rootRank, "rank ", getRank(),
-      " can't know what identical ranks scatter from root ", options.rootRank,
+      getRank() == root, "rank ", getRank(),
+      " can't know what identical ranks scatter from root ", root,
       "; use the root's rank.");
-  check_count("lists of inputs on the root", inputs.size(), 1);
-  check_count("inputs, one per rank", inputs[0].size(), getSize());
-  return launch({.type = OpType::SCATTER,
-                 .inputs = inputs[0],
-                 .outputs = outputs,
-                 .root = static_cast<int>(options.rootRank)},
-                [to = outputs[0], from = inputs[0][getRank()]] {
-                  at::Tensor(to).copy_(from);
-                });
+  const Tensors& from = one_per_rank("inputs, one per rank", inputs, getSize());
+  return launch({.type = OpType::SCATTER, .inputs = from, .outputs = outputs},
+                copy_to_all(outputs, from[getRank()]));
 }
 
-c10::intrusive_ptr<Work> IdenticalRanksBackend::reduce_scatter(
+WorkPtr IdenticalRanksBackend::reduce_scatter(
     Tensors& outputs, std::vector<Tensors>& inputs,
     const c10d::ReduceScatterOptions& options) {
-  check_count("outputs", outputs.size(), 1);
-  check_count("lists of inputs", inputs.size(), 1);
-  check_count("inputs, one per rank", inputs[0].size(), getSize());
+  check_count("output", outputs.size(), 1);
+  const Tensors& terms =
+      one_per_rank("inputs, one per rank", inputs, getSize());
   return launch(
-      {.type = OpType::REDUCE_SCATTER, .inputs = inputs[0], .outputs = outputs},
-      [to = outputs[0], from = inputs[0][getRank()], op = options.reduceOp,
+      {.type = OpType::REDUCE_SCATTER, .inputs = terms, .outputs = outputs},
+      [to = outputs[0], from = terms[getRank()], op = options.reduceOp,
        size = getSize()] {
-        at::Tensor(to).copy_(from);
+        to.copy_(from);
         reduce_in_place(to, op, size);
       });
 }
 
-c10::intrusive_ptr<Work> IdenticalRanksBackend::_reduce_scatter_base(
-    at::Tensor& output, at::Tensor& input,
-    const c10d::ReduceScatterOptions& options) {
-  check_numel("the input", input, output.numel() * getSize());
-  return launch({.type = OpType::_REDUCE_SCATTER_BASE,
-                 .inputs = {input},
-                 .outputs = {output}},
-                [to = output, input, op = options.reduceOp, rank = getRank(),
-                 size = getSize()] {
-                  to.view({-1}).copy_(part_of_read(input, size, rank));
-                  reduce_in_place(to, op, size);
-                });
-}
-
-c10::intrusive_ptr<Work> IdenticalRanksBackend::reduce_scatter_tensor_coalesced(
-    Tensors& outputs, Tensors& inputs,
-    const c10d::ReduceScatterOptions& options) {
+WorkPtr IdenticalRanksBackend::reduce_parts(OpType type, const Tensors& outputs,
+                                            const Tensors& inputs,
+                                            const ReduceOp& op) {
   check_count("outputs", outputs.size(), inputs.size());
   for (size_t i = 0; i < inputs.size(); ++i) {
     check_numel("an input", inputs[i], outputs[i].numel() * getSize());
   }
   return launch(
-      {.type = OpType::COALESCED, .inputs = inputs, .outputs = outputs},
-      [outputs, inputs, op = options.reduceOp, rank = getRank(),
-       size = getSize()] {
+      {.type = type, .inputs = inputs, .outputs = outputs},
+      [outputs, inputs, op, rank = getRank(), size = getSize()] {
         for (size_t i = 0; i < inputs.size(); ++i) {
-          outputs[i].view({-1}).copy_(flat_parts(inputs[i], size)[rank]);
+          outputs[i].view({-1}).copy_(part_of_read(inputs[i], size, rank));
           reduce_in_place(outputs[i], op, size);
         }
       });
 }
 
+WorkPtr IdenticalRanksBackend::_reduce_scatter_base(
+    at::Tensor& output, at::Tensor& input,
+    const c10d::ReduceScatterOptions& options) {
+  return reduce_parts(OpType::_REDUCE_SCATTER_BASE, {output}, {input},
+                      options.reduceOp);
+}
+
+WorkPtr IdenticalRanksBackend::reduce_scatter_tensor_coalesced(
+    Tensors& outputs, Tensors& inputs,
+    const c10d::ReduceScatterOptions& options) {
+  return reduce_parts(OpType::COALESCED, outputs, inputs, options.reduceOp);
+}
+
 // Every peer sends this rank what this rank sends to itself.
-c10::intrusive_ptr<Work> IdenticalRanksBackend::alltoall_base(
+WorkPtr IdenticalRanksBackend::alltoall_base(
     at::Tensor& output, at::Tensor& input, std::vector<int64_t>& output_splits,
     std::vector<int64_t>& input_splits, const c10d::AllToAllOptions&) {
   const auto parts = [size = getSize()](const at::Tensor& tensor,
@@ -367,30 +342,20 @@ c10::intrusive_ptr<Work> IdenticalRanksBackend::alltoall_base(
   }
   return launch(
       {.type = OpType::ALLTOALL_BASE, .inputs = {input}, .outputs = {output}},
-      [to, from = from[getRank()]] {
-        for (at::Tensor t : to) t.copy_(from);
-      });
+      copy_to_all(to, from[getRank()]));
 }
 
-c10::intrusive_ptr<Work> IdenticalRanksBackend::alltoall(
-    Tensors& outputs, Tensors& inputs, const c10d::AllToAllOptions&) {
+WorkPtr IdenticalRanksBackend::alltoall(Tensors& outputs, Tensors& inputs,
+                                        const c10d::AllToAllOptions&) {
   check_count("inputs, one per rank", inputs.size(), getSize());
   check_count("outputs, one per rank", outputs.size(), getSize());
   return launch(
       {.type = OpType::ALLTOALL, .inputs = inputs, .outputs = outputs},
-      [outputs, from = inputs[getRank()]] {
-        for (at::Tensor t : outputs) t.copy_(from);
-      });
+      copy_to_all(outputs, inputs[getRank()]));
 }
 
-c10::intrusive_ptr<Work> IdenticalRanksBackend::barrier(
-    const c10d::BarrierOptions&) {
+WorkPtr IdenticalRanksBackend::barrier(const c10d::BarrierOptions&) {
   return launch({.type = OpType::BARRIER}, [] {});
-}
-
-void IdenticalRanksBackend::monitoredBarrier(
-    const c10d::BarrierOptions& options, bool) {
-  barrier(options)->wait();
 }
 
 }  // namespace brigade

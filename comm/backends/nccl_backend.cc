@@ -1,11 +1,18 @@
-#include "brigade/comm/backends/nccl_backend.h"
+// The NCCL backend, in builds with CUDA.
 
 #include <c10/cuda/CUDAFunctions.h>
 #include <c10/util/Exception.h>
+#include <torch/version.h>
 
+#include <cstdlib>
+#include <string_view>
 #include <torch/csrc/distributed/c10d/ProcessGroupNCCL.hpp>
+#if TORCH_VERSION_MAJOR > 2 || TORCH_VERSION_MINOR >= 15
+#include <torch/csrc/distributed/c10d/nccl2/ProcessGroupNCCL.hpp>
+#define BRIGADE_HAS_NCCL2
+#endif
 
-#include "brigade/comm/backends/nccl2_backend.h"
+#include "brigade/comm/backends/device_backend.h"
 
 namespace brigade {
 
@@ -20,22 +27,28 @@ void select_cuda_device(int local_rank) {
   c10::cuda::set_device(static_cast<c10::DeviceIndex>(local_rank));
 }
 
-c10::intrusive_ptr<c10d::Backend> make_nccl_backend(
-    const c10::intrusive_ptr<c10d::Store>& store, int rank, int world_size,
-    std::chrono::milliseconds timeout, const std::string& group_name) {
+c10::intrusive_ptr<c10d::Backend> make_nccl_backend(const BackendPlace& place) {
   TORCH_CHECK(c10::cuda::device_count() > 0,
               "a process group for CUDA tensors needs a GPU, and this machine "
               "shows none. Check CUDA_VISIBLE_DEVICES, or use "
               "ProcessGroupOptions{.device_type = at::kCPU}.");
-  if (auto backend =
-          make_nccl2_backend(store, rank, world_size, timeout, group_name)) {
+  auto options = c10d::ProcessGroupNCCL::Options::create();
+  options->timeout = place.timeout;
+  options->group_name = place.group_name;
+#ifdef BRIGADE_HAS_NCCL2
+  // As torch's Python chooses for "nccl".
+  const char* const choice = std::getenv("TORCH_DIST_USE_NCCL2");
+  if (choice == nullptr || std::string_view(choice) != "0") {
+    options->lazy_init = true;
+    auto backend = c10::make_intrusive<c10d::nccl2::ProcessGroupNCCL>(
+        place.store, place.rank, place.world_size, options);
+    backend->setBoundDeviceId(
+        at::Device(at::kCUDA, c10::cuda::current_device()));
     return backend;
   }
-  auto options = c10d::ProcessGroupNCCL::Options::create();
-  options->timeout = timeout;
-  options->group_name = group_name;
-  return c10::make_intrusive<c10d::ProcessGroupNCCL>(store, rank, world_size,
-                                                     options);
+#endif
+  return c10::make_intrusive<c10d::ProcessGroupNCCL>(place.store, place.rank,
+                                                     place.world_size, options);
 }
 
 }  // namespace brigade

@@ -9,7 +9,7 @@
 #include <utility>
 
 #include "absl/strings/str_cat.h"
-#include "brigade/comm/errors/message_of.h"
+#include "brigade/comm/errors/error_texts.h"
 
 namespace brigade {
 namespace {
@@ -19,9 +19,9 @@ using Clock = std::chrono::steady_clock;
 
 constexpr milliseconds kFirstPause{2};
 constexpr milliseconds kLongestPause{100};
-// A store that answers at all has done so by then, on a busy machine too.
+// A store that works answers within this, on a busy machine too.
 constexpr milliseconds kGrace{1000};
-// A rank that answers has done so by then, once its connection is closed.
+// For the answer of a rank whose process has ended.
 constexpr milliseconds kPatienceWithLost{300};
 
 // Shared with the thread that talks to the store, which may outlive the call.
@@ -33,9 +33,9 @@ struct Collection {
   bool finished = false;
 };
 
-// Answers of all ranks under one key, so that a store which many ranks ask at
-// once has but a few requests of each: a line each, "rank value". Stores that
-// can't append have a key for each rank.
+// The ranks' answers in the store, as lines "rank value" under one key: so each
+// of many ranks sends only a few requests. A store without append() has one key
+// per rank.
 class Answers {
  public:
   Answers(const c10::intrusive_ptr<c10d::Store>& store, const std::string& key)
@@ -51,8 +51,8 @@ class Answers {
     store_->append(key_, {line.begin(), line.end()});
   }
 
-  // Of those that have answered: of these at least. REQUIRES: publish() was
-  // called.
+  // Returns at least the answers of `ranks` that are there. REQUIRES: publish()
+  // was called.
   std::vector<std::pair<size_t, int64_t>> of(
       const std::vector<size_t>& ranks) const {
     std::vector<std::pair<size_t, int64_t>> found;
@@ -85,7 +85,7 @@ void collect(Answers answers, size_t rank, int64_t value,
              const std::function<std::vector<int>()>& lost,
              Collection& collection) {
   answers.publish(rank, value);
-  // A store that has gone by now would complain loudly when it is asked.
+  // Reading from a store that is gone by now would log errors.
   if (collection.probe.patience.count() == 0) return;
 
   std::vector<size_t> missing;
@@ -116,10 +116,6 @@ void collect(Answers answers, size_t rank, int64_t value,
     if (missing.empty() || is_over(pause)) break;
     std::this_thread::sleep_for(pause);
   }
-}
-
-std::string seconds(milliseconds time) {
-  return absl::StrCat(static_cast<double>(time.count()) / 1000.0, " s");
 }
 
 }  // namespace
@@ -166,8 +162,8 @@ LivenessProbe probe_liveness(
   const bool finished = collection->changed.wait_until(
       lock, deadline + kGrace, [&] { return collection->finished; });
   if (!finished) {
-    collection->probe.store_error =
-        absl::StrCat("no reply from the store within ", seconds(patience));
+    collection->probe.store_error = absl::StrCat(
+        "no reply from the store within ", describe_seconds(patience));
   }
   return collection->probe;
 }
@@ -193,31 +189,11 @@ std::string LivenessProbe::describe() const {
     text = absl::StrCat(
         describe_ranks(present), " answered a liveness probe, ",
         describe_ranks(absent), " did not",
-        all_lost ? closed : absl::StrCat(" within ", seconds(patience)));
+        all_lost ? closed
+                 : absl::StrCat(" within ", describe_seconds(patience)));
   }
   if (!store_error.empty()) {
     absl::StrAppend(&text, " (the group's store failed: ", store_error, ")");
-  }
-  return text;
-}
-
-std::string describe_ranks(std::span<const int> ranks) {
-  if (ranks.empty()) return "no rank";
-  std::string text = ranks.size() == 1 ? "rank " : "ranks ";
-  for (size_t first = 0; first < ranks.size();) {
-    size_t last = first;
-    while (last + 1 < ranks.size() && ranks[last + 1] == ranks[last] + 1) {
-      ++last;
-    }
-    if (first > 0) text += ", ";
-    const size_t length = last - first + 1;
-    if (length <= 2) {
-      last = first;  // a pair is listed as two
-      absl::StrAppend(&text, ranks[first]);
-    } else {
-      absl::StrAppend(&text, ranks[first], "-", ranks[last]);
-    }
-    first = last + 1;
   }
   return text;
 }

@@ -1,13 +1,9 @@
-// Asks, after a failure, which ranks are still there.
+// Finds out after a failure which ranks still answer, through the group's
+// store: the group itself is broken by then.
 //
-// Goes through the group's store, since the group itself is broken by then: one
-// key for all ranks, where the store can append to it. Never used while all is
-// well.
-//
-// A rank answers when it has noticed the failure, and one that does not wait
-// for the dead rank itself notices late.  So abort() the group before the call,
-// or at the latest right after it: it is of no use any more, and its end is
-// what the others notice.
+// A rank answers when it has noticed the failure. So abort() the group before
+// the call, or right after it: the end of its connections is what ranks notice
+// that do not wait for the dead rank themselves.
 
 #ifndef BRIGADE_COMM_ERRORS_LIVENESS_PROBE_H_
 #define BRIGADE_COMM_ERRORS_LIVENESS_PROBE_H_
@@ -16,7 +12,6 @@
 #include <cstdint>
 #include <functional>
 #include <optional>
-#include <span>
 #include <string>
 #include <string_view>
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
@@ -31,30 +26,24 @@ struct LivenessProbe {
   std::string store_error = {};  // empty while the store could be reached
 
   // "ranks 0, 2 answered a liveness probe, rank 1 did not within 2 s", or "...
-  // did not: its process has ended"; the store's error, if there is one, is
-  // added.
+  // did not: its process has ended", and the store's error.
   std::string describe() const;
 };
 
 // Publishes this rank's `value` under `key` in the group's store, and collects
-// the others' until all have answered or `patience` is over.  Ranks that want
-// to hear each other use the same key; a key serves one liveness probe. Without
-// patience, only answers, for others to find later.
+// the others' until all have answered or `patience` is over. A key, equal on
+// all ranks, serves one probe. Without patience, only publishes.
 //
 // `lost`: returns the ranks whose processes are known to have ended; called on
-// another thread, maybe after this function has returned. Once nobody else is
-// missing, these are waited for 300 ms only: they may have answered before.
+// another thread, possibly after this function has returned. Once only these
+// are missing, waits 300 ms more: they may have answered before.
 //
-// Never throws, and returns within `patience` and a second even when the
-// machine that serves the store hangs; a thread is then left behind that waits
-// for it.
+// Never throws. Returns within `patience` and a second even if the store hangs;
+// a thread then stays behind that waits for the store.
 LivenessProbe probe_liveness(
     const c10::intrusive_ptr<c10d::ProcessGroup>& group, std::string_view key,
     int64_t value, std::chrono::milliseconds patience,
     std::function<std::vector<int>()> lost = {});
-
-// "rank 3", "ranks 0, 2, 5-9".
-std::string describe_ranks(std::span<const int> ranks);
 
 }  // namespace brigade
 

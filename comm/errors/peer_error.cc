@@ -1,14 +1,12 @@
 #include "brigade/comm/errors/peer_error.h"
 
-#include <string>
-
-#include "brigade/comm/errors/message_of.h"
+#include "brigade/comm/errors/error_texts.h"
 
 namespace brigade {
 namespace {
 
-// With one full stop at its end, since more words follow; one that was cut
-// keeps its "...".
+// Ends in one full stop, since more text follows; a text that was cut keeps its
+// "...".
 std::string as_sentence(std::string text) {
   while (text.ends_with('\n')) text.pop_back();
   if (text.ends_with("...")) return text;
@@ -16,8 +14,8 @@ std::string as_sentence(std::string text) {
   return text + '.';
 }
 
-// Rethrows `cause` if it passes unchanged, else returns its words.
-std::string words_of_cause(const std::exception_ptr& cause) {
+// Rethrows `cause` if it passes unchanged.
+std::string message_of_cause(const std::exception_ptr& cause) {
   if (!cause) return "unknown error";
   try {
     std::rethrow_exception(cause);
@@ -44,7 +42,7 @@ std::string words_of_cause(const std::exception_ptr& cause) {
 
 void throw_peer_error(std::string_view context, const std::exception_ptr& cause,
                       const LivenessProbe* liveness_probe) {
-  std::string message = as_sentence(words_of_cause(cause));
+  std::string message = as_sentence(message_of_cause(cause));
   if (!context.empty()) message = std::string(context) + ": " + message;
   if (liveness_probe != nullptr)
     message += ' ' + liveness_probe->describe() + '.';

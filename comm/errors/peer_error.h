@@ -1,5 +1,5 @@
-// Turns whatever a backend or a store throws into one kind of error, with the
-// caller's words in front: which bucket, which iteration, which rank.
+// The error of a failed peer or network, and how other failures become
+// exceptions.
 //
 // Gloo's errors, for one, are plain std::exceptions that name an address.
 
@@ -9,20 +9,24 @@
 #include <c10/util/Exception.h>
 
 #include <exception>
+#include <string>
 #include <string_view>
+#include <utility>
 
+#include "absl/status/status.h"
+#include "absl/status/statusor.h"
 #include "brigade/comm/errors/liveness_probe.h"
 
 namespace brigade {
 
-// A peer or the network failed.  Python sees
+// A peer or the network failed. Python sees
 // torch.distributed.DistBackendError.
 class PeerError : public c10::DistBackendError {
   using c10::DistBackendError::DistBackendError;
 };
 
-// Throws PeerError "<context>: <what cause says>. <liveness probe's words>". A
-// text that was cut keeps its "...".
+// Throws PeerError "<context>: <message of cause>. <description of the probe>".
+// A text that was cut keeps its "...".
 //
 // Three kinds pass unchanged: a PeerError, which has its context already; a
 // caller's mistake (ValueError, TypeError, IndexError, NotImplementedError);
@@ -30,6 +34,18 @@ class PeerError : public c10::DistBackendError {
 [[noreturn]] void throw_peer_error(
     std::string_view context, const std::exception_ptr& cause,
     const LivenessProbe* liveness_probe = nullptr);
+
+// Throws c10::ValueError with the status's message, for every code: pure code
+// fails only on its arguments.
+inline void throw_if_error(const absl::Status& status) {
+  TORCH_CHECK_VALUE(status.ok(), std::string(status.message()));
+}
+
+template <typename T>
+T value_or_throw(absl::StatusOr<T> result) {
+  throw_if_error(result.status());
+  return *std::move(result);
+}
 
 }  // namespace brigade
 

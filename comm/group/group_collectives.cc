@@ -1,8 +1,58 @@
 #include "brigade/comm/group/group_collectives.h"
 
+#include <ATen/ops/empty_like.h>
+#include <ATen/ops/tensor.h>
+#include <ATen/ops/view_as_real.h>
+#include <c10/core/GradMode.h>
+
+#include <cstddef>
+#include <exception>
 #include <string_view>
+#include <torch/csrc/distributed/c10d/comm.hpp>
+
+#include "brigade/comm/errors/peer_error.h"
+#include "brigade/comm/group/group_info.h"
 
 namespace brigade {
+
+std::vector<int64_t> numbers_of_ranks(
+    const c10::intrusive_ptr<c10d::ProcessGroup>& group,
+    const std::vector<int64_t>& own, const std::string& doing) {
+  if (group->getSize() == 1) return own;
+  std::vector<at::Tensor> inputs = {at::tensor(own).to(control_device(*group))};
+  std::vector<std::vector<at::Tensor>> outputs(1);  // by rank
+  for (int rank = 0; rank < group->getSize(); ++rank) {
+    outputs.front().push_back(at::empty_like(inputs.front()));
+  }
+  try {
+    // Not into one tensor: groups written in Python can't override that.
+    group->allgather(outputs, inputs)->wait();
+  } catch (...) {
+    throw_peer_error(c10::str("rank ", group->getRank(), " of ",
+                              group->getSize(), " ", doing),
+                     std::current_exception());
+  }
+  std::vector<int64_t> numbers;
+  for (const at::Tensor& output : outputs.front()) {
+    const at::Tensor here = output.cpu();
+    const auto* const begin = here.const_data_ptr<int64_t>();
+    numbers.insert(numbers.end(), begin, begin + own.size());
+  }
+  return numbers;
+}
+
+void broadcast_tensors(const c10::intrusive_ptr<c10d::ProcessGroup>& group,
+                       const std::vector<at::Tensor>& tensors, int source) {
+  constexpr size_t kPieceBytes = size_t{250} << 20;
+  if (tensors.empty() || group->getSize() == 1) return;
+  const at::NoGradGuard no_grad;
+  std::vector<at::Tensor> sent;
+  sent.reserve(tensors.size());
+  for (const at::Tensor& tensor : tensors) {
+    sent.push_back(tensor.is_complex() ? at::view_as_real(tensor) : tensor);
+  }
+  c10d::broadcast_coalesced(group, sent, kPieceBytes, source);
+}
 
 void throw_if_not_supported(const c10::Error& error, c10::Device device) {
   const std::string_view text = error.what_without_backtrace();

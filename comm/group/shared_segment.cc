@@ -24,7 +24,7 @@
 #include "absl/cleanup/cleanup.h"
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_format.h"
-#include "brigade/comm/group/numbers_of_ranks.h"
+#include "brigade/comm/group/group_collectives.h"
 
 namespace brigade {
 namespace {
@@ -57,8 +57,6 @@ std::optional<std::string> target_of(const std::string& link) {
 
 // A memfd of rank 0, as it travels to the others.
 struct Address {
-  static constexpr size_t kNumbers = 5;
-
   int64_t process = 0;
   int64_t descriptor = -1;
   std::array<int64_t, 2> nonce = {};
@@ -235,7 +233,7 @@ std::shared_ptr<SharedSegment> SharedSegment::make(
   const bool is_ready = map->map(address, bytes) && map->watch(processes);
   // A peer that takes part was alive when watch() found its process.
   const std::vector<int64_t> ready =
-      numbers_of_ranks(group, is_ready ? 1 : 0,
+      numbers_of_ranks(group, {is_ready ? 1 : 0},
                        "could not tell the others that it shares memory");
   if (std::ranges::find(ready, 0) != ready.end()) return nullptr;
   return std::shared_ptr<SharedSegment>(

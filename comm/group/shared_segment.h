@@ -3,8 +3,7 @@
 //
 //   const auto segment = SharedSegment::make(group, sizeof(Record));
 //   if (!segment) ...                          // on all ranks: use the group
-//   auto& own = *reinterpret_cast<Record*>(segment->region(segment->rank()));
-//   own.sequence.store(7, std::memory_order_release);
+//   record_of(segment->rank()).sequence.store(7, std::memory_order_release);
 //   segment->notify();
 //   ...
 //   const bool in_time = segment->wait_for(2, deadline, [&] {
@@ -13,8 +12,7 @@
 //
 // Liveness: each rank holds a pidfd of every peer, and a wait polls all of them
 // ten times per second. The first rank that finds a dead peer closes the
-// segment with the dead rank's name, which ends all waits on all ranks with
-// that name.
+// segment with its number, which ends all waits on all ranks.
 //
 // The system frees the memory when the last rank has unmapped it or ended.
 //
@@ -32,7 +30,7 @@
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 #include <vector>
 
-#include "brigade/comm/group/rank_names.h"
+#include "brigade/comm/group/group_info.h"
 
 namespace brigade {
 
@@ -75,8 +73,7 @@ class SharedSegment {
   // next evaluation of its condition.
   void notify() { notify(rank_); }
 
-  // The same for the threads that wait for `rank`, from another one: a reader
-  // that has taken something from that rank's region.
+  // Wakes the threads that wait for `rank`: this rank has read its region.
   void notify(int rank);
 
   // Blocks until condition() is true, or the deadline: returns whether it is.

@@ -13,7 +13,7 @@
 #include <utility>
 #include <vector>
 
-#include "brigade/comm/backends/sigpipe_block.h"
+#include "brigade/comm/backends/gloo_backend.h"
 #include "brigade/comm/ordered/ordered_transport.h"
 
 namespace brigade {
@@ -24,18 +24,18 @@ using WorkPtr = c10::intrusive_ptr<c10d::Work>;
 
 constexpr int kGoodbyeTag = 0;
 constexpr milliseconds kGoodbyePatience = std::chrono::seconds(1);
-// Longer than anybody waits: a message, a failure or an abort ends it.
+// A message, a failure or an abort ends the wait.
 constexpr milliseconds kForEver = std::chrono::hours(24 * 365);
 
-// All-to-alls and all-gathers by the backend's sends and receives, because
-// Gloo's own all-to-all sends before it receives: a peer is told of a receive
-// after the data on the same connection, so one direction is idle at a time.
-// Receives come first here.
+// All-to-alls and all-gathers by the backend's sends and receives, receives
+// first. Gloo's own all-to-all sends before it receives: the notice of a
+// receive then follows the data on the same connection, so that one direction
+// is always idle.
 //
-// Gloo does not end a message of which a part has travelled when the peer dies.
-// So each rank waits for a goodbye from the next one, which a death ends: then
-// it aborts all of its operations and closes its connections, which its own
-// watcher sees, and so on around.
+// Gloo does not end a message of which a part has been sent when the peer dies.
+// So each rank waits for a goodbye message from the next one. A death ends that
+// wait with an error: the rank then aborts all of its operations and closes its
+// connections, which the previous rank notices, and so on around.
 class GroupTransport final : public OrderedTransport {
  public:
   GroupTransport(c10::intrusive_ptr<c10d::Backend> backend,
@@ -52,8 +52,6 @@ class GroupTransport final : public OrderedTransport {
     departure_->abort();
     watch_.join();
   }
-
-  int num_threads() const override { return 2; }
 
   std::unique_ptr<OrderedOperation> start(const OrderedCall& call) override;
 
@@ -75,7 +73,7 @@ class GroupTransport final : public OrderedTransport {
     }
   }
 
-  // The watcher knows then that what it waits for has been sent.
+  // Afterwards the previous rank takes a closed connection for no failure.
   void say_goodbye() {
     const SigpipeBlock writes_to_peer;
     std::vector<at::Tensor> byte = {at::zeros({1}, at::kByte)};

@@ -5,23 +5,25 @@
 #include <ATen/record_function.h>
 
 #include <atomic>
+#include <exception>
 #include <functional>
 #include <mutex>
+#include <set>
 #include <stdexcept>
 #include <utility>
 #include <vector>
 
-#include "brigade/comm/backends/gloo_connections.h"
-#include "brigade/comm/errors/message_of.h"
-#include "brigade/comm/group/numbers_of_ranks.h"
-#include "brigade/comm/group/per_group.h"
+#include "brigade/comm/backends/gloo_backend.h"
+#include "brigade/comm/errors/error_texts.h"
+#include "brigade/comm/group/group_collectives.h"
 
 namespace brigade {
+
 namespace {
 
-// While a profiler is active it sees a sum under the name of Gloo's, from its
-// launch until it is there.  Returns what ends the range, on any thread; empty:
-// there is none.
+// Opens a profiler range under the name of Gloo's, from a sum's launch to its
+// end. Returns the function that closes it, on any thread; empty: no profiler
+// is active.
 std::function<void()> begin_range(const at::Tensor& tensor) {
   auto callbacks = at::getStepCallbacksUnlessEmpty(at::RecordScope::USER_SCOPE);
   if (!callbacks) return nullptr;
@@ -49,7 +51,7 @@ HostSums::HostSums(const c10::intrusive_ptr<c10d::ProcessGroup>& group,
 
 std::shared_ptr<HostSums> HostSums::meet(
     const c10::intrusive_ptr<c10d::ProcessGroup>& group, bool wants) {
-  if (group->getSize() == 1 || gloo_devices_of(*group).empty()) return nullptr;
+  if (group->getSize() == 1 || !has_gloo_backend(*group)) return nullptr;
   const std::shared_ptr<OfGroup> of_group = per_group<OfGroup>(group);
   std::shared_ptr<HostSums> sums;
   {
@@ -99,6 +101,22 @@ OrderedCollectives::FuturePtr HostSums::all_reduce(const at::Tensor& tensor) {
 int64_t HostSums::num_launches(const c10d::ProcessGroup& group) {
   const std::shared_ptr<OfGroup> found = find_per_group<OfGroup>(group);
   return found ? found->num_launches.load() : 0;
+}
+
+std::optional<int64_t> count_collectives(c10d::ProcessGroup& group) {
+  int64_t count = 0;
+  std::set<const c10d::Backend*> counted;
+  try {
+    for (const c10::Device& device : group.getDeviceTypes()) {
+      const auto backend = group.getBackend(device.type());
+      if (!counted.insert(backend.get()).second) continue;
+      count += static_cast<int64_t>(backend->getSequenceNumberForGroup());
+    }
+  } catch (const std::exception&) {
+    return std::nullopt;
+  }
+  if (counted.empty()) return std::nullopt;
+  return count + HostSums::num_launches(group);
 }
 
 }  // namespace brigade

@@ -1,14 +1,10 @@
 // The all-reduce of a group whose ranks are all on one host, through memory
-// that they share (comm/ordered/ordered_collectives.h), in rank order. It takes
-// a third to a half of the time of Gloo's own.
+// that they share, in rank order: a third to a half of the time of Gloo's own.
+// And the number of a group's collectives.
 //
 //   if (const auto sums = HostSums::meet(group, /*wants=*/true)) {
 //     sums->all_reduce(bucket)->wait();
 //   } else ...
-//
-// Each group has at most one at a time, for all its users: its sums count as
-// the group's collectives (comm/collective_count.h), closing the group ends
-// them, and profilers see them as "gloo:all_reduce".
 //
 // Thread safety: as OrderedCollectives.
 
@@ -19,19 +15,24 @@
 
 #include <cstdint>
 #include <memory>
+#include <optional>
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 
+#include "brigade/comm/group/group_info.h"
 #include "brigade/comm/ordered/ordered_collectives.h"
 
 namespace brigade {
 
+// Each group has at most one at a time, for all its users: its sums count as
+// the group's collectives, closing the group ends them, and profilers see them
+// as "gloo:all_reduce".
 class HostSums {
  public:
-  // Collective: all ranks call it at the same place of their programs. Null on
-  // all ranks unless all want it and share memory. Communicates nothing if the
-  // group has one rank or another CPU backend than Gloo: a user's own sees all
-  // of its traffic. Otherwise an all-gather of 16 bytes per rank; new memory is
-  // agreed on unless all ranks still have the previous one.
+  // Collective: all ranks call it at the same place of their programs. Returns
+  // null on all ranks unless all want it and share memory, and null without
+  // communication if the group has one rank or another CPU backend than Gloo: a
+  // user's own backend sees all traffic. Otherwise an all-gather of 16 bytes
+  // per rank; makes new memory unless all ranks still have the previous one.
   //
   // Errors: PeerError if ranks don't meet.
   static std::shared_ptr<HostSums> meet(
@@ -57,6 +58,13 @@ class HostSums {
   const ChannelIdentity identity_;
   OrderedCollectives collectives_;
 };
+
+// Returns the number of collectives that a group has launched on this rank, for
+// all its users: of all its backends, and in shared memory. Nothing if a
+// backend does not count (Gloo and NCCL do); slow then, since that is an
+// exception inside LibTorch. Only differences mean something: a backend may
+// count from any number.
+std::optional<int64_t> count_collectives(c10d::ProcessGroup& group);
 
 }  // namespace brigade
 

@@ -15,17 +15,15 @@
 #include <vector>
 
 #include "brigade/comm/backends/gloo_backend.h"
-#include "brigade/comm/backends/sigpipe_block.h"
-#include "brigade/comm/errors/message_of.h"
+#include "brigade/comm/errors/error_texts.h"
 #include "brigade/comm/errors/peer_error.h"
-#include "brigade/comm/group/control_store.h"
-#include "brigade/comm/group/group_timeout.h"
-#include "brigade/comm/group/per_group.h"
 
 namespace brigade {
 namespace {
 
 using c10::ivalue::Future;
+
+constexpr int kNumThreads = 2;
 
 // Bytes of a region at least: pieces of a call have 4 elements of each rank.
 constexpr int64_t kLeastBytesPerRank = 256;
@@ -35,27 +33,11 @@ c10::intrusive_ptr<Future> make_future() {
       c10::ListType::create(c10::TensorType::get()));
 }
 
-// Whether `output` shares memory with `input` elsewhere than from its element
-// `offset` on.  REQUIRES: both contiguous and of one dtype.
-bool overlaps_elsewhere(const at::Tensor& input, int64_t offset,
-                        const at::Tensor& output) {
-  const auto begin_of = [](const at::Tensor& tensor) {
-    return static_cast<const char*>(tensor.const_data_ptr());
-  };
-  const char* const input_begin = begin_of(input);
-  const char* const output_begin = begin_of(output);
-  const std::less<> before;
-  return output.numel() > 0 &&
-         before(input_begin, output_begin + output.nbytes()) &&
-         before(output_begin, input_begin + input.nbytes()) &&
-         output_begin != input_begin + offset * input.element_size();
-}
-
 void complete(Future& future, const at::Tensor& result) {
   future.markCompleted(c10::IValue(std::vector<at::Tensor>{result}));
 }
 
-// In a world of 1.
+// For a world of 1.
 void finish_alone(const OrderedCall& call) {
   if (call.kind == OrderedKind::kAllGather) return;
   ordered_sum({{call.input}}, 1, call.scale, call.output);
@@ -73,7 +55,7 @@ const char* name_of(OrderedKind kind) {
   return "";
 }
 
-// Beside the group's own, which all ranks have connected when it returns.
+// Collective. Makes a backend beside the group's own.
 c10::intrusive_ptr<c10d::Backend> make_backend(
     const c10::intrusive_ptr<c10d::ProcessGroup>& group,
     const ChannelIdentity& identity) {
@@ -110,16 +92,9 @@ void check_tensor(std::string_view name, const at::Tensor& tensor) {
                    ".\nReduce a copy in a dtype that can be added.");
 }
 
-void check_scale(std::optional<double> scale, at::ScalarType dtype) {
-  TORCH_CHECK_VALUE(!scale || !at::isIntegralType(dtype, /*includeBool=*/true),
-                    "ordered collectives: expected no scale for ", dtype,
-                    ", found ", scale.value_or(1),
-                    ".\nScale a floating-point copy.");
-}
-
 }  // namespace
 
-// Those of a group in this process.
+// The ordered collectives of a group in this process.
 struct OrderedCollectives::OfGroup {
   std::mutex mutex;
   std::set<OrderedCollectives*> all;  // guarded by mutex
@@ -171,7 +146,7 @@ OrderedCollectives::OrderedCollectives(
                               " could not connect to the others"),
                      std::current_exception());
   }
-  for (int i = 0; i < transport_->num_threads(); ++i) {
+  for (int i = 0; i < kNumThreads; ++i) {
     threads_.emplace_back([this] { work(); });
   }
   const std::lock_guard<std::mutex> lock(of_group_->mutex);
@@ -210,7 +185,6 @@ OrderedCollectives::FuturePtr OrderedCollectives::all_reduce(
     const FuturePtr& after) {
   check_process();
   check_tensor("the input", tensor);
-  check_scale(scale, tensor.scalar_type());
   const at::Tensor flat = tensor.detach().view(-1);
   return launch({.kind = OrderedKind::kAllReduce,
                  .input = flat,
@@ -226,20 +200,8 @@ OrderedCollectives::FuturePtr OrderedCollectives::reduce_scatter(
   check_process();
   check_tensor("the input", input);
   check_tensor("the output", output);
-  const RankSlice own = slice(input.numel());
-  TORCH_CHECK_VALUE(output.numel() == own.numel &&
-                        output.scalar_type() == input.scalar_type(),
-                    "ordered reduce-scatter: expected an output of ", own.numel,
-                    ' ', input.scalar_type(), ", rank ", ranks_.rank,
-                    "'s slice of the input, found ", output.numel(), ' ',
-                    output.scalar_type(),
-                    ".\nMake it as long as slice() says.");
-  TORCH_CHECK_VALUE(
-      !overlaps_elsewhere(input, own.offset, output),
-      "ordered reduce-scatter: expected an output that is rank ", ranks_.rank,
-      "'s slice of the input or shares no memory with it, found another part "
-      "of it.\nGive memory of its own.");
-  check_scale(scale, input.scalar_type());
+  TORCH_INTERNAL_ASSERT(output.numel() == slice(input.numel()).numel &&
+                        output.scalar_type() == input.scalar_type());
   return launch({.kind = OrderedKind::kReduceScatter,
                  .input = input.detach().view(-1),
                  .output = output.detach().view(-1),

@@ -16,10 +16,10 @@
 //
 // *Transport.*  If all ranks are on one host, through memory that they share
 // (comm/ordered/shared_transport.cc). Otherwise by an all-to-all of each rank's
-// slices, a local sum, and an all-gather of the sums: a ring's bytes
-// (comm/ordered/group_transport.cc). These run on a Gloo backend of their own,
-// beside the group's: a sum's all-gather is launched when its all-to-all is
-// done, which is another place among the group's own collectives on each rank.
+// slices, a local sum, and an all-gather of the sums
+// (comm/ordered/group_transport.cc), on a Gloo backend beside the group's: the
+// all-gather is launched when the all-to-all is done, at another place among
+// the group's own collectives on each rank.
 //
 // *Failure.*  A peer that dies, leaves, stops for longer than the group's
 // timeout or, on one host, launches something else ends all calls in flight on
@@ -49,18 +49,17 @@
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 #include <vector>
 
-#include "brigade/comm/group/channel_identity.h"
-#include "brigade/comm/group/rank_names.h"
+#include "brigade/comm/group/group_info.h"
 #include "brigade/comm/ordered/ordered_sum.h"
 #include "brigade/comm/ordered/ordered_transport.h"
 
 namespace brigade {
 
 struct OrderedOptions {
-  // See above; none: all ranks are one group. Equal on all ranks.
+  // F above; none: all ranks are one group. Equal on all ranks.
   std::optional<int> group_size = {};
-  // Most memory that a rank's unread data take on a host; a call that finds
-  // none is launched when earlier ones have been read. 0: share no memory.
+  // Limit of the memory that a rank's unread data take on a host; a call that
+  // finds none starts when earlier ones have been read. 0: share no memory.
   int64_t shared_bytes = int64_t{1} << 28;
   // Ranks with another number count as ranks of another host: for tests.
   int64_t host = 0;
@@ -88,44 +87,40 @@ class OrderedCollectives {
   OrderedCollectives(const OrderedCollectives&) = delete;
   OrderedCollectives& operator=(const OrderedCollectives&) = delete;
 
-  // Replaces `tensor` [any shape] by the sum over ranks, times `scale`. The
-  // future holds a list of the tensor, as c10d's do, or ends with PeerError;
-  // its callbacks run on a thread that later calls need. Starts when `after` is
-  // complete, if given, and fails with it; so do later calls.
+  // Replaces `tensor` [any shape] by the sum over ranks, times `scale`; no
+  // scale for integers. The future holds a list of the tensor, as c10d's do, or
+  // ends with PeerError; its callbacks run on a thread that later calls need.
+  // Starts when `after` is complete, if given, and fails with it; so do later
+  // calls.
   //
   // Errors: ValueError for a tensor that is not contiguous, not on the CPU or
-  // lazily conjugated, and for a scale of integers; TypeError for a dtype that
-  // can't be added; RuntimeError in a forked child.
+  // lazily conjugated; TypeError for a dtype that can't be added; RuntimeError
+  // in a forked child.
   FuturePtr all_reduce(const at::Tensor& tensor,
                        std::optional<double> scale = std::nullopt,
                        const FuturePtr& after = {});
 
   // Writes into `output` the sum over ranks of this rank's slice of `input`
   // [any shape]: elements slice(input.numel()). `output` may be that part of
-  // `input`, which is otherwise left unchanged. The future holds a list of the
-  // output.
-  //
-  // Errors: as all_reduce(); ValueError if the output has another length or
-  // dtype, or overlaps the input elsewhere.
+  // `input`, which is otherwise left unchanged, and overlaps no other. The
+  // future holds a list of the output. Errors: as all_reduce().
   FuturePtr reduce_scatter(const at::Tensor& input, const at::Tensor& output,
                            std::optional<double> scale = std::nullopt);
 
-  // Each rank's slice of `whole` [any shape, any dtype] holds what all ranks
-  // get there: elements slice(whole.numel()). Writes the others' slices. The
-  // future holds a list of the tensor.
-  //
-  // Errors: as all_reduce().
+  // Copies each rank's slice of `whole` [any shape, any dtype], elements
+  // slice(whole.numel()), to the other ranks. The future holds a list of the
+  // tensor. Errors: as all_reduce().
   FuturePtr all_gather(const at::Tensor& whole);
 
-  // Calls in flight and later ones end with an error that tells the cause, here
-  // and on the other ranks.
+  // Ends calls in flight and later ones with an error that contains the cause,
+  // here and on the other ranks.
   void abort(const std::exception_ptr& cause) noexcept;
 
-  // The same for all of these that the group has in this process.
+  // Aborts all ordered collectives of the group in this process.
   static void abort_all_of(const c10d::ProcessGroup& group,
                            const std::exception_ptr& cause);
 
-  // Of this rank, of n elements.
+  // This rank's slice of n elements.
   RankSlice slice(int64_t numel) const {
     return slice_of_rank(numel, ranks_.rank, ranks_.size);
   }

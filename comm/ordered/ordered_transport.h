@@ -1,6 +1,5 @@
-// Moves and adds up the tensors of ordered collectives
-// (comm/ordered/ordered_collectives.h): through memory that all ranks share, or
-// by the collectives of a c10d backend. Internal to comm/.
+// Moves and adds the tensors of ordered collectives: through memory that all
+// ranks share, or by messages of a c10d backend. Internal to comm/.
 
 #ifndef BRIGADE_COMM_ORDERED_ORDERED_TRANSPORT_H_
 #define BRIGADE_COMM_ORDERED_ORDERED_TRANSPORT_H_
@@ -17,7 +16,7 @@
 #include <string_view>
 #include <torch/csrc/distributed/c10d/Backend.hpp>
 
-#include "brigade/comm/group/rank_names.h"
+#include "brigade/comm/group/group_info.h"
 #include "brigade/comm/group/shared_segment.h"
 #include "brigade/comm/ordered/ordered_sum.h"
 
@@ -32,7 +31,7 @@ struct OrderedCall {
   at::Tensor input;   // [n], n > 0
   at::Tensor output;  // [n], the input itself; of a reduce-scatter: the slice
   std::optional<double> scale;
-  FuturePtr after;  // fills `input`; null: it is there
+  FuturePtr after;  // fills `input`; null: it is filled
 };
 
 struct OrderedRanks {
@@ -48,7 +47,8 @@ class OrderedOperation {
  public:
   virtual ~OrderedOperation() = default;
 
-  // Blocks until the output is there. Errors: RuntimeError, and the backend's.
+  // Blocks until the output is complete. Errors: RuntimeError, and the
+  // backend's.
   virtual void finish() = 0;
 
   // The rank that finish() waits for, -1: not known. Any thread.
@@ -56,12 +56,11 @@ class OrderedOperation {
 };
 
 // Thread safety: start() is called in the same order on all ranks, one call at
-// a time; each operation's finish() by one of num_threads() threads, which
-// begin them in the order of start(); abort() from any thread.
+// a time; each operation's finish() by one of several threads, which begin them
+// in the order of start(); abort() from any thread.
 class OrderedTransport {
  public:
   virtual ~OrderedTransport() = default;
-  virtual int num_threads() const = 0;
 
   // Waits for no peer.
   virtual std::unique_ptr<OrderedOperation> start(const OrderedCall& call) = 0;
@@ -70,7 +69,7 @@ class OrderedTransport {
   virtual void abort(std::string_view reason) = 0;
 };
 
-// What each rank has in the segment, for `room` bytes of posts.
+// Size of each rank's region in the segment, for `room` bytes of posts.
 size_t shared_bytes_per_rank(size_t room);
 
 // Each rank copies its terms into its region at start, or as soon as there is
@@ -81,7 +80,7 @@ std::unique_ptr<OrderedTransport> make_shared_transport(
     const OrderedRanks& ranks);
 
 // An all-to-all of the terms' bytes, a sum, and an all-gather of the sums.
-// Nothing else uses the backend. Collective: ranks are connected.
+// Nothing else uses the backend, whose ranks are connected.
 std::unique_ptr<OrderedTransport> make_group_transport(
     c10::intrusive_ptr<c10d::Backend> backend, const OrderedRanks& ranks);
 

@@ -6,6 +6,7 @@
 #include <array>
 #include <cstring>
 #include <deque>
+#include <limits>
 #include <map>
 #include <mutex>
 #include <utility>
@@ -40,6 +41,8 @@ struct Place {
   uint64_t offset;  // of the data, from the region's begin
 };
 struct Head {
+  // The first post of the first call that has failed here; 0: none has.
+  std::atomic<uint64_t> first_failed;
   std::array<Place, kNumPlaces> places;
 };
 
@@ -84,9 +87,17 @@ class SharedPosts {
     return segment_->region(own()) + place(own(), number).offset;
   }
 
+  // The posts from `number` on have failed on this rank: so they do on all
+  // ranks once the segment is closed.
+  void fail_from(uint64_t number) {
+    std::atomic<uint64_t>& first = head(own()).first_failed;
+    if (first.load() == 0 || number < first.load()) first = number;
+  }
+  bool has_failed() const { return head(own()).first_failed.load() != 0; }
+
   // Blocks until the peer's post has come to the phase. Null after the
   // deadline. Errors: as SharedSegment::wait_for(); RuntimeError for another
-  // tag.
+  // tag, and for a post that has failed on any rank.
   const std::byte* await(int peer, uint64_t number, uint64_t tag, Phase phase,
                          SharedSegment::Deadline deadline) const {
     const Place& posted = place(peer, number);
@@ -95,8 +106,8 @@ class SharedPosts {
       const uint64_t found = posted.progress.load(std::memory_order_acquire);
       return found / 2 == number && (found >= wanted || posted.tag != tag);
     });
-    // A rank that has failed may have posted before: then all are to fail.
-    TORCH_CHECK(!segment_->is_closed(), segment_->close_reason());
+    TORCH_CHECK(!segment_->is_closed() || number < first_failed(),
+                segment_->close_reason());
     if (!is_there) return nullptr;
     TORCH_CHECK(posted.tag == tag, "rank ", segment_->name_of(peer),
                 " has launched something else");
@@ -117,9 +128,23 @@ class SharedPosts {
   };
 
   int own() const { return segment_->rank(); }
+  Head& head(int rank) const {
+    return *reinterpret_cast<Head*>(segment_->region(rank));
+  }
   Place& place(int rank, uint64_t number) const {
-    auto& head = *reinterpret_cast<Head*>(segment_->region(rank));
-    return head.places[number % kNumPlaces];
+    return head(rank).places[number % kNumPlaces];
+  }
+
+  // Of all ranks. A rank may have posted before it failed, so that others would
+  // complete what has failed there.
+  uint64_t first_failed() const {
+    if (segment_->lost_rank() >= 0) return 0;
+    uint64_t first = std::numeric_limits<uint64_t>::max();
+    for (int rank = 0; rank < segment_->size(); ++rank) {
+      const uint64_t of_rank = head(rank).first_failed.load();
+      if (of_rank > 0) first = std::min(first, of_rank);
+    }
+    return first;
   }
 
   // The lowest, so that memory is used again while it is in the cache.
@@ -209,11 +234,13 @@ class SharedTransport final : public OrderedTransport {
                   const OrderedRanks& ranks)
       : ranks_(ranks), room_(room), posts_(std::move(segment), room) {}
 
-  int num_threads() const override { return 2; }
-
   std::unique_ptr<OrderedOperation> start(const OrderedCall& call) override;
 
   void abort(std::string_view reason) override {
+    {
+      const std::lock_guard<std::mutex> lock(post_mutex_);
+      if (!posts_.has_failed()) posts_.fail_from(1);
+    }
     posts_.segment().close(reason);
   }
 
@@ -228,7 +255,7 @@ class SharedTransport final : public OrderedTransport {
   SharedPosts posts_;
 
   std::mutex post_mutex_;
-  // Guarded by post_mutex_, with take() of posts_.
+  // Guarded by post_mutex_, with take() and fail_from() of posts_.
   uint64_t next_post_ = 1;
   std::deque<Operation*> unposted_;  // in the order of start()
 };
@@ -285,8 +312,14 @@ class SharedTransport::Operation final : public OrderedOperation {
   }
 
   void finish() override {
-    if (call_.after) call_.after->waitAndThrow();
-    for (int64_t i = 0; i < cut_.num_pieces(); ++i) finish(i);
+    try {
+      if (call_.after) call_.after->waitAndThrow();
+      for (int64_t i = 0; i < cut_.num_pieces(); ++i) finish(i);
+    } catch (...) {
+      const std::lock_guard<std::mutex> lock(transport_.post_mutex_);
+      posts_.fail_from(first_post_);
+      throw;
+    }
   }
 
  private:

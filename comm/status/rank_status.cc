@@ -8,8 +8,7 @@
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_format.h"
 #include "absl/strings/str_join.h"
-#include "brigade/comm/errors/liveness_probe.h"
-#include "brigade/comm/errors/ranks_by_value.h"
+#include "brigade/comm/errors/error_texts.h"
 
 namespace brigade {
 namespace {

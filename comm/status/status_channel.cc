@@ -10,11 +10,6 @@
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_join.h"
 #include "brigade/comm/errors/peer_error.h"
-#include "brigade/comm/group/find_backend.h"
-#include "brigade/comm/group/group_timeout.h"
-#include "brigade/comm/group/has_peers.h"
-#include "brigade/comm/status/status_board.h"
-#include "brigade/comm/status/status_gather.h"
 
 namespace brigade {
 namespace {
@@ -49,8 +44,7 @@ StatusChannel::StatusChannel(c10::intrusive_ptr<c10d::ProcessGroup> group,
     : group_(std::move(group)),
       process_(getpid()),
       timeout_(group_timeout(*group_)) {
-  const auto backend = find_backend(*group_, at::kCPU);
-  if (auto* answers = dynamic_cast<AnswersStatuses*>(backend.get())) {
+  if (auto* answers = find_answers(*group_, at::kCPU)) {
     transport_ = answers->make_status_transport();
   } else if (has_peers(*group_)) {
     connect(identity ? *identity : ChannelIdentity::made_together(group_));

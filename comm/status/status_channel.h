@@ -1,17 +1,15 @@
-// Channel for statuses between the ranks of a group, beside its collectives.
+// Exchanges statuses between the ranks of a group, separately from the group's
+// collectives: on one host in shared memory, otherwise by all-gathers on a
+// subgroup. The n-th exchange of one rank on a channel meets the n-th of every
+// other.
 //
 //   StatusChannel channel(group);
 //   RankStatus end = channel.exchange({.kind = StatusKind::kEnd});
 //   ...  // the collectives go on
 //   absl::Status all_agree = check_statuses(channel.await(end));
 //
-// The n-th exchange of one rank on a channel meets the n-th of every other,
-// whatever else the group does: on one host in shared memory, else by
-// all-gathers on a subgroup (comm/status/status_gather.h). No thread and no
-// socket of brigade's takes part.
-//
-// A group of one rank answers itself. So does a group without peers
-// (comm/group/has_peers.h), with its own status for every rank.
+// A group without peers (has_peers()) answers itself, with its own status for
+// every rank.
 //
 // Thread safety: one call at a time.
 
@@ -30,7 +28,7 @@
 #include <vector>
 
 #include "brigade/comm/errors/liveness_probe.h"
-#include "brigade/comm/group/channel_identity.h"
+#include "brigade/comm/group/group_info.h"
 #include "brigade/comm/status/rank_status.h"
 #include "brigade/comm/status/status_transport.h"
 
@@ -100,16 +98,6 @@ class StatusChannel {
   std::string prefix_;
   RankStatus last_;  // that was sent
   std::exception_ptr failure_;
-};
-
-// A backend that answers exchanges by itself, because its peers do not exist:
-// the recording group's.
-class AnswersStatuses {
- public:
-  virtual std::unique_ptr<StatusTransport> make_status_transport() = 0;
-
- protected:
-  ~AnswersStatuses() = default;
 };
 
 }  // namespace brigade

@@ -1,6 +1,4 @@
-// Carries rank statuses between the ranks of a group: through shared memory on
-// one host (comm/status/status_board.h), by all-gathers between hosts
-// (comm/status/status_gather.h). Internal to comm/.
+// Carries rank statuses between the ranks of a group. Internal to comm/.
 //
 // Thread safety: none; the owning StatusChannel locks.
 
@@ -9,9 +7,10 @@
 
 #include <chrono>
 #include <cstdint>
+#include <memory>
 #include <optional>
 #include <stdexcept>
-#include <string>
+#include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 #include <vector>
 
 #include "brigade/comm/status/rank_status.h"
@@ -55,6 +54,22 @@ class StatusTransport {
   // Returns the ranks whose processes are known to have ended.
   virtual std::vector<int> dead_ranks() { return {}; }
 };
+
+// Collective. Transport through memory that the ranks of one host share: each
+// posts its statuses and reads the others'. A rank that waits sleeps until
+// another one posts, and notices within a second that one has died. Returns
+// null on all ranks unless they share memory. Throws as SharedSegment::make().
+std::unique_ptr<StatusTransport> meet_at_status_board(
+    const c10::intrusive_ptr<c10d::ProcessGroup>& group);
+
+// Collective. Transport by all-gathers, where ranks can't share memory. They
+// run on a subgroup of all ranks, and so never meet the group's other
+// collectives. A group written in Python has no backend to make one of; its own
+// all-gather is used. Where the group serves devices only, statuses travel in
+// device memory and come back through a copy to pinned memory. Throws as
+// make_subgroup().
+std::unique_ptr<StatusTransport> gather_statuses_over(
+    const c10::intrusive_ptr<c10d::ProcessGroup>& group);
 
 }  // namespace brigade
 

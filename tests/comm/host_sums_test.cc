@@ -12,8 +12,7 @@
 #include <vector>
 
 #include "brigade/comm/close_group.h"
-#include "brigade/comm/collective_count.h"
-#include "brigade/comm/errors/message_of.h"
+#include "brigade/comm/errors/error_texts.h"
 #include "brigade/comm/process_group.h"
 #include "brigade/comm/recording_group.h"
 #include "brigade/tests/support/local_ranks.h"

@@ -10,6 +10,7 @@
 #include <atomic>
 #include <functional>
 #include <future>
+#include <latch>
 #include <memory>
 #include <optional>
 #include <random>
@@ -18,10 +19,10 @@
 #include <vector>
 
 #include "brigade/comm/close_group.h"
-#include "brigade/comm/collective_count.h"
-#include "brigade/comm/errors/message_of.h"
+#include "brigade/comm/errors/error_texts.h"
 #include "brigade/comm/errors/peer_error.h"
 #include "brigade/comm/group/group_collectives.h"
+#include "brigade/comm/ordered/host_sums.h"
 #include "brigade/comm/ordered/ordered_sum.h"
 #include "brigade/comm/process_group.h"
 #include "brigade/tests/support/local_ranks.h"
@@ -265,33 +266,6 @@ TEST_P(OrderedCollectivesTest, ACallMayWaitForAFuture) {
   });
 }
 
-TEST_P(OrderedCollectivesTest, ScalesTheSumOnce) {
-  const double third = 1.0 / 3;
-  run([&](OrderedCollectives& collectives, int rank) {
-    for (const at::ScalarType dtype :
-         {at::kFloat, at::kDouble, at::kBFloat16}) {
-      const at::Tensor tensor = values_of(rank, 999, dtype);
-      collectives.all_reduce(tensor, third)->waitAndThrow();
-      EXPECT_TRUE(
-          at::equal(tensor, expected_sum(world_size(), 999, dtype, third)));
-    }
-  });
-}
-
-TEST_P(OrderedCollectivesTest, ShapesDoNotMatter) {
-  run([&](OrderedCollectives& collectives, int rank) {
-    const at::Tensor matrix =
-        values_of(rank, 60, at::kFloat).view({3, 4, 5}).requires_grad_();
-    const at::Tensor scalar = values_of(rank, 1, at::kFloat).squeeze();
-    collectives.all_reduce(matrix)->waitAndThrow();
-    collectives.all_reduce(scalar)->waitAndThrow();
-    EXPECT_TRUE(at::equal(matrix.view({60}),
-                          expected_sum(world_size(), 60, at::kFloat)));
-    EXPECT_TRUE(
-        at::equal(scalar, expected_sum(world_size(), 1, at::kFloat)[0]));
-  });
-}
-
 // However the vector is cut, and in whatever order the cuts are launched.
 TEST_P(OrderedCollectivesTest, BucketSizesDoNotShow) {
   const int64_t numel = 100003;
@@ -381,21 +355,6 @@ TEST_P(OrderedCollectivesTest, OneRankMayBeFarAhead) {
   });
 }
 
-// Each rank adds to what it has got, from the thread that completes it.
-TEST_P(OrderedCollectivesTest, CallbacksRunWhenTheSumIsThere) {
-  run([&](OrderedCollectives& collectives, int rank) {
-    const at::Tensor tensor = values_of(rank, 500, at::kDouble);
-    const auto doubled = collectives.all_reduce(tensor)->then(
-        [](c10::ivalue::Future& done) {
-          return c10::IValue(done.value().toTensorVector().at(0) * 2);
-        },
-        c10::TensorType::get());
-    doubled->waitAndThrow();
-    EXPECT_TRUE(at::equal(doubled->value().toTensor(),
-                          expected_sum(world_size(), 500, at::kDouble) * 2));
-  });
-}
-
 TEST_P(OrderedCollectivesTest, TheGroupIsLeftAlone) {
   run_ranks(world_size(), [&](const Group& group) {
     OrderedCollectives collectives(group, options(group->getRank()));
@@ -458,11 +417,8 @@ std::string error_of(const std::function<void()>& fn) {
 TEST(OrderedCollectivesErrorTest, SaysWhatCannotBeReduced) {
   run_ranks(2, [](const Group& group) {
     OrderedCollectives collectives(group);
-    const auto reduce = [&](const at::Tensor& tensor,
-                            std::optional<double> scale = std::nullopt) {
-      return [&collectives, tensor, scale] {
-        collectives.all_reduce(tensor, scale);
-      };
+    const auto reduce = [&](const at::Tensor& tensor) {
+      return [&collectives, tensor] { collectives.all_reduce(tensor); };
     };
     const at::Tensor ones = at::ones({4, 4});
     EXPECT_THAT(error_of<c10::ValueError>(reduce(ones.t().narrow(0, 0, 2))),
@@ -476,17 +432,6 @@ TEST(OrderedCollectivesErrorTest, SaysWhatCannotBeReduced) {
                 HasSubstr("resolve_conj"));
     EXPECT_THAT(error_of<c10::TypeError>(reduce(at::ones({4}, at::kBool))),
                 HasSubstr("can't add Bool"));
-    EXPECT_THAT(error_of<c10::ValueError>(reduce(at::ones({4}, at::kInt), 0.5)),
-                HasSubstr("no scale for Int"));
-    EXPECT_THAT(error_of<c10::ValueError>([&] {
-                  collectives.reduce_scatter(at::ones(5), at::ones(1));
-                }),
-                HasSubstr("expected an output of "));
-    EXPECT_THAT(error_of<c10::ValueError>([&] {
-                  const at::Tensor input = at::ones(8);
-                  collectives.reduce_scatter(input, input.narrow(0, 2, 4));
-                }),
-                HasSubstr("another part"));
     EXPECT_THAT(error_of<c10::ValueError>(
                     [&] { OrderedCollectives(group, {.group_size = 3}); }),
                 HasSubstr("divides"));
@@ -528,20 +473,56 @@ TEST_P(OrderedCollectivesTest, ARankThatLeavesEndsWhatWaitsForIt) {
       std::chrono::minutes(10));
 }
 
-// Some close their connections while others say goodbye.
-TEST(OrderedCollectivesErrorTest, RanksThatLeaveAtOnceDoNotWaitForEachOther) {
-  run_ranks(
-      5,
-      [](const Group& group) {
-        for (int round = 0; round < 100; ++round) {
-          const int64_t shared_bytes = round % 4 < 2 ? kRoom : 0;
-          OrderedCollectives collectives(group, {.shared_bytes = shared_bytes});
-          if (round % 2 == 0) {
-            collectives.all_reduce(at::ones(10))->waitAndThrow();
-          }
-        }
-      },
-      std::chrono::minutes(10));
+// Peers may be in their calls then.
+TEST_P(OrderedCollectivesTest, ARankMayLeaveAsSoonAsItsOwnCallsAreDone) {
+  const at::Tensor expected = expected_sum(world_size(), 100003, at::kFloat);
+  run_ranks(world_size(), [&](const Group& group) {
+    const int rank = group->getRank();
+    for (int round = 0; round < 10; ++round) {
+      OrderedCollectives collectives(group, options(rank));
+      const at::Tensor first = values_of(rank, 100003, at::kFloat);
+      const at::Tensor second = first.clone();
+      const FuturePtr in_flight = collectives.all_reduce(first);
+      collectives.all_reduce(second)->waitAndThrow();
+      in_flight->waitAndThrow();
+      EXPECT_TRUE(at::equal(first, expected));
+      EXPECT_TRUE(at::equal(second, expected));
+    }
+  });
+}
+
+// Rank 2 is late to read what the others have posted of a sum: by then rank 1
+// has left and the next sum has failed on rank 0.
+TEST(OrderedCollectivesErrorTest, ASumThatPeersHaveIsThereForAll) {
+  std::latch late(1);
+  run_ranks(3, [&](const Group& group) {
+    const int rank = group->getRank();
+    auto collectives = std::make_unique<OrderedCollectives>(group);
+    // As many calls as it has threads; callbacks keep these on rank 2.
+    const auto gate = c10::make_intrusive<c10::ivalue::Future>(
+        c10::ListType::create(c10::TensorType::get()));
+    std::vector<FuturePtr> before;
+    for (int i = 0; i < 2; ++i) {
+      before.push_back(collectives->all_reduce(at::ones(10), {}, gate));
+      if (rank != 2) continue;
+      before.back()->addCallback([&](c10::ivalue::Future&) { late.wait(); });
+    }
+    gate->markCompleted(c10::IValue(std::vector<at::Tensor>{}));
+    const at::Tensor tensor = at::ones(10);
+    const FuturePtr sum = collectives->all_reduce(tensor);
+    if (rank != 2) {
+      for (const FuturePtr& future : before) future->waitAndThrow();
+      sum->waitAndThrow();
+    }
+    if (rank == 1) collectives.reset();
+    if (rank == 0) {
+      EXPECT_THROW(collectives->all_reduce(at::ones(10))->waitAndThrow(),
+                   PeerError);
+      late.count_down();
+    }
+    sum->waitAndThrow();
+    EXPECT_TRUE(at::equal(tensor, at::full({10}, 3.0)));
+  });
 }
 
 TEST(OrderedCollectivesErrorTest, ClosingTheGroupEndsAllOnIt) {

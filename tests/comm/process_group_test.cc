@@ -92,27 +92,13 @@ TEST_P(WorldSizeTest, GroupSumsEveryRank) {
   });
 }
 
-TEST_P(WorldSizeTest, GroupsStoreCarriesWordsBetweenRanks) {
-  const int world_size = GetParam();
-  run_ranks(world_size, [&](Group group) {
-    const auto key = [](int rank) { return "word" + std::to_string(rank); };
-    group->getStore()->set(key(group->getRank()),
-                           "from " + std::to_string(group->getRank()));
-    for (int rank = 0; rank < world_size; ++rank) {
-      EXPECT_EQ(group->getStore()->get_to_str(key(rank)),
-                "from " + std::to_string(rank));
-    }
-  });
-}
-
 TEST(ProcessGroupTest, GroupsOfOneStoreDoNotMix) {
   auto store = c10::make_intrusive<c10d::HashStore>();
-  const ProcessGroupOptions options = {.gloo_interfaces = {"lo"}};
   std::vector<std::jthread> ranks;
   for (int rank = 0; rank < 2; ++rank) {
     ranks.emplace_back([&, rank] {
-      GroupScope first(make_process_group(store, rank, 2, options));
-      GroupScope second(make_process_group(store, rank, 2, options));
+      GroupScope first(make_process_group(store, rank, 2));
+      GroupScope second(make_process_group(store, rank, 2));
       if (rank == 0) first.group()->getStore()->set("key", "of the first");
       if (rank == 1) second.group()->getStore()->set("key", "of the second");
       EXPECT_EQ(first.group()->getStore()->get_to_str("key"), "of the first");
@@ -234,8 +220,7 @@ TEST(SingleProcessGroupTest, AnswersEveryCollectiveExactly) {
 
 TEST(InitProcessGroupTest, AWorldOfOneFromALauncherOpensNoConnection) {
   const LaunchEnvironment env = {.master_addr = "192.0.2.1",  // nobody there
-                                 .master_port = 1,
-                                 .launcher = "torchrun"};
+                                 .master_port = 1};
   const Group group = init_process_group(env);
   EXPECT_EQ(all_reduced(group, at::ones(1)).item<float>(), 1);
 }
@@ -258,8 +243,7 @@ TEST(InitProcessGroupTest, NamesThePlaceWhereNobodyCame) {
                                  .master_port = port};
   EXPECT_THAT(
       text_of<PeerError>([&] {
-        init_process_group(
-            env, {.rendezvous_timeout = std::chrono::milliseconds(300)});
+        init_process_group(env, {.timeout = std::chrono::milliseconds(300)});
       }),
       AllOf(HasSubstr("rank 1 of 2 did not meet the others at 127.0.0.1:" +
                       std::to_string(port)),
@@ -297,8 +281,8 @@ TEST(InitProcessGroupTest, APortThatAnotherProgramHoldsIsAnErrorInTime) {
                                    .master_addr = "127.0.0.1",
                                    .master_port = listener.port()};
     EXPECT_THAT(text_of<PeerError>([&] {
-                  init_process_group(env, {.rendezvous_timeout =
-                                               std::chrono::milliseconds(100)});
+                  init_process_group(
+                      env, {.timeout = std::chrono::milliseconds(100)});
                 }),
                 HasSubstr(absl::StrCat("rank ", rank,
                                        " of 2 did not meet the others "
@@ -340,8 +324,7 @@ TEST(GroupScopeTest, AnExceptionOnOneRankEndsTheOthersCollectives) {
 // stays until rank 0 is gone.
 TEST(GroupScopeTest, AnExceptionDoesNotWaitForOwnCollectives) {
   auto store = c10::make_intrusive<c10d::HashStore>();
-  const ProcessGroupOptions options = {.timeout = kForever,
-                                       .gloo_interfaces = {"lo"}};
+  const ProcessGroupOptions options = {.timeout = kForever};
   std::atomic<bool> gone = false;
   std::jthread rank_1([&] {
     GroupScope scope(make_process_group(store, 1, 2, options));

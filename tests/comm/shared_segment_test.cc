@@ -14,7 +14,7 @@
 #include <string>
 #include <vector>
 
-#include "brigade/comm/errors/message_of.h"
+#include "brigade/comm/errors/error_texts.h"
 #include "brigade/comm/process_group.h"
 #include "brigade/tests/support/local_ranks.h"
 #include "brigade/tests/support/process_ranks.h"

@@ -12,9 +12,9 @@
 #include <utility>
 #include <vector>
 
-#include "brigade/comm/status/status_channel.h"
 #include "brigade/comm/errors/peer_error.h"
 #include "brigade/comm/process_group.h"
+#include "brigade/comm/status/status_channel.h"
 #include "brigade/tests/support/process_ranks.h"
 #include "gmock/gmock.h"
 #include "gtest/gtest.h"
@@ -79,9 +79,9 @@ TEST(StatusFailureTest, OfSeveralThatDieTogetherOneIsNamed) {
   const std::vector<RankResult> results = ranks.finish();
   for (const int rank : {0, 3}) {
     EXPECT_EQ(results[rank].exit_code, 0) << results[rank].error_output;
-    EXPECT_THAT(results[rank].messages,
-                Contains(ContainsRegex(
-                    "rank [12] \\(process [0-9]+\\) has ended")));
+    EXPECT_THAT(
+        results[rank].messages,
+        Contains(ContainsRegex("rank [12] \\(process [0-9]+\\) has ended")));
   }
 }
 
@@ -153,8 +153,7 @@ const RankFunction kExit("exit_with_channel", [](RankContext& rank) {
   }
 });
 
-TEST(StatusFailureTest,
-     AProcessThatExitsWithAnExchangeInFlightHasLeft) {
+TEST(StatusFailureTest, AProcessThatExitsWithAnExchangeInFlightHasLeft) {
   ProcessRanks ranks({.world_size = 2, .function = "exit_with_channel"});
   const std::vector<RankResult> results = ranks.finish();
   EXPECT_EQ(results[0].exit_code, 0) << results[0].error_output;

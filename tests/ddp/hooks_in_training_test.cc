@@ -451,9 +451,8 @@ Group make_expert_group(const Group& group) {
   const int parity = group->getRank() % 2;
   const auto store = c10::make_intrusive<c10d::PrefixStore>(
       "experts/" + std::to_string(parity), group->getStore());
-  return make_process_group(
-      store, group->getRank() / 2, group->getSize() / 2,
-      {.timeout = std::chrono::seconds(10), .gloo_interfaces = {"lo"}});
+  return make_process_group(store, group->getRank() / 2, group->getSize() / 2,
+                            {.timeout = std::chrono::seconds(10)});
 }
 
 TEST(ParameterGroupsTest, AverageExpertsOverTheirOwnGroups) {

@@ -1,8 +1,6 @@
 // Meshes whose rows are any ranks: what is sharded over rows of them has the
 // bits of one process that adds up rows first, and then these, each in order.
 
-#include "brigade/comm/rank_mesh.h"
-
 #include <ATen/CPUGeneratorImpl.h>
 #include <torch/torch.h>
 #include <unistd.h>
@@ -15,6 +13,7 @@
 #include <vector>
 
 #include "absl/strings/str_cat.h"
+#include "brigade/comm/subgroup.h"
 #include "brigade/ddp/distributed_data_parallel.h"
 #include "brigade/fsdp/checkpoint_model.h"
 #include "brigade/fsdp/fully_shard.h"

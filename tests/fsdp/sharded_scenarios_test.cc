@@ -17,7 +17,7 @@
 #include <tuple>
 #include <vector>
 
-#include "brigade/comm/errors/message_of.h"
+#include "brigade/comm/errors/error_texts.h"
 #include "brigade/comm/errors/peer_error.h"
 #include "brigade/comm/process_group.h"
 #include "brigade/fsdp/fully_shard.h"

@@ -9,6 +9,7 @@
 #include <thread>
 #include <vector>
 
+#include "brigade/comm/errors/error_texts.h"
 #include "brigade/fsdp/shard_operators.h"
 
 namespace brigade {

@@ -61,8 +61,7 @@ class StallCheckTest : public ::testing::Test {
                                    .prefix = "progress/",
                                    .rank = r,
                                    .world_size = kWorldSize},
-          kNames, milliseconds{1000}, rank->progress,
-          [words = &rank->words] { return *words; });
+          kNames, rank->progress, [words = &rank->words] { return *words; });
       ranks_.push_back(std::move(rank));
     }
   }
@@ -81,7 +80,7 @@ class StallCheckTest : public ::testing::Test {
 
   std::optional<std::string> check(int rank, int time_ms) {
     return ranks_[rank]->check->look(
-        StallWatch::Check::Time(milliseconds{time_ms}));
+        StallWatch::Check::Time(milliseconds{time_ms}), milliseconds{1000});
   }
 
   // What rank 0 says at last, when `others` have checked as often.

@@ -25,7 +25,7 @@ HostBackend::HostBackend(const BackendPlace& place)
     : c10d::Backend(place.rank, place.world_size),
       timeout_(place.timeout),
       gloo_(make_gloo_backend(place.store, place.rank, place.world_size,
-                              place.timeout, {"lo"})),
+                              place.timeout)),
       thread_([this] { run_all(); }) {}
 
 HostBackend::~HostBackend() {
@@ -150,11 +150,9 @@ c10::intrusive_ptr<c10d::Work> HostBackend::run(const Tensors& outputs,
 
 ProcessGroupOptions with_host_backend() {
   return {.device_type = at::kPrivateUse1,
-          .make_backend =
-              [](const BackendPlace& place) {
-                return c10::make_intrusive<HostBackend>(place);
-              },
-          .gloo_interfaces = {"lo"}};
+          .make_backend = [](const BackendPlace& place) {
+            return c10::make_intrusive<HostBackend>(place);
+          }};
 }
 
 c10::intrusive_ptr<c10d::ProcessGroup> without_cpu(

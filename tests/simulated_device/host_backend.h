@@ -18,7 +18,7 @@
 #include <vector>
 
 #include "brigade/comm/process_group.h"
-#include "brigade/comm/streams/communication_streams.h"
+#include "brigade/comm/streams/streams.h"
 
 namespace brigade::testing {
 

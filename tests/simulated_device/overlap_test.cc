@@ -11,8 +11,8 @@
 #include <vector>
 
 #include "brigade/comm/backends/identical_ranks_backend.h"
-#include "brigade/comm/streams/communication_streams.h"
-#include "brigade/comm/streams/future_of_work.h"
+#include "brigade/comm/streams/futures.h"
+#include "brigade/comm/streams/streams.h"
 #include "brigade/comm_hooks/function_hook.h"
 #include "brigade/comm_hooks/weighted_mean_hook.h"
 #include "brigade/reducer/reducer.h"

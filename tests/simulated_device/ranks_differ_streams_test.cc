@@ -15,7 +15,7 @@
 #include <vector>
 
 #include "absl/strings/str_cat.h"
-#include "brigade/comm/errors/message_of.h"
+#include "brigade/comm/errors/error_texts.h"
 #include "brigade/fsdp/segmented_model.h"
 #include "brigade/tests/simulated_device/host_backend.h"
 #include "brigade/tests/support/simulated_device/stream_test.h"

@@ -12,7 +12,7 @@
 
 #include "brigade/comm/backends/device_backend.h"
 #include "brigade/comm/backends/identical_ranks_backend.h"
-#include "brigade/comm/group/control_device.h"
+#include "brigade/comm/group/group_info.h"
 #include "brigade/comm/process_group.h"
 #include "brigade/comm/subgroup.h"
 #include "brigade/fsdp/checkpoint_model.h"

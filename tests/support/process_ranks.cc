@@ -216,7 +216,6 @@ void ProcessRanks::start(int rank, uint16_t port) {
   variables["MASTER_PORT"] = std::to_string(port);
   variables["TORCHELASTIC_USE_AGENT_STORE"] = "True";
   variables["TORCHELASTIC_RESTART_COUNT"] = "0";
-  variables["GLOO_SOCKET_IFNAME"] = "lo";
   variables["OMP_NUM_THREADS"] = "1";
   for (const auto& [name, value] : options_.environment) {
     if (value) {

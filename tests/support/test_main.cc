@@ -12,6 +12,8 @@ int main(int argc, char** argv) {
   setenv("TORCH_FR_BUFFER_SIZE", "0", /*overwrite=*/1);
   // Else the bits of MKL's products depend on where their operands lie.
   setenv("MKL_CBWR", "COMPATIBLE", /*overwrite=*/1);
+  // Gloo needs no other interface, and the host name may resolve to nothing.
+  setenv("GLOO_SOCKET_IFNAME", "lo", /*overwrite=*/1);
   if (const auto exit_code = brigade::testing::run_as_rank()) return *exit_code;
   ::testing::InitGoogleMock(&argc, argv);
   return RUN_ALL_TESTS();

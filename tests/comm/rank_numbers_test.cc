@@ -1,9 +1,15 @@
-#include "brigade/comm/group/rank_names.h"
+// Numbers of ranks in errors, and of ranks on a host.
 
 #include <ATen/ops/ones.h>
+#include <c10/util/Exception.h>
+
+#include <cstdint>
+#include <string>
+#include <vector>
 
 #include "absl/strings/str_cat.h"
-#include "brigade/comm/errors/message_of.h"
+#include "brigade/comm/errors/error_texts.h"
+#include "brigade/comm/group/group_info.h"
 #include "brigade/comm/ordered/ordered_collectives.h"
 #include "brigade/comm/subgroup.h"
 #include "brigade/tests/support/local_ranks.h"
@@ -11,7 +17,7 @@
 #include "gtest/gtest.h"
 
 namespace brigade {
-namespace rank_names_test {
+namespace rank_numbers_test {
 
 using ::testing::AllOf;
 using ::testing::HasSubstr;
@@ -59,5 +65,39 @@ TEST(RankNamesTest, AreThoseOfErrors) {
   });
 }
 
-}  // namespace rank_names_test
+std::string error_of(const std::vector<int64_t>& host_by_rank) {
+  try {
+    ranks_of_a_host(host_by_rank);
+  } catch (const c10::ValueError& error) {
+    return error.what_without_backtrace();
+  }
+  return "no error";
+}
+
+TEST(RanksOfHostTest, CountsThoseOfEachHost) {
+  EXPECT_EQ(ranks_of_a_host({7}), 1);
+  EXPECT_EQ(ranks_of_a_host({7, 7, 7}), 3);
+  EXPECT_EQ(ranks_of_a_host({7, 8, 9}), 1);
+  EXPECT_EQ(ranks_of_a_host({7, 7, 7, -9, -9, -9, 3, 3, 3}), 3);
+}
+
+TEST(RanksOfHostTest, RefusesHostsThatAreNotRows) {
+  EXPECT_THAT(error_of({7, 7, 8}),
+              AllOf(HasSubstr("ranks 0, 1 on one host, rank 2 on another"),
+                    HasSubstr("number of shards")));
+  EXPECT_THAT(error_of({7, 8, 8}), HasSubstr("ranks 1, 2 on another"));
+  EXPECT_THAT(error_of({7, 8, 7, 8}),
+              HasSubstr("ranks 0, 2 on one host, ranks 1, 3 on another"));
+  EXPECT_THAT(error_of({7, 0, 7}), HasSubstr("rank 1 does not know its host"));
+}
+
+TEST(RanksOfHostTest, FindsThoseOfThisHost) {
+  for (const int num_ranks : {1, 2, 4}) {
+    run_ranks(num_ranks, [&](const Group& group) {
+      EXPECT_EQ(ranks_of_a_host(group), num_ranks);
+    });
+  }
+}
+
+}  // namespace rank_numbers_test
 }  // namespace brigade

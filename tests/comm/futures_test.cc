@@ -1,4 +1,4 @@
-#include "brigade/comm/streams/timed_wait.h"
+#include "brigade/comm/streams/futures.h"
 
 #include <chrono>
 #include <memory>
@@ -8,7 +8,7 @@
 #include "gtest/gtest.h"
 
 namespace brigade {
-namespace timed_wait_test {
+namespace futures_test {
 
 using std::chrono::milliseconds;
 
@@ -18,7 +18,7 @@ c10::intrusive_ptr<c10::ivalue::Future> pending() {
   return c10::make_intrusive<c10::ivalue::Future>(c10::AnyType::get());
 }
 
-TEST(TimedWaitTest, AFutureThatIsDoneIsNotWaitedFor) {
+TEST(WaitForTest, AFutureThatIsDoneIsNotWaitedFor) {
   const auto done = pending();
   done->markCompleted(1);
   EXPECT_TRUE(wait_for(*done, milliseconds(0)));
@@ -27,7 +27,7 @@ TEST(TimedWaitTest, AFutureThatIsDoneIsNotWaitedFor) {
   EXPECT_TRUE(wait_for(*failed, milliseconds(0)));
 }
 
-TEST(TimedWaitTest, EndsWhenAnotherThreadCompletesTheFuture) {
+TEST(WaitForTest, EndsWhenAnotherThreadCompletesTheFuture) {
   const auto future = pending();
   std::thread completes([future] {
     std::this_thread::sleep_for(milliseconds(20));
@@ -39,7 +39,7 @@ TEST(TimedWaitTest, EndsWhenAnotherThreadCompletesTheFuture) {
   completes.join();
 }
 
-TEST(TimedWaitTest, EndsAtTheTimeAndTheFutureMayBeDoneLater) {
+TEST(WaitForTest, EndsAtTheTimeAndTheFutureMayBeDoneLater) {
   const auto future = pending();
   const auto begin = std::chrono::steady_clock::now();
   EXPECT_FALSE(wait_for(*future, milliseconds(20)));
@@ -48,5 +48,5 @@ TEST(TimedWaitTest, EndsAtTheTimeAndTheFutureMayBeDoneLater) {
   EXPECT_TRUE(wait_for(*future, milliseconds(0)));
 }
 
-}  // namespace timed_wait_test
+}  // namespace futures_test
 }  // namespace brigade

@@ -1,0 +1,49 @@
+#include "brigade/comm/errors/error_texts.h"
+
+#include <c10/util/Exception.h>
+
+namespace brigade {
+
+std::string message_of(const std::exception_ptr& error) {
+  try {
+    std::rethrow_exception(error);
+  } catch (const c10::Error& known) {
+    return known.what_without_backtrace();
+  } catch (const std::exception& unknown) {
+    return unknown.what();
+  } catch (...) {
+    return "an unknown exception";
+  }
+}
+
+std::string describe_ranks(std::span<const int> ranks) {
+  if (ranks.empty()) return "no rank";
+  std::string text = ranks.size() == 1 ? "rank " : "ranks ";
+  for (size_t first = 0; first < ranks.size();) {
+    size_t last = first;
+    while (last + 1 < ranks.size() && ranks[last + 1] == ranks[last] + 1) {
+      ++last;
+    }
+    if (last - first < 2) last = first;  // a pair is listed as two
+    absl::StrAppend(&text, first > 0 ? ", " : "", ranks[first]);
+    if (last > first) absl::StrAppend(&text, "-", ranks[last]);
+    first = last + 1;
+  }
+  return text;
+}
+
+std::string describe_seconds(std::chrono::milliseconds time) {
+  return absl::StrCat(static_cast<double>(time.count()) / 1000.0, " s");
+}
+
+std::string describe_tensor(std::string_view name, const at::Tensor& tensor) {
+  std::string text;
+  if (!name.empty()) absl::StrAppend(&text, "'", std::string(name), "' ");
+  absl::StrAppend(&text, c10::toString(tensor.scalar_type()), " [",
+                  absl::StrJoin(tensor.sizes(), ", "), "] strides [",
+                  absl::StrJoin(tensor.strides(), ", "), "] on ",
+                  c10::DeviceTypeName(tensor.device().type(), true));
+  return text;
+}
+
+}  // namespace brigade

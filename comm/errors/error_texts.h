@@ -1,0 +1,87 @@
+// Parts of error messages: what an exception says, which ranks, which tensor,
+// which of many names.
+//
+// Thread safety: pure functions.
+
+#ifndef BRIGADE_COMM_ERRORS_ERROR_TEXTS_H_
+#define BRIGADE_COMM_ERRORS_ERROR_TEXTS_H_
+
+#include <ATen/core/Tensor.h>
+
+#include <algorithm>
+#include <chrono>
+#include <cstddef>
+#include <exception>
+#include <span>
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include "absl/strings/str_cat.h"
+#include "absl/strings/str_join.h"
+
+namespace brigade {
+
+// The exception's text, of whatever type, without a backtrace.
+std::string message_of(const std::exception_ptr& error);
+
+// "rank 3", "ranks 0, 2, 5-9".
+std::string describe_ranks(std::span<const int> ranks);
+
+// "0.25 s"
+std::string describe_seconds(std::chrono::milliseconds time);
+
+// "'head.bias' Float [10] strides [1] on cpu"; without the name if it is empty.
+// Without the device's index, since ranks use different ones.
+std::string describe_tensor(std::string_view name, const at::Tensor& tensor);
+
+// "a, b, c, d, e and 7 more": five at most. `name_of(i)`, i < count.
+template <typename NameOf>
+std::string shortened_list(size_t count, const NameOf& name_of,
+                           const char* separator = ", ") {
+  constexpr size_t kMost = 5;
+  std::string text;
+  for (size_t i = 0; i < std::min(count, kMost); ++i) {
+    absl::StrAppend(&text, i == 0 ? "" : separator, name_of(i));
+  }
+  if (count > kMost) absl::StrAppend(&text, " and ", count - kMost, " more");
+  return text;
+}
+
+template <typename T>
+struct RanksOfValue {
+  T value;
+  std::vector<int> ranks;
+};
+
+// Groups ranks that hold the same value, in order of their lowest rank.
+template <typename T>
+std::vector<RanksOfValue<T>> ranks_by_value(const std::vector<T>& by_rank) {
+  std::vector<RanksOfValue<T>> groups;
+  for (size_t rank = 0; rank < by_rank.size(); ++rank) {
+    auto group =
+        std::ranges::find(groups, by_rank[rank], &RanksOfValue<T>::value);
+    if (group == groups.end()) {
+      groups.push_back({by_rank[rank], {}});
+      group = groups.end() - 1;
+    }
+    group->ranks.push_back(static_cast<int>(rank));
+  }
+  return groups;
+}
+
+// "rank 0 has X, ranks 1, 2 have Y"
+template <typename T>
+std::string describe_by_value(const std::vector<T>& by_rank) {
+  std::vector<std::string> parts;
+  for (const RanksOfValue<T>& group : ranks_by_value(by_rank)) {
+    parts.push_back(absl::StrCat(describe_ranks(group.ranks),
+                                 group.ranks.size() == 1 ? " has " : " have ",
+                                 group.value));
+  }
+  return absl::StrJoin(parts, ", ");
+}
+
+}  // namespace brigade
+
+#endif  // BRIGADE_COMM_ERRORS_ERROR_TEXTS_H_

@@ -1,0 +1,186 @@
+// Facts about a process group: its backends, peers, timeout, store, the device
+// and the rank numbers to use; and values that brigade keeps for each group.
+//
+// Thread safety: any thread.
+
+#ifndef BRIGADE_COMM_GROUP_GROUP_INFO_H_
+#define BRIGADE_COMM_GROUP_GROUP_INFO_H_
+
+#include <c10/core/Device.h>
+
+#include <chrono>
+#include <cstdint>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
+#include <vector>
+
+namespace brigade {
+
+// Returns null where the group serves no tensors of this device type, and where
+// it is written in Python and so has no backends.
+c10::intrusive_ptr<c10d::Backend> find_backend(c10d::ProcessGroup& group,
+                                               c10::DeviceType device_type);
+
+// Returns true if tensors of the device travel over Gloo, through the host: for
+// instance where ranks share a device, which NCCL refuses.
+bool is_over_gloo(c10d::ProcessGroup& group, c10::DeviceType device_type);
+
+// Returns true if a rank can talk to others of the group: not for a group of
+// one, one without a store, and torch's `fake` one, whose ranks are taken to be
+// identical.
+bool has_peers(c10d::ProcessGroup& group);
+
+// Returns true if the group can move tensors of this type, as far as it tells.
+bool supports_device(const c10d::ProcessGroup& group, c10::DeviceType type);
+
+// The device of small tensors that ranks exchange about their work. All ranks
+// must choose the same kind of device, or their collectives would run on
+// different backends; so the kind depends on the group, never on the model.
+//
+// The CPU if the group has a backend for it (or registers no backends at all),
+// else the group's own device: with the index that the group is bound to, that
+// was suggested, or the current one.
+c10::Device control_device(const c10d::ProcessGroup& group);
+
+// Suggests the model's device for a group that is bound to no device, before
+// the first collective: two ranks that give NCCL tensors of the same device
+// fail, and programs need not make their device the current one. The first
+// suggestion of a type that the group serves stands.
+void suggest_control_device(const c10::intrusive_ptr<c10d::ProcessGroup>& group,
+                            c10::Device device);
+
+// The group's store, over a connection of its own where it is a TCPStore's
+// client: such a client holds a lock while one thread waits for a key, and that
+// thread's peers may need the lock to set the key. Null if the group has none.
+c10::intrusive_ptr<c10d::Store> control_store(c10d::ProcessGroup& group);
+
+// The shortest timeout among the group's backends; if none tells its own, the
+// remembered one, or c10d's default, 30 minutes.
+std::chrono::milliseconds group_timeout(c10d::ProcessGroup& group);
+void remember_timeout(const c10::intrusive_ptr<c10d::ProcessGroup>& group,
+                      std::chrono::milliseconds timeout);
+
+// One value of type T for each process group of this process, for as long as
+// the group lives.
+template <typename T>
+class ValuesByGroup {
+ public:
+  static ValuesByGroup& of_process() {
+    static auto& all = *new ValuesByGroup();
+    return all;
+  }
+
+  std::shared_ptr<T> get(const c10::intrusive_ptr<c10d::ProcessGroup>& group) {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    std::erase_if(kept_,
+                  [](const auto& kept) { return kept.second.group.expired(); });
+    return kept_.try_emplace(group.get(), group).first->second.value;
+  }
+
+  std::shared_ptr<T> find(const c10d::ProcessGroup& group) {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    const auto found = kept_.find(&group);
+    // An earlier group may have had this address.
+    if (found == kept_.end() || found->second.group.expired()) return nullptr;
+    return found->second.value;
+  }
+
+ private:
+  struct Kept {
+    explicit Kept(const c10::intrusive_ptr<c10d::ProcessGroup>& group)
+        : group(group) {}
+
+    const c10::weak_intrusive_ptr<c10d::ProcessGroup> group;
+    const std::shared_ptr<T> value = std::make_shared<T>();
+  };
+
+  std::mutex mutex_;
+  std::map<const c10d::ProcessGroup*, Kept> kept_;
+};
+
+// The group's value of type T, made at the first call.
+template <typename T>
+std::shared_ptr<T> per_group(
+    const c10::intrusive_ptr<c10d::ProcessGroup>& group) {
+  return ValuesByGroup<T>::of_process().get(group);
+}
+
+// Null if there was no such call.
+template <typename T>
+std::shared_ptr<T> find_per_group(const c10d::ProcessGroup& group) {
+  return ValuesByGroup<T>::of_process().find(group);
+}
+
+// Number of a channel of a group, equal on all ranks: it names keys in the
+// store.
+class ChannelIdentity {
+ public:
+  // For a channel that all ranks make at the same place of their programs.
+  static ChannelIdentity made_together(
+      const c10::intrusive_ptr<c10d::ProcessGroup>& group);
+
+  // For a channel that each rank makes by itself, in any order with respect to
+  // the others' channels of the first kind. A rank that makes one more puts
+  // only its later ones out of step.
+  static ChannelIdentity made_alone(
+      const c10::intrusive_ptr<c10d::ProcessGroup>& group);
+
+  uint64_t number() const { return number_; }  // > 0
+
+ private:
+  explicit ChannelIdentity(uint64_t number) : number_(number) {}
+
+  uint64_t number_;
+};
+
+// Numbers of a group's ranks in errors: a subgroup's ranks have the numbers of
+// the whole group, which are those that users know.
+class RankNames {
+ public:
+  RankNames() = default;  // a rank's own number
+
+  static RankNames of(const c10d::ProcessGroup& group);
+
+  // Names of some of the ranks, in rising order.
+  RankNames of_some(const std::vector<int>& ranks) const;
+
+  // Gives `group` these names.
+  void set_for(const c10::intrusive_ptr<c10d::ProcessGroup>& group) const;
+
+  int operator[](int rank) const {
+    return numbers_.empty() ? rank : numbers_[rank];
+  }
+
+  // "rank 1 of 4"; of a subgroup "rank 6, of ranks 2, 6".
+  std::string describe(int rank, int num_ranks) const;
+
+ private:
+  std::vector<int> numbers_;  // by rank; empty: their own
+};
+
+class StatusTransport;
+
+// A backend that answers for all ranks by itself, because its peers do not
+// exist: the recording group's.
+class AnswersForAllRanks {
+ public:
+  // A group of `world_size` of the ranks, in which this one has number `rank`.
+  virtual c10::intrusive_ptr<c10d::ProcessGroup> make_subgroup(
+      int rank, int world_size) = 0;
+
+  virtual std::unique_ptr<StatusTransport> make_status_transport() = 0;
+
+ protected:
+  ~AnswersForAllRanks() = default;
+};
+
+// Null if the group's backend for this device is not of that kind.
+AnswersForAllRanks* find_answers(c10d::ProcessGroup& group,
+                                 c10::DeviceType device_type);
+
+}  // namespace brigade
+
+#endif  // BRIGADE_COMM_GROUP_GROUP_INFO_H_
