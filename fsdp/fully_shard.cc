@@ -13,7 +13,6 @@
 #include "brigade/comm/agreement.h"
 #include "brigade/comm/group/control_device.h"
 #include "brigade/comm/ranks_of_host.h"
-#include "brigade/fsdp/parameter_memory.h"
 #include "brigade/fsdp/segmented_model.h"
 
 namespace brigade {
@@ -206,9 +205,7 @@ class UnitBuilder {
       }
     }
     for (const auto& [parameter, unit] : in_order) {
-      UnitParameter spec = *parameter;
-      if (selection_.adjust) selection_.adjust(spec);
-      requests[unit].parameters.push_back(std::move(spec));
+      requests[unit].parameters.push_back(*parameter);
     }
   }
 
@@ -300,8 +297,7 @@ std::unique_ptr<ShardedModel> shard(const Module& module, const Group& group,
   require_agreement(group, control_device(*group), "tied tensor", {},
                     check_untied(tree, requests));
   auto model = std::make_unique<SegmentedModel>(
-      make_sharded_units(std::move(requests), group, options), group,
-      std::move(options));
+      make_sharded_units(std::move(requests), group, options), group, options);
   model->set_forward_check(make_registration_check(module));
   return model;
 }

@@ -6,13 +6,11 @@
 namespace brigade {
 
 uint64_t RecordedSchedule::fingerprint() const {
-  uint64_t hash = 0xcbf29ce484222325;  // FNV-1a over 8-byte words
+  SequenceHash hash;
   for (const ScheduleEntry& entry : entries) {
-    hash = (hash ^ (entry.unit * 2 + static_cast<size_t>(entry.kind))) *
-           0x100000001b3;
-    hash ^= hash >> 29;
+    hash.add(entry.unit * 2 + static_cast<size_t>(entry.kind));
   }
-  return hash;
+  return hash.value();
 }
 
 SegmentCursor::SegmentCursor(UnitRules rules, const RecordedSchedule* recorded,
@@ -149,14 +147,6 @@ RoundResult SegmentCursor::end_round(std::span<const RoundMessage> of_ranks,
   if (!has_ended) return RoundResult::kGoesOn;
   release_all(/*with_those_that_stay=*/false, actions);
   return RoundResult::kEnded;
-}
-
-std::vector<char> SegmentCursor::held() const {
-  std::vector<char> held(rules_.num_units(), 0);
-  for (size_t unit = 0; unit < held.size(); ++unit) {
-    held[unit] = is_held(unit) ? 1 : 0;
-  }
-  return held;
 }
 
 bool SegmentCursor::is_pinned_or_around(size_t unit) const {

@@ -3,14 +3,19 @@
 #include <ATen/ATen.h>
 
 #include <algorithm>
+#include <chrono>
 #include <utility>
 
 #include "absl/strings/str_cat.h"
 #include "brigade/comm/errors/message_of.h"
+#include "brigade/comm/errors/peer_error.h"
 #include "brigade/comm/streams/stream_join.h"
 
 namespace brigade {
 
+namespace {
+
+// The unsharded parameters of a unit in a buffer, by flat.
 std::vector<at::Tensor> wholes_in(const ShardedUnit& unit,
                                   const at::Tensor& bytes) {
   std::vector<at::Tensor> wholes;
@@ -24,25 +29,15 @@ std::vector<at::Tensor> wholes_in(const ShardedUnit& unit,
   return wholes;
 }
 
-void bind(ShardedUnit& unit) {
-  if (unit.is_bound) return;
-  for (size_t i = 0; i < unit.flats.size(); ++i) {
-    unit.flats[i]->bind(unit.gathered->wholes[i]);
-  }
-  unit.is_bound = true;
-}
+// How long a rank that has failed waits for its peers to hear of it.
+constexpr std::chrono::seconds kFailurePatience(30);
 
-void unbind(ShardedUnit& unit) {
-  if (!std::exchange(unit.is_bound, false)) return;
-  for (const auto& flat : unit.flats) flat->unbind();
-}
+}  // namespace
 
 SegmentRun::SegmentRun(Model model, Plan plan)
     : model_(model),
       plan_(std::move(plan)),
       cursor_(plan_.rules, plan_.schedule, plan_.unsharded, plan_.expected) {}
-
-SegmentRun::~SegmentRun() = default;
 
 void SegmentRun::begin() {
   shards_written_ = StreamPoint::now(model_.meshes.streams().device());
@@ -172,7 +167,7 @@ void SegmentRun::wait_for(size_t number) {
   }
   model_.recorder.unsharded(number);
   if (is_cpu) futures.clear();
-  bind(unit);
+  unit.bind();
 }
 
 // The slice of the neighbours' share.
@@ -206,7 +201,7 @@ void SegmentRun::release(size_t number) {
     unit.uses->note();
   }
   const StreamPoint last_use = unit.uses->end();
-  unbind(unit);
+  unit.unbind();
   Lease lease = std::exchange(unit.gathered, std::nullopt)->lease;
   if (unit.settings.keeps_storage && lease) {
     lease.last_use = last_use;
@@ -407,8 +402,9 @@ RoundResult SegmentRun::round(std::optional<size_t> need, bool has_failed,
   RoundAnswers answers;
   try {
     answers = model_.exchange.round(
-        own, has_failed ? std::optional(model_.options.failure_patience)
-                        : std::nullopt);
+        own, has_failed
+                 ? std::optional<std::chrono::milliseconds>(kFailurePatience)
+                 : std::nullopt);
   } catch (...) {
     is_broken_ = true;
     throw;
@@ -508,7 +504,7 @@ void SegmentRun::fail(const std::string& error) noexcept {
   if (!is_broken_) return drop_gradients();
   // Collectives may write to this memory for ever: it is not lent again.
   for (ShardedUnit& unit : model_.units) {
-    unbind(unit);
+    unit.unbind();
     unit.gathered.reset();
     unit.gradients = {};
     for (const auto& flat : unit.flats) flat->drop_gradients();

@@ -18,11 +18,11 @@
 #include <string>
 #include <vector>
 
-#include "brigade/fsdp/buffer_memory.h"
 #include "brigade/fsdp/schedule.h"
 #include "brigade/fsdp/segment_exchange.h"
 #include "brigade/fsdp/sharded_unit.h"
-#include "brigade/fsdp/sharding_recorder.h"
+#include "brigade/fsdp/sharding_timeline.h"
+#include "brigade/fsdp/unshard_buffers.h"
 #include "brigade/observing/progress.h"
 
 namespace brigade {
@@ -33,7 +33,7 @@ class SegmentRun {
   struct Model {
     std::vector<ShardedUnit>& units;
     const ShardMeshes& meshes;
-    BufferMemory& memory;
+    UnshardBuffers& memory;
     SegmentExchange& exchange;
     Progress& progress;
     ShardingRecorder& recorder;
@@ -51,7 +51,6 @@ class SegmentRun {
   };
 
   SegmentRun(Model model, Plan plan);
-  ~SegmentRun();
 
   void begin();
 
@@ -135,14 +134,6 @@ class SegmentRun {
   bool is_over_ = false;
   bool is_broken_ = false;
 };
-
-// What a unit's parameters are in, if a tensor has so many bytes: by flat.
-std::vector<at::Tensor> wholes_in(const ShardedUnit& unit,
-                                  const at::Tensor& bytes);
-
-// Binds or unbinds all parameters of a unit that is gathered.
-void bind(ShardedUnit& unit);
-void unbind(ShardedUnit& unit);
 
 }  // namespace brigade
 

@@ -11,8 +11,7 @@
 #include "brigade/comm/close_group.h"
 #include "brigade/comm/errors/message_of.h"
 #include "brigade/comm/errors/peer_error.h"
-#include "brigade/fsdp/backward_ends.h"
-#include "brigade/fsdp/digest.h"
+#include "brigade/fsdp/backward_hooks.h"
 #include "brigade/hooks/backward_end.h"
 #include "brigade/hooks/output_watch.h"
 
@@ -35,9 +34,10 @@ bool is_cpu(const ShardMeshes& meshes) {
 
 SegmentedModel::SegmentedModel(std::vector<ShardedUnit>&& units,
                                c10::intrusive_ptr<c10d::ProcessGroup> group,
-                               FullyShardOptions options)
-    : group_(group),
-      options_(std::move(options)),
+                               const FullyShardOptions& options)
+    : ShardedModel(options),
+      group_(group),
+      options_(options),
       meshes_(connect_units(units, group, options_, *this)),
       units_(std::move(units)),
       memory_(meshes_->streams().device()),
@@ -222,12 +222,12 @@ void SegmentedModel::check_usable() const {
               "\nMake the group and the model anew, and load a checkpoint.");
 }
 
-uint64_t SegmentedModel::settings_digest() const {
-  Digest digest;
-  digest.add(options_.max_reducing);
+uint64_t SegmentedModel::settings_hash() const {
+  SequenceHash hash;
+  hash.add(options_.max_reducing);
   for (const ShardedUnit& unit : units_) {
     const UnitSettings& settings = unit.settings;
-    digest.add(settings.reshards_after_forward ? 1 : 0)
+    hash.add(settings.reshards_after_forward ? 1 : 0)
         .add(settings.reshards_after_backward ? 1 : 0)
         .add(static_cast<uint64_t>(settings.reshards_to.value_or(0)))
         .add(std::bit_cast<uint64_t>(settings.gradient_divisor.value_or(0)))
@@ -236,14 +236,14 @@ uint64_t SegmentedModel::settings_digest() const {
         .add(settings.gathers_in_backward ? 1 : 0)
         .add(settings.keeps_storage ? 1 : 0);
     for (const auto& flat : unit.flats) {
-      digest.add(static_cast<uint64_t>(flat->dtype()))
+      hash.add(static_cast<uint64_t>(flat->dtype()))
           .add(static_cast<uint64_t>(flat->device().type()));
       for (size_t i = 0; i < flat->parameters().size(); ++i) {
-        digest.add(flat->is_trained(i) ? 1 : 0);
+        hash.add(flat->is_trained(i) ? 1 : 0);
       }
     }
   }
-  return digest.value();
+  return hash.value();
 }
 
 UnitRules SegmentedModel::rules_for(SegmentKind kind, bool has_grad,
@@ -273,16 +273,16 @@ OpeningMessage SegmentedModel::opening_of(SegmentKind kind) {
     const auto alive = forward.lock();
     return !alive || alive->is_done;
   });
-  Digest of_slices;
+  SequenceHash of_slices;
   bool has_slices = false;
   for (const ShardedUnit& unit : units_) {
     has_slices |= !unit.slices.empty();
     of_slices.add(unit.slices.empty() ? 0 : 1);
   }
   OpeningMessage opening = {.kind = kind,
-                            .settings = settings_digest(),
+                            .settings = settings_hash(),
                             .slices = has_slices ? of_slices.value() : 0};
-  Digest tag;
+  SequenceHash tag;
   tag.add(static_cast<uint64_t>(kind)).add(opening.settings);
   tag.add(forwards_.size()).add(opening.slices);
   for (const ShardedUnit& unit : units_) tag.add(unit.gathered ? 1 : 0);
@@ -327,7 +327,8 @@ void SegmentedModel::open(SegmentKind kind) {
   const Opened opened = exchange_opening(opening);
   const bool is_forward = opened.kind == SegmentKind::kForward;
   facts_ = {.tag = kind == SegmentKind::kShadow ? opened.tag : opening.tag,
-            .has_grad = at::GradMode::is_enabled()};
+            .has_grad = at::GradMode::is_enabled(),
+            .buffer_bytes = memory_.total_bytes()};
   for (ShardedUnit& unit : units_) {
     facts_.kept_before.push_back(unit.gathered ? 1 : 0);
     if (is_forward) unit.slices.clear();
@@ -363,13 +364,11 @@ void SegmentedModel::close() {
     schedules_.erase(facts_.tag);
   } else if (cursor.is_learning() && !options_.learn_always) {
     schedules_[facts_.tag] = cursor.record();
-    plan_buffers_of(cursor.record());
+    step_[run_->kind()] = cursor.record().entries;
   }
   release_after_segment();
-  if (cursor.is_learning() || cursor.has_deviated() || planned_.empty()) {
-    memory_.drop_extra();
-  } else {  // gradients came in another order than that of their sums, say
-    planned_ = memory_.keep_extra();
+  if (cursor.is_learning() || cursor.has_deviated()) {
+    memory_.shrink_to(facts_.buffer_bytes);
   }
   run_.reset();
   kind_ = Open::kNone;
@@ -386,7 +385,7 @@ void SegmentedModel::release_after_segment() {
                                          !unit.settings.reshards_after_forward)
                                   : !unit.settings.reshards_after_backward;
     if (stays && unit.is_bound) {
-      unbind(unit);
+      unit.unbind();
     } else if (!stays) {
       run_->release(i);
     }
@@ -406,7 +405,7 @@ void SegmentedModel::abandon(const std::string& error) noexcept {
     break_off();
   } else {
     for (size_t i = 0; i < units_.size(); ++i) run_->release(i);
-    memory_.drop_extra();
+    memory_.shrink_to(0);
   }
   run_.reset();
   kind_ = Open::kNone;
@@ -426,23 +425,6 @@ void SegmentedModel::break_off() noexcept {
   }
   for (const auto& own : meshes_->own_groups()) close_group(*own);
   close_group(*group_);
-}
-
-void SegmentedModel::plan_buffers_of(const RecordedSchedule& schedule) {
-  step_[run_->kind()] = {
-      .schedule = schedule,
-      .rules = rules_for(run_->kind(), facts_.has_grad, facts_.kept_before)};
-  const auto forward = step_.find(SegmentKind::kForward);
-  const auto backward = step_.find(SegmentKind::kBackward);
-  if (forward == step_.end() || backward == step_.end()) return;
-  std::vector<UnitBytes> sizes;
-  for (const ShardedUnit& unit : units_) {
-    sizes.push_back({.unsharded = unit.whole_bytes(),
-                     .gradients = is_due(unit) ? unit.gradient_bytes() : 0});
-  }
-  const std::vector<SegmentPlan> step = {forward->second, backward->second};
-  planned_ = plan_buffers(step, sizes, options_.max_reducing).buffer_bytes;
-  memory_.plan(planned_);
 }
 
 // ---- Forward.
@@ -653,7 +635,7 @@ void SegmentedModel::end_backward() {
     ++statistics_.reduced_backwards;
     recorder_.step_ends();
   }
-  if (!hooked.empty()) call_hooks_behind_backward(std::move(hooked));
+  if (!hooked.empty()) call_hooks_after_backward(std::move(hooked));
 }
 
 void SegmentedModel::deliver(std::vector<at::Tensor>& hooked) {
@@ -671,7 +653,7 @@ void SegmentedModel::deliver(std::vector<at::Tensor>& hooked) {
     }
     for (const auto& flat : unit.flats) {
       if (!flat->has_sum()) continue;
-      const size_t first = flat->options().first_number;
+      const size_t first = flat->context().first_number;
       const size_t count = flat->parameters().size();
       if (!over_replicas) {
         flat->keep_row_sum();

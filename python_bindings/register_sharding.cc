@@ -15,6 +15,7 @@
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 #include <tuple>
 #include <utility>
+#include <variant>
 #include <vector>
 
 #include "absl/status/status.h"
@@ -22,7 +23,7 @@
 #include "brigade/comm/agreement.h"
 #include "brigade/comm/group/control_device.h"
 #include "brigade/comm/ranks_of_host.h"
-#include "brigade/fsdp/post_accumulate_hooks.h"
+#include "brigade/fsdp/backward_hooks.h"
 #include "brigade/fsdp/reduction_hook.h"
 #include "brigade/fsdp/segmented_model.h"
 #include "brigade/fsdp/sharding_timeline.h"
@@ -48,9 +49,11 @@ PendingUnitPtr make_unit(
     const std::optional<std::vector<int64_t>>& block_numels,
     const std::optional<std::vector<std::optional<at::ScalarType>>>& dtypes) {
   UnitRequest request = {.name = std::move(name),
-                         .reshard_after_forward = reshard_after_forward,
-                         .reshard_to = options.reshard_to,
+                         .reshard_after_forward = false,
                          .spans_segments = spans_segments};
+  if (reshard_after_forward) {
+    request.reshard_after_forward = options.reshard_after_forward;
+  }
   for (size_t i = 0; i < parameters.size(); ++i) {
     UnitParameter& parameter = request.parameters.emplace_back(
         UnitParameter{.name = names.at(i), .tensor = parameters[i]});
@@ -137,7 +140,7 @@ std::shared_ptr<SegmentedModel> make_model(
     if (!mesh) continue;
     const auto& [ranks, num_shards, name] = *mesh;
     unit.mesh = UnitMesh{.ranks = ranks, .num_shards = num_shards};
-    unit.mesh_digest = std::hash<std::string>{}(name);
+    unit.mesh_hash = std::hash<std::string>{}(name);
   }
   try {
     return {std::make_unique<SegmentedModel>(std::move(units), group, options)
@@ -278,9 +281,11 @@ void register_sharding(py::module_& module) {
                        bool broadcast_parameters,
                        std::optional<at::ScalarType> wire_dtype,
                        bool reproducible) {
+             using Reshard = std::variant<bool, int>;
              return FullyShardOptions{
                  .num_shards = num_shards,
-                 .reshard_to = reshard_to,
+                 .reshard_after_forward =
+                     reshard_to ? Reshard(*reshard_to) : Reshard(true),
                  .prefetch_depth = prefetch_depth,
                  .param_dtype = param_dtype,
                  .reduce_dtype = reduce_dtype,
@@ -463,8 +468,6 @@ void register_sharding(py::module_& module) {
         statistics["sent_by_sums"] = found.sent_by_sums;
         statistics["buffer_bytes"] = found.buffer_bytes;
         statistics["peak_buffer_bytes"] = found.peak_buffer_bytes;
-        statistics["planned_buffer_bytes"] = found.planned_buffer_bytes;
-        statistics["extra_buffers"] = found.extra_buffers;
         statistics["shard_bytes"] = found.shard_bytes;
         statistics["padding_bytes"] = found.padding_bytes;
         return statistics;

@@ -1,8 +1,6 @@
 // What is launched where is shown on a simulated device
 // (tests/simulated_device); here are the values, over Gloo.
 
-#include "brigade/fsdp/device_transport.h"
-
 #include <ATen/CPUGeneratorImpl.h>
 #include <c10/util/ScopeExit.h>
 #include <torch/torch.h>
@@ -12,6 +10,7 @@
 #include <tuple>
 #include <vector>
 
+#include "brigade/fsdp/shard_transport.h"
 #include "brigade/tests/support/local_ranks.h"
 #include "gtest/gtest.h"
 

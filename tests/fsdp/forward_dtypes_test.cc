@@ -1,7 +1,5 @@
 // What a forward's inputs and outputs are cast to.
 
-#include "brigade/fsdp/forward_dtypes.h"
-
 #include <torch/torch.h>
 
 #include <map>

@@ -13,7 +13,7 @@
 #include "gtest/gtest.h"
 
 namespace brigade {
-namespace {
+namespace shard_layout_test {
 
 using ::testing::HasSubstr;
 using testing::layout_of;
@@ -369,5 +369,5 @@ TEST(ShardLayoutTest, RefusesWhatCannotBeLaidOut) {
   EXPECT_THAT(error_of({{most}}, most, most), HasSubstr("use fewer ranks"));
 }
 
-}  // namespace
+}  // namespace shard_layout_test
 }  // namespace brigade

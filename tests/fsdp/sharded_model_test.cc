@@ -12,7 +12,7 @@
 #include "gtest/gtest.h"
 
 namespace brigade {
-namespace {
+namespace sharded_model_test {
 
 using ::testing::ElementsAre;
 using ::testing::HasSubstr;
@@ -123,7 +123,7 @@ TEST(ShardedModelTest, TrainsWithReplicas) {
 }
 
 TEST(ShardedModelTest, KeepsSlicesOnNeighbours) {
-  expect_same_training(4, {.reshard_to = 2});
+  expect_same_training(4, {.reshard_after_forward = 2});
 }
 
 TEST(ShardedModelTest, ReplaysWithoutRounds) {
@@ -392,5 +392,5 @@ TEST(ShardedModelTest, NormsAndClippingAreGlobal) {
   });
 }
 
-}  // namespace
+}  // namespace sharded_model_test
 }  // namespace brigade

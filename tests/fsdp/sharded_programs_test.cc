@@ -155,9 +155,9 @@ std::string describe(const Plan& plan) {
   text << "seed " << plan.seed << ", " << plan.world_size << " ranks, "
        << (plan.is_exact ? "float64" : "mixed or float32") << ", shards "
        << plan.options.num_shards.value_or(plan.world_size) << ", reshard "
-       << plan.options.reshard_after_forward << ", to "
-       << plan.options.reshard_to.value_or(0) << ", prefetch "
-       << plan.options.prefetch_depth << ", max_reducing "
+       << std::visit([](auto value) { return int(value); },
+                     plan.options.reshard_after_forward)
+       << ", prefetch " << plan.options.prefetch_depth << ", max_reducing "
        << plan.options.max_reducing << ", learn_always "
        << plan.options.learn_always << ", joint norms " << plan.has_joint_norms
        << ", units";
@@ -254,7 +254,8 @@ class PlanMaker {
     options.reproducible = draw_.chance(0.2);
     if (plan_.world_size == 4) {
       if (draw_.chance(0.3)) options.num_shards = draw_.one_of({1, 2});
-      if (!options.num_shards && draw_.chance(0.4)) options.reshard_to = 2;
+      if (!options.num_shards && draw_.chance(0.4))
+        options.reshard_after_forward = 2;
     } else if (draw_.chance(0.1)) {
       options.num_shards = 1;
     }

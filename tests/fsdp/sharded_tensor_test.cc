@@ -12,7 +12,7 @@
 #include "brigade/fsdp/shard_operators.h"
 
 namespace brigade {
-namespace {
+namespace sharded_tensor_test {
 
 constexpr int kRanks = 2;
 
@@ -22,15 +22,6 @@ class ThreadRanks {
   class Group : public ShardGroup {
    public:
     Group(ThreadRanks& ranks, int rank) : ranks_(ranks), rank_(rank) {}
-    void all_reduce(at::Tensor& values, Op op) override {
-      ranks_.values_[static_cast<size_t>(rank_)] = values;
-      ranks_.barrier_.arrive_and_wait();
-      const at::Tensor all = torch::stack(ranks_.values_);
-      ranks_.barrier_.arrive_and_wait();
-      values = op == Op::kSum   ? all.sum(0).to(values.scalar_type())
-               : op == Op::kMax ? std::get<0>(all.max(0))
-                                : std::get<0>(all.min(0));
-    }
     at::Tensor all_gather(const at::Tensor& values) override {
       ranks_.values_[static_cast<size_t>(rank_)] = values;
       ranks_.barrier_.arrive_and_wait();
@@ -366,5 +357,5 @@ TEST(ShardOperatorsTest, OptimizersStepPieces) {
                                                 /*made_before=*/false);
 }
 
-}  // namespace
+}  // namespace sharded_tensor_test
 }  // namespace brigade

@@ -9,7 +9,6 @@
 #include <vector>
 
 #include "brigade/comm/recording_group.h"
-#include "brigade/fsdp/checkpoint_model.h"
 #include "brigade/fsdp/segmented_model.h"
 #include "brigade/tests/support/simulated_device/stream_test.h"
 #include "gtest/gtest.h"
