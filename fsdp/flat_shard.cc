@@ -8,7 +8,6 @@
 #include <cstring>
 #include <utility>
 
-#include "brigade/comm/errors/status_bridge.h"
 #include "brigade/comm/streams/stream_join.h"
 
 namespace brigade {
@@ -30,7 +29,7 @@ ShardLayout layout_of(const std::vector<UnitParameter>& parameters,
     specs.push_back({.numel = parameter.tensor.numel(),
                      .block_numel = parameter.block_numel});
   }
-  return value_or_throw(ShardLayout::create(std::move(specs), num_ranks));
+  return ShardLayout(std::move(specs), num_ranks);
 }
 
 // A view without the dispatcher: there is one for each parameter and step.

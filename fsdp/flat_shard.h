@@ -42,8 +42,7 @@ class FlatShard {
   };
 
   // Makes each parameter a sharded tensor. REQUIRES: dense leaves of one dtype
-  // and device, each with elements. Throws ValueError for blocks that
-  // ShardLayout refuses.
+  // and device, each with elements.
   FlatShard(std::vector<UnitParameter> parameters, Context context);
   // Parameters forget their owner, and stay sharded.
   ~FlatShard();

@@ -42,7 +42,7 @@ class SegmentRun {
 
   struct Plan {
     SegmentKind kind = SegmentKind::kForward;
-    UnitRules rules;
+    UnitRules rules = {};
     const RecordedSchedule* schedule = nullptr;  // null: learn
     std::vector<char> unsharded = {};            // by unit
     std::vector<uint32_t> expected = {};         // by unit, accumulations

@@ -84,10 +84,7 @@ SegmentedModel::~SegmentedModel() {
 
 void SegmentedModel::release_memory() noexcept {
   if (is_broken_) return;  // nobody knows who still writes to it
-  SegmentRun run(
-      {units_, *meshes_, memory_, exchange_, *progress_, recorder_, options_},
-      {.rules = {.parents =
-                     std::vector<std::optional<size_t>>(units_.size())}});
+  SegmentRun run(parts(), {});
   for (size_t i = 0; i < units_.size(); ++i) {
     units_[i].is_by_hand = false;
     run.release(i);
@@ -169,10 +166,8 @@ void SegmentedModel::written(size_t unit) {
 
 // What is unsharded since before its shards were written is gathered anew.
 void SegmentedModel::release_stale() {
-  SegmentRun run(
-      {units_, *meshes_, memory_, exchange_, *progress_, recorder_, options_},
-      {.rules = {.parents =
-                     std::vector<std::optional<size_t>>(units_.size())}});
+  if (std::ranges::none_of(units_, &ShardedUnit::is_stale)) return;
+  SegmentRun run(parts(), {});
   for (size_t unit = 0; unit < units_.size(); ++unit) {
     if (units_[unit].is_stale) run.release(unit);
   }
@@ -335,8 +330,7 @@ void SegmentedModel::open(SegmentKind kind) {
   }
   const auto schedule = schedules_.find(facts_.tag);
   run_.emplace(
-      SegmentRun::Model{units_, *meshes_, memory_, exchange_, *progress_,
-                        recorder_, options_},
+      parts(),
       SegmentRun::Plan{
           .kind = opened.kind,
           .rules = rules_for(opened.kind, facts_.has_grad, facts_.kept_before),

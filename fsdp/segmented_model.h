@@ -111,6 +111,10 @@ class SegmentedModel final : public ShardedModel, public ParameterOwner {
     int64_t buffer_bytes = 0;  // at the start
   };
 
+  SegmentRun::Model parts() {
+    return {units_,     *meshes_,  memory_, exchange_,
+            *progress_, recorder_, options_};
+  }
   void check_usable() const;
   void make_hooks();
   void show_compute_dtypes(bool value);

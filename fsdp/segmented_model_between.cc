@@ -52,10 +52,7 @@ void SegmentedModel::unshard(std::span<const size_t> units, bool may_write) {
           ? absl::StrCat("unshards unit '", units_[units[0]].name, "'")
           : absl::StrCat("unshards ", units.size(), " units"),
       hash.add(may_write ? 1 : 0).value());
-  SegmentRun run(
-      {units_, *meshes_, memory_, exchange_, *progress_, recorder_, options_},
-      {.rules = rules_for(SegmentKind::kForward, false,
-                          std::vector<char>(units_.size(), 0))});
+  SegmentRun run(parts(), {});
   run.begin();
   for (const size_t unit : missing) run.all_gather(unit);
   run.throw_noted();
@@ -68,10 +65,7 @@ void SegmentedModel::unshard(std::span<const size_t> units, bool may_write) {
 
 void SegmentedModel::reshard(std::span<const size_t> units, bool drops_writes) {
   const std::lock_guard lock(mutex_);
-  SegmentRun run(
-      {units_, *meshes_, memory_, exchange_, *progress_, recorder_, options_},
-      {.rules = rules_for(SegmentKind::kForward, false,
-                          std::vector<char>(units_.size(), 0))});
+  SegmentRun run(parts(), {});
   for (const size_t number : units) {
     ShardedUnit& unit = units_.at(number);
     const bool was_by_hand = std::exchange(unit.is_by_hand, false);

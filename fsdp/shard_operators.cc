@@ -445,8 +445,7 @@ struct Reduction {
 
 struct LocalValue {
   ReduceOp op;
-  at::Tensor value;     // 0-dimensional, float64, int64
-  at::Tensor is_nan{};  // float64, of extremes
+  at::Tensor value;  // 0-dimensional, float64 or int64
   at::ScalarType dtype;
 };
 
@@ -459,14 +458,12 @@ bool is_max(std::string_view name) {
   return name == "max" || name == "amax" || name == "_foreach_max";
 }
 
+// NaN if there is one.
 at::Tensor extreme_of(const at::Tensor& local, bool takes_max) {
-  const bool is_floating = local.is_floating_point();
-  const auto wide = local.to(is_floating ? at::kDouble : at::kLong);
-  if (wide.numel() > 0) {
-    return takes_max ? wide.nan_to_num(-INFINITY, INFINITY, -INFINITY).max()
-                     : wide.nan_to_num(INFINITY, INFINITY, -INFINITY).min();
-  }
-  if (is_floating) {
+  const at::Tensor wide =
+      local.to(local.is_floating_point() ? at::kDouble : at::kLong);
+  if (wide.numel() > 0) return takes_max ? wide.max() : wide.min();
+  if (wide.is_floating_point()) {
     return at::full({}, takes_max ? -INFINITY : INFINITY, wide.options());
   }
   return at::full({},
@@ -475,59 +472,44 @@ at::Tensor extreme_of(const at::Tensor& local, bool takes_max) {
                   wide.options());
 }
 
-at::Tensor nans_in(const at::Tensor& local) {
-  return local.is_floating_point() ? local.isnan().any().to(at::kDouble)
-                                   : at::Tensor();
+LocalValue norm_of(const Reduction& reduction, const at::Tensor& local) {
+  const auto dtype =
+      reduction.dtype.value_or(c10::toRealValueType(local.scalar_type()));
+  const at::Tensor sizes = local.abs().to(at::kDouble);
+  if (reduction.order == 0) {
+    return {ReduceOp::kSum, sizes.ne(0).sum().to(at::kDouble), dtype};
+  }
+  if (!std::isinf(reduction.order)) {
+    return {ReduceOp::kSum, sizes.pow(reduction.order).sum(), dtype};
+  }
+  if (reduction.order < 0) {
+    return {ReduceOp::kMin, extreme_of(sizes, /*takes_max=*/false), dtype};
+  }
+  return {ReduceOp::kMax,
+          sizes.numel() == 0 ? at::zeros({}, sizes.options()) : sizes.max(),
+          dtype};
 }
 
 LocalValue reduce_locally(const Reduction& reduction, const at::Tensor& local) {
   const std::string_view name = reduction.name;
-  if (is_norm(name)) {
-    const auto dtype =
-        reduction.dtype.value_or(c10::toRealValueType(local.scalar_type()));
-    const at::Tensor sizes = local.abs().to(at::kDouble);
-    if (std::isinf(reduction.order)) {
-      const bool takes_max = reduction.order > 0;
-      if (takes_max && sizes.numel() == 0) {
-        return {ReduceOp::kMax, at::zeros({}, sizes.options()), nans_in(sizes),
-                dtype};
-      }
-      at::Tensor value = extreme_of(sizes, takes_max);
-      return {takes_max ? ReduceOp::kMax : ReduceOp::kMin, value,
-              nans_in(sizes), dtype};
-    }
-    if (reduction.order == 0) {
-      return {ReduceOp::kSum, sizes.ne(0).sum().to(at::kDouble), {}, dtype};
-    }
-    return {ReduceOp::kSum, sizes.pow(reduction.order).sum(), {}, dtype};
-  }
+  if (is_norm(name)) return norm_of(reduction, local);
   if (is_max(name) || name == "min" || name == "amin") {
     return {is_max(name) ? ReduceOp::kMax : ReduceOp::kMin,
-            extreme_of(local, is_max(name)), nans_in(local),
-            local.scalar_type()};
+            extreme_of(local, is_max(name)), local.scalar_type()};
   }
-  if (name == "any") {
-    return {ReduceOp::kMax,
-            local.any().to(at::kLong),
-            {},
-            local.scalar_type() == at::kByte ? at::kByte : at::kBool};
-  }
-  if (name == "all") {
-    return {ReduceOp::kMin,
-            local.all().to(at::kLong),
-            {},
+  if (name == "any" || name == "all") {
+    const bool is_any = name == "any";
+    return {is_any ? ReduceOp::kMax : ReduceOp::kMin,
+            (is_any ? local.any() : local.all()).to(at::kLong),
             local.scalar_type() == at::kByte ? at::kByte : at::kBool};
   }
   // sum and mean
   const bool is_floating = reduction.dtype
                                ? at::isFloatingType(*reduction.dtype)
                                : local.is_floating_point();
-  const auto dtype =
-      reduction.dtype.value_or(is_floating ? local.scalar_type() : at::kLong);
-  return {ReduceOp::kSum,
-          local.to(is_floating ? at::kDouble : at::kLong).sum(),
-          {},
-          dtype};
+  return {
+      ReduceOp::kSum, local.to(is_floating ? at::kDouble : at::kLong).sum(),
+      reduction.dtype.value_or(is_floating ? local.scalar_type() : at::kLong)};
 }
 
 ShardGroup& group_of(const Shard& shard) {
@@ -578,11 +560,6 @@ std::vector<at::Tensor> reduce_all(const Reduction& reduction,
     for (size_t i = 0; i < sharded.size(); ++i) {
       if (shard_of(sharded[i])->group.get() != group) continue;
       by_op[values[i].op].push_back(&values[i].value);
-      if (values[i].is_nan.defined()) {
-        // A minimum's goes as its negative, so that one operation serves both.
-        if (values[i].op == ReduceOp::kMin) values[i].is_nan.neg_();
-        by_op[values[i].op].push_back(&values[i].is_nan);
-      }
     }
     for (const auto& [op, of_op] : by_op) {
       all_reduce_together(*group, op, of_op);
@@ -591,10 +568,6 @@ std::vector<at::Tensor> reduce_all(const Reduction& reduction,
   std::vector<at::Tensor> results;
   for (size_t i = 0; i < sharded.size(); ++i) {
     at::Tensor result = values[i].value;
-    if (values[i].is_nan.defined()) {
-      result = at::where(values[i].is_nan.ne(0),
-                         at::full({}, NAN, result.options()), result);
-    }
     if (is_norm(reduction.name) && std::isfinite(reduction.order) &&
         reduction.order != 0) {
       result = result.pow(1 / reduction.order);
