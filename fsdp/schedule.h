@@ -84,10 +84,6 @@ struct UnitRules {
   std::vector<std::optional<size_t>> parents = {};
   // By unit: stays unsharded to the segment's end once gathered. Empty: none.
   std::vector<char> stays = {};
-  // Units used last that stay, those of the running operator among them.
-  size_t kept_units = 1;
-  // All-gathers passed over by this rank whose units stay for a later use.
-  size_t kept_skipped = 1;
   // All-gathers issued ahead of the one in use.
   size_t prefetch_depth = 1;
   // By unit: the same while it is the one in use. Empty: as above.

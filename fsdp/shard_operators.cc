@@ -194,6 +194,17 @@ void visit_tensors(const torch::jit::Stack& stack, size_t num_arguments,
   }
 }
 
+// Those that are sharded.
+template <typename Visit>  // (const at::Tensor&, Shard&, size_t argument)
+void visit_sharded(const torch::jit::Stack& stack, size_t num_arguments,
+                   const Visit& visit) {
+  visit_tensors(stack, num_arguments,
+                [&](const at::Tensor& tensor, size_t argument, size_t) {
+                  Shard* const shard = shard_of(tensor);
+                  if (shard != nullptr) visit(tensor, *shard, argument);
+                });
+}
+
 // Puts `replace(tensor, argument)` in the place of each of them.
 template <typename Replace>
 void replace_tensors(torch::jit::Stack& stack, size_t num_arguments,
@@ -605,12 +616,11 @@ void reduce(const c10::OperatorHandle& op, torch::jit::Stack& stack) {
     call.check();
     const at::Tensor found_inf = argument_of(op, stack, "found_inf").toTensor();
     std::vector<std::shared_ptr<ShardGroup>> groups;
-    visit_tensors(
-        stack, num_arguments, [&](const at::Tensor& tensor, size_t, size_t) {
-          const Shard* const shard = shard_of(tensor);
-          if (shard != nullptr &&
-              std::ranges::find(groups, shard->group) == groups.end()) {
-            groups.push_back(shard->group);
+    visit_sharded(
+        stack, num_arguments,
+        [&](const at::Tensor&, const Shard& shard, size_t) {
+          if (std::ranges::find(groups, shard.group) == groups.end()) {
+            groups.push_back(shard.group);
           }
         });
     call.run();
@@ -711,14 +721,14 @@ void check_grad_mode(const c10::OperatorHandle& op,
       name == "_to_copy") {
     return;
   }
-  visit_tensors(stack, op.schema().arguments().size(),
-                [&](const at::Tensor& tensor, size_t, size_t) {
-                  TORCH_CHECK(
-                      shard_of(tensor) == nullptr || !tensor.requires_grad(),
-                      toString(op.operator_name()), " of ", name_of(tensor),
-                      " outside of a forward is not recorded by "
-                      "autograd. Call it under torch.no_grad(), or "
-                      "inside of the model's forward.");
+  visit_sharded(stack, op.schema().arguments().size(),
+                [&](const at::Tensor& tensor, const Shard&, size_t) {
+                  TORCH_CHECK(!tensor.requires_grad(),
+                              toString(op.operator_name()), " of ",
+                              name_of(tensor),
+                              " outside of a forward is not recorded by "
+                              "autograd. Call it under torch.no_grad(), or "
+                              "inside of the model's forward.");
                 });
 }
 
@@ -726,10 +736,9 @@ void check_grad_mode(const c10::OperatorHandle& op,
 
 bool are_whole(const torch::jit::Stack& stack, size_t num_arguments) {
   bool are_whole = true;
-  visit_tensors(stack, num_arguments,
-                [&](const at::Tensor& tensor, size_t, size_t) {
-                  const Shard* const shard = shard_of(tensor);
-                  are_whole &= shard == nullptr || shard->is_whole;
+  visit_sharded(stack, num_arguments,
+                [&](const at::Tensor&, const Shard& shard, size_t) {
+                  are_whole &= shard.is_whole;
                 });
   return are_whole;
 }
@@ -772,12 +781,11 @@ void run_on_wholes(const c10::OperatorHandle& op, torch::jit::Stack& stack) {
 std::optional<ParameterState> use_parameters(const torch::jit::Stack& stack,
                                              size_t num_arguments) {
   c10::SmallVector<const Shard*, 4> left;
-  visit_tensors(
-      stack, num_arguments, [&](const at::Tensor& tensor, size_t, size_t) {
-        const Shard* const shard = shard_of(tensor);
-        if (shard == nullptr || shard->owner == nullptr) return;
-        if (std::find(left.begin(), left.end(), shard) == left.end()) {
-          left.push_back(shard);
+  visit_sharded(
+      stack, num_arguments, [&](const at::Tensor&, const Shard& shard, size_t) {
+        if (shard.owner != nullptr &&
+            std::find(left.begin(), left.end(), &shard) == left.end()) {
+          left.push_back(&shard);
         }
       });
   std::optional<ParameterState> state;
@@ -798,22 +806,21 @@ void check_use_of_unsharded(const c10::OperatorHandle& op,
                             const torch::jit::Stack& stack,
                             ParameterState state) {
   const auto& arguments = op.schema().arguments();
-  visit_tensors(stack, arguments.size(),
-                [&](const at::Tensor& tensor, size_t argument, size_t) {
-                  const Shard* const shard = shard_of(tensor);
-                  if (shard == nullptr) return;
-                  if (shard->owner == nullptr) {
-                    refuse(op, name_of(tensor) +
-                                   " in a forward or backward: it belongs to "
-                                   "no unit. Use full_tensor() before.");
-                  }
-                  if (writes(arguments[argument]) &&
-                      state == ParameterState::kUnsharded) {
-                    refuse(op, "writes to " + name_of(tensor) +
-                                   " in a forward or backward, where it would "
-                                   "be lost. Write between them.");
-                  }
-                });
+  visit_sharded(
+      stack, arguments.size(),
+      [&](const at::Tensor& tensor, const Shard& shard, size_t argument) {
+        if (shard.owner == nullptr) {
+          refuse(op, name_of(tensor) +
+                         " in a forward or backward: it belongs to "
+                         "no unit. Use full_tensor() before.");
+        }
+        if (writes(arguments[argument]) &&
+            state == ParameterState::kUnsharded) {
+          refuse(op, "writes to " + name_of(tensor) +
+                         " in a forward or backward, where it would "
+                         "be lost. Write between them.");
+        }
+      });
 }
 
 void on_sharded(const c10::OperatorHandle& op, c10::DispatchKeySet keys,
@@ -865,11 +872,9 @@ void on_sharded(const c10::OperatorHandle& op, c10::DispatchKeySet keys,
   }
   if (are_whole(*stack, num_arguments)) return run_on_wholes(op, *stack);
   at::Tensor of;  // a parameter, if there is one
-  visit_tensors(*stack, num_arguments,
-                [&](const at::Tensor& tensor, size_t, size_t) {
-                  const Shard* const shard = shard_of(tensor);
-                  if (shard == nullptr) return;
-                  if (!of.defined() || !shard->name.empty()) of = tensor;
+  visit_sharded(*stack, num_arguments,
+                [&](const at::Tensor& tensor, const Shard& shard, size_t) {
+                  if (!of.defined() || !shard.name.empty()) of = tensor;
                 });
   refuse(op, "needs the whole of " + name_of(of) +
                  ", of which this rank holds a piece. Call it inside of the "

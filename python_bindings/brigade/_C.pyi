@@ -157,7 +157,7 @@ class FullyShardOptions:
         """
 class UnitSettings:
     """
-    See fsdp/sharded_unit.h.
+    See fsdp/fully_shard_options.h.
     """
     gathers_in_backward: bool
     keeps_storage: bool

@@ -369,12 +369,9 @@ TEST(SegmentCursorTest, OuterUnitStaysWhileInnerOnesRun) {
   EXPECT_EQ(replayed.max_held[0], 3);
 }
 
-TEST(SegmentCursorTest, AlternatingUnitsAreGatheredEachTimeUnlessMoreAreKept) {
+TEST(SegmentCursorTest, AlternatingUnitsAreGatheredEachTime) {
   const Program program = uses({0, 1, 0, 1});
-  UnitRules rules = flat_rules(2);
-  EXPECT_EQ(run(rules, {program, program}).issued.size(), 4);
-  rules.kept_units = 2;
-  EXPECT_EQ(run(rules, {program, program}).issued.size(), 2);
+  EXPECT_EQ(run(flat_rules(2), {program, program}).issued.size(), 4);
 }
 
 TEST(SegmentCursorTest, UnitsOfOneOperatorAreThereTogether) {
@@ -443,7 +440,6 @@ TEST(SegmentCursorTest, AllPairsOfShortForwardsLearnAndReplay) {
   for (size_t depth = 0; depth < 3; ++depth) {
     UnitRules rules = flat_rules(3);
     rules.prefetch_depth = depth;
-    rules.kept_skipped = depth;
     for (const auto& first : orders) {
       for (const auto& second : orders) {
         const std::vector<Program> programs = {uses(first), uses(second)};
@@ -505,8 +501,6 @@ UnitRules random_rules(std::mt19937& random) {
   }
   rules.stays.resize(rules.num_units());
   for (char& stays : rules.stays) stays = random() % 4 == 0 ? 1 : 0;
-  rules.kept_units = 1 + random() % 3;
-  rules.kept_skipped = random() % 3;
   rules.prefetch_depth = random() % 4;
   return rules;
 }

@@ -106,8 +106,6 @@ enum class Kind {
   kUnevenStep,  // some ranks without data
   kUnshard,
   kReshard,
-  kReadNorms,
-  kCollective,
   kFailForward,
   kFailBackward,
   kFreeze,  // or thaw
@@ -142,11 +140,11 @@ struct Plan {
 
 const char* name_of(Kind kind) {
   constexpr const char* kNames[] = {
-      "forward",          "backward",  "input gradient", "drop forwards",
-      "evaluate",         "zero grad", "optimizer step", "clip",
-      "synchronize",      "reduce",    "uneven step",    "unshard",
-      "reshard",          "norms",     "collective",     "failing forward",
-      "failing backward", "freeze",    "settings"};
+      "forward",     "backward",        "input gradient",   "drop forwards",
+      "evaluate",    "zero grad",       "optimizer step",   "clip",
+      "synchronize", "reduce",          "uneven step",      "unshard",
+      "reshard",     "failing forward", "failing backward", "freeze",
+      "settings"};
   return kNames[static_cast<size_t>(kind)];
 }
 
@@ -344,9 +342,7 @@ class PlanMaker {
   }
 
   void add_between() {
-    if (draw_.chance(0.2)) add(Kind::kCollective);
     if (draw_.chance(0.3)) add(Kind::kEvaluate).paths = paths_[draw_.below(3)];
-    if (draw_.chance(0.15)) add(Kind::kReadNorms);
     if (draw_.chance(0.15)) add(Kind::kFreeze).flag = draw_.chance(0.5);
     if (draw_.chance(0.2)) add(Kind::kChangeSettings).flag = draw_.chance(0.5);
     if (draw_.chance(0.15)) {
@@ -434,7 +430,6 @@ class PlanMaker {
       case 10:
         add_forward();
         add(Kind::kEvaluate).paths = paths_[1];
-        if (draw_.chance(0.5)) add(Kind::kCollective);
         add_backward({0});
         break;
       case 11: {
@@ -612,7 +607,6 @@ class Runner {
  public:
   Runner(const Plan& plan, const Group& group)
       : plan_(plan),
-        group_(group),
         rank_(group->getRank()),
         plain_(plan, plan.seed),
         net_(plan, plan.seed + static_cast<uint64_t>(rank_)) {
@@ -674,10 +668,6 @@ class Runner {
         return unshard(op);
       case Kind::kReshard:
         return model_->reshard(unsharded_);
-      case Kind::kReadNorms:
-        return read_norms();
-      case Kind::kCollective:
-        return collective();
       case Kind::kFailForward:
         return fail_forward(op);
       case Kind::kFailBackward:
@@ -893,21 +883,6 @@ class Runner {
     }
   }
 
-  void read_norms() {
-    const torch::NoGradGuard no_grad;
-    const auto plain = plain_->named_parameters();
-    for (const auto& item : net_->named_parameters()) {
-      expect_close(item.value().norm(), plain[item.key()].norm(), item.key());
-    }
-  }
-
-  void collective() {
-    std::vector<at::Tensor> sum = {torch::full({}, rank_ + 1.0)};
-    group_->allreduce(sum)->wait();
-    EXPECT_EQ(sum[0].item<double>(),
-              plan_.world_size * (plan_.world_size + 1) / 2);
-  }
-
   void expect_error(const Operation& op, const std::string& words,
                     const std::function<void()>& function) {
     try {
@@ -997,7 +972,6 @@ class Runner {
   }
 
   const Plan& plan_;
-  const Group group_;
   const int rank_;
   Net plain_, net_;
   std::unique_ptr<torch::optim::Optimizer> optimizer_, plain_optimizer_;
