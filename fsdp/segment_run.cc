@@ -213,11 +213,6 @@ void SegmentRun::release(size_t number) {
 
 // ---- Gradients.
 
-bool SegmentRun::is_reduced(const ShardedUnit& unit,
-                            const FlatShard& flat) const {
-  return flat.is_trained() && unit.settings.synchronizes;
-}
-
 void SegmentRun::prepare_gradients(size_t number) {
   ShardedUnit& unit = model_.units[number];
   const bool has_all = std::ranges::all_of(unit.flats, [](const auto& flat) {
@@ -266,8 +261,9 @@ void SegmentRun::reduce(size_t number) {
         std::make_shared<Lease>(std::exchange(unit.gradients, {}));
     model_.recorder.reduction_begins(number);
     for (const auto& flat : unit.flats) {
-      if (!is_reduced(unit, *flat)) continue;
-      reducing_.push_back(reduce_flat(number, *flat, lease));
+      if (flat->is_trained()) {
+        reducing_.push_back(reduce_flat(number, *flat, lease));
+      }
     }
   } catch (...) {
     note_error(absl::StrCat("the reduction of unit '", unit.name, "'"));
@@ -304,14 +300,11 @@ ShardedUnit::FuturePtr SegmentRun::launch_sum(const ShardedUnit& unit,
                                               const at::Tensor& whole,
                                               const at::Tensor& sum) {
   ShardTransport& transport = *unit.transport;
-  const bool over_replicas =
-      unit.settings.sums_over_replicas || transport.num_replicas() == 1;
-  const double divisor = unit.settings.gradient_divisor.value_or(
-      transport.num_shards() * transport.num_replicas());
+  const bool over_replicas = unit.sums_over_replicas();
   ReductionHook::Reduction reduction = {
       .whole = whole,
       .shard = sum,
-      .sum = {.scale = over_replicas ? 1.0 / divisor : 1.0,
+      .sum = {.scale = over_replicas ? 1.0 / unit.divisor() : 1.0,
               .over_replicas = over_replicas,
               .of_row = over_replicas ? flat.take_row_sum() : at::Tensor()}};
   if (!unit.comm_hook) {

@@ -116,7 +116,6 @@ class SegmentRun {
   void drop_gradients();
   void end_gathers();
   void keep_slices(ShardedUnit& unit);
-  bool is_reduced(const ShardedUnit& unit, const FlatShard& flat) const;
 
   Model model_;
   Plan plan_;

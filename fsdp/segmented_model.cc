@@ -636,12 +636,7 @@ void SegmentedModel::deliver(std::vector<at::Tensor>& hooked) {
   if (run_->kind() != SegmentKind::kBackward) return;
   const std::vector<char>& used = run_->used_anywhere();
   for (const ShardedUnit& unit : units_) {
-    const ShardTransport& transport = *unit.transport;
-    const bool over_replicas =
-        unit.settings.sums_over_replicas || transport.num_replicas() == 1;
-    const double divisor = unit.settings.gradient_divisor.value_or(
-        transport.num_shards() * transport.num_replicas());
-    const bool is_scaled = unit.comm_hook || transport.scales();
+    const bool is_scaled = unit.comm_hook || unit.transport->scales();
     if (std::ranges::any_of(unit.flats, &FlatShard::has_sum)) {
       ++statistics_.reductions;
     }
@@ -649,14 +644,14 @@ void SegmentedModel::deliver(std::vector<at::Tensor>& hooked) {
       if (!flat->has_sum()) continue;
       const size_t first = flat->context().first_number;
       const size_t count = flat->parameters().size();
-      if (!over_replicas) {
+      if (!unit.sums_over_replicas()) {
         flat->keep_row_sum();
         continue;
       }
       const std::vector<char> of_flat(
           used.begin() + static_cast<ptrdiff_t>(first),
           used.begin() + static_cast<ptrdiff_t>(first + count));
-      flat->deliver(of_flat, is_scaled ? 1 : 1 / divisor);
+      flat->deliver(of_flat, is_scaled ? 1 : 1 / unit.divisor());
       for (size_t i = 0; i < count; ++i) {
         used_[first + i] = 0;
         const at::Tensor& tensor = flat->parameters()[i].tensor;

@@ -401,6 +401,15 @@ bool ShardedUnit::is_trained() const {
       flats, [](const auto& flat) { return flat->is_trained(); });
 }
 
+bool ShardedUnit::sums_over_replicas() const {
+  return settings.sums_over_replicas || transport->num_replicas() == 1;
+}
+
+double ShardedUnit::divisor() const {
+  return settings.gradient_divisor.value_or(transport->num_shards() *
+                                            transport->num_replicas());
+}
+
 void ShardedUnit::bind() {
   if (std::exchange(is_bound, true)) return;
   for (size_t i = 0; i < flats.size(); ++i) flats[i]->bind(gathered->wholes[i]);

@@ -77,6 +77,9 @@ struct ShardedUnit {
   int64_t whole_bytes() const;
   int64_t gradient_bytes() const;
   bool is_trained() const;
+  // Whether its next sums go over replicas, and their divisor.
+  bool sums_over_replicas() const;
+  double divisor() const;
   // Binds or unbinds all parameters. REQUIRES of bind(): gathered.
   void bind();
   void unbind();

@@ -25,17 +25,9 @@ int64_t between_ns(int64_t begin_ns, int64_t end_ns) {
 
 double in_ms(int64_t ns) { return static_cast<double>(ns) / 1e6; }
 
-std::string_view name_of(GatheredIn pass) {
-  switch (pass) {
-    case GatheredIn::kForward:
-      return "gather forward";
-    case GatheredIn::kBackward:
-      return "gather backward";
-    case GatheredIn::kOther:
-      return "gather";
-  }
-  return "";
-}
+// By GatheredIn.
+constexpr std::string_view kGathers[] = {"gather forward", "gather backward",
+                                         "gather"};
 
 }  // namespace
 
@@ -87,7 +79,8 @@ std::string describe(const ShardingTimeline& timeline) {
         in_ms(times.travel_ns() - exposed_ns), in_ms(exposed_ns), times.unit);
   };
   for (const GatherTimes& gather : timeline.gathers) {
-    append(name_of(gather.pass), gather, gather.exposed_ns());
+    append(kGathers[static_cast<size_t>(gather.pass)], gather,
+           gather.exposed_ns());
   }
   for (size_t i = 0; i < timeline.reductions.size(); ++i) {
     append("reduction", timeline.reductions[i], timeline.exposed_ns(i));
