@@ -11,7 +11,6 @@
 #include <utility>
 
 #include "absl/strings/str_cat.h"
-#include "brigade/checkpoint/checkpoint.h"
 #include "brigade/comm/errors/message_of.h"
 #include "brigade/comm/streams/stream_join.h"
 #include "brigade/fsdp/segmented_model.h"

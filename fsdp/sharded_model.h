@@ -46,6 +46,7 @@
 #include <utility>
 #include <vector>
 
+#include "brigade/checkpoint/checkpoint.h"
 #include "brigade/fsdp/fully_shard_options.h"
 #include "brigade/fsdp/sharding_timeline.h"
 #include "brigade/hooks/forward_argument.h"
@@ -53,8 +54,6 @@
 #include "brigade/hooks/tensor_casts.h"
 
 namespace brigade {
-
-struct CheckpointModel;
 
 // Since construction, on this rank.
 struct ShardedModelStatistics {

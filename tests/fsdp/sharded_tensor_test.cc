@@ -132,9 +132,9 @@ TEST(ShardedTensorTest, HasTheWholesShapeAndNoData) {
   EXPECT_EQ(sharded.numel(), 12);
   EXPECT_TRUE(torch::equal(shard_of(sharded)->local, torch::arange(6., 12.)));
   EXPECT_THAT(message_of([&] { sharded.data_ptr(); }),
-              testing::HasSubstr("is sharded"));
+              ::testing::HasSubstr("is sharded"));
   EXPECT_THAT(message_of([&] { sharded.storage().data(); }),
-              testing::HasSubstr("is sharded"));
+              ::testing::HasSubstr("is sharded"));
   EXPECT_EQ(shard_of(torch::ones(3)), nullptr);
 }
 
@@ -165,7 +165,7 @@ TEST(ShardedTensorTest, ParameterThatIsShardedTwiceIsNamed) {
   const auto parameter = torch::ones({3, 4});
   root.add(parameter, "weight");
   EXPECT_THAT(message_of([&] { shard_in_place(parameter, {.name = "tied"}); }),
-              testing::HasSubstr("'tied' is sharded already"));
+              ::testing::HasSubstr("'tied' is sharded already"));
 }
 
 TEST(ShardOperatorsTest, ElementwiseOperatorsRunOnPieces) {
@@ -201,8 +201,8 @@ TEST(ShardOperatorsTest, RefusesWhatNeedsTheWhole) {
            {"aten::rrelu", [&] { torch::rrelu(p, 0.1, 0.3, true); }},
            {"aten::mul.Tensor", [&] { p.mul(torch::ones({4})); }}}) {
     const std::string message = message_of(call);
-    EXPECT_THAT(message, testing::HasSubstr("blocks.0.weight")) << name;
-    EXPECT_THAT(message, testing::HasSubstr(name.substr(0, 9))) << name;
+    EXPECT_THAT(message, ::testing::HasSubstr("blocks.0.weight")) << name;
+    EXPECT_THAT(message, ::testing::HasSubstr(name.substr(0, 9))) << name;
   }
 }
 
@@ -211,7 +211,7 @@ TEST(ShardOperatorsTest, GradModeIsAnError) {
   const auto p = torch::ones({4}).requires_grad_();
   root.add(p, "bias");
   EXPECT_THAT(message_of([&] { p.mul(2); }),
-              testing::HasSubstr("not recorded by autograd"));
+              ::testing::HasSubstr("not recorded by autograd"));
   EXPECT_EQ(message_of([&] { torch::zeros_like(p); }), "");
   EXPECT_EQ(message_of([&] { p.detach().mul(2); }), "");
 }
@@ -290,7 +290,7 @@ TEST(ShardOperatorsTest, UsesInAForwardUnshard) {
   EXPECT_TRUE(torch::equal(loss, expected));
   EXPECT_TRUE(torch::equal(weight.grad(), reference.grad()));
   EXPECT_EQ(shard_of(weight.grad()), nullptr);
-  EXPECT_THAT(root.unsharded, testing::SizeIs(testing::Ge(2)));
+  EXPECT_THAT(root.unsharded, ::testing::SizeIs(::testing::Ge(2)));
 }
 
 TEST(ShardOperatorsTest, WritesInAForwardAreRefused) {
@@ -299,10 +299,10 @@ TEST(ShardOperatorsTest, WritesInAForwardAreRefused) {
   root.add(weight, "weight");
   root.is_open = true;
   EXPECT_THAT(message_of([&] { weight.mul_(2); }),
-              testing::HasSubstr("writes to parameter 'weight'"));
+              ::testing::HasSubstr("writes to parameter 'weight'"));
   const auto state = sharded_copy(torch::ones({4, 4}), 0);
   EXPECT_THAT(message_of([&] { weight.mul(state); }),
-              testing::HasSubstr("belongs to no unit"));
+              ::testing::HasSubstr("belongs to no unit"));
 }
 
 // `made_before`: the optimizer is made of the parameter before it is sharded.
