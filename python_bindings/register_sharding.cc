@@ -301,7 +301,8 @@ void register_sharding(py::module_& module) {
       .def_readwrite("broadcast_parameters",
                      &FullyShardOptions::broadcast_parameters);
 
-  py::class_<UnitSettings>(module, "UnitSettings", "See fsdp/fully_shard_options.h.")
+  py::class_<UnitSettings>(module, "UnitSettings",
+                           "See fsdp/fully_shard_options.h.")
       .def_readwrite("reshards_after_forward",
                      &UnitSettings::reshards_after_forward)
       .def_readwrite("reshards_to", &UnitSettings::reshards_to)
