@@ -361,7 +361,9 @@ void SegmentedModel::close() {
     step_[run_->kind()] = cursor.record().entries;
   }
   release_after_segment();
-  if (cursor.is_learning() || cursor.has_deviated()) {
+  // Steps of training that repeat a schedule keep what they have taken.
+  if (cursor.is_learning() || cursor.has_deviated() ||
+      statistics_.reduced_backwards == 0) {
     memory_.shrink_to(facts_.buffer_bytes);
   }
   run_.reset();
