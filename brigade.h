@@ -30,7 +30,6 @@
 
 // Checkpoints: of models, and of activations.
 #include "brigade/checkpoint/checkpoint.h"
-#include "brigade/fsdp/checkpoint_model.h"
 #include "brigade/hooks/checkpoint.h"
 
 // Which bucket size is fastest.

@@ -14,7 +14,7 @@
 //
 // `{*net, group}` is an unsharded module, as in data-parallel training; `*net`
 // alone is one of this process. A sharded model is checkpoint_model(root)
-// (fsdp/checkpoint_model.h).
+// (fsdp/sharded_model.h).
 //
 // A checkpoint has the parameters, the buffers of an unsharded module, and the
 // optimizer's state and options. Loading sets the saved options, as torch's

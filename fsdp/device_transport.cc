@@ -1,5 +1,3 @@
-#include "brigade/fsdp/device_transport.h"
-
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/empty_like.h>
@@ -23,10 +21,9 @@ using Group = c10::intrusive_ptr<c10d::ProcessGroup>;
 class DeviceTransport final : public ShardTransport {
  public:
   DeviceTransport(const Group& group, int num_shards,
-                  const ShardingStreams& streams,
-                  const std::vector<int>& neighbours, bool in_order)
-      : ShardTransport(num_shards, group->getSize() / num_shards,
-                       group->getRank() % num_shards, streams),
+                  const ShardingStreams& streams, const std::vector<int>& near,
+                  bool in_order)
+      : ShardTransport(group, num_shards, streams, near),
         gathers_(make_subgroup(group, row_of(group->getRank(), num_shards),
                                streams.device())),
         sums_(make_subgroup(group, row_of(group->getRank(), num_shards),
@@ -34,46 +31,22 @@ class DeviceTransport final : public ShardTransport {
         column_(make_subgroup(
             group, column_of(group->getRank(), num_shards, group->getSize()),
             streams.device())),
-        neighbours_(group, neighbours, streams.device()),
         in_order_(in_order),
         is_over_gloo_(is_over_gloo(*sums_.group(), streams.device().type())) {}
 
-  FuturePtr all_gather(const at::Tensor& whole) override {
-    const int64_t shard_numel = whole.numel() / num_shards();
-    sent_.by_gathers += bytes_by_ring(whole, num_shards());
-    return gather_into(*gathers_.group(), whole,
-                       whole.narrow(0, shard_rank() * shard_numel, shard_numel))
-        ->getFuture();
-  }
-
-  FuturePtr all_gather_near(const at::Tensor& whole, int num_ranks) override {
-    sent_.by_gathers += bytes_by_ring(whole, num_ranks);
-    return neighbours_.all_gather(whole, num_ranks);
-  }
-
-  FuturePtr reduce_scatter(const at::Tensor& whole, const at::Tensor& shard,
-                           Sum sum) override {
-    sent_.by_sums += bytes_by_ring(whole, num_shards());
-    if (in_order_) return reduce_in_order(whole, shard, sum);
-    if (sum.over_replicas) {
-      sent_.by_sums += 2 * bytes_by_ring(shard, num_replicas());
-    }
-    if (is_over_gloo_) {
-      sent_.by_sums += bytes_by_ring(whole, num_shards());  // of an all-reduce
-      return reduce_over_gloo(whole, shard, sum);
-    }
-    const auto in_row = reduce_into(*sums_.group(), shard, whole);
-    return sum.over_replicas ? over_column(in_row, shard, sum.of_row)
-                             : in_row->getFuture();
-  }
-
   FuturePtr all_reduce(const at::Tensor& tensor) override {
-    if (tensor.device() != streams().device()) return all_reduce_there(tensor);
-    std::vector<at::Tensor> tensors = {tensor};
-    return over_column(sums_.group()->allreduce(tensors), tensor);
+    // The host waits for a tensor of its own.
+    const at::Tensor there = tensor.to(streams().device());
+    std::vector<at::Tensor> tensors = {there};
+    FuturePtr total =
+        over_column(sums_.group()->allreduce(tensors)->getFuture(), there);
+    if (!there.is_same(tensor)) {
+      total->waitAndThrow();
+      tensor.copy_(there);
+    }
+    return total;
   }
 
-  Sent sent() const override { return sent_; }
   bool scales() const override { return in_order_; }
 
   std::vector<Group> own_groups() const override {
@@ -81,16 +54,41 @@ class DeviceTransport final : public ShardTransport {
     for (const GroupScope* scope : {&gathers_, &sums_, &column_}) {
       if (scope->group()->getSize() > 1) groups.push_back(scope->group());
     }
-    for (Group& group : neighbours_.all()) groups.push_back(std::move(group));
+    for (const auto& [number, scope] : neighbours()) {
+      groups.push_back(scope->group());
+    }
     return groups;
   }
 
  private:
-  // On the current stream, behind the collectives. As OrderedCollectives have
-  // it: a level is rounded where its sum travels on, the last one's behind the
+  FuturePtr gather_row(const at::Tensor& whole) override {
+    const int64_t numel = whole.numel() / num_shards();
+    return gather_into(*gathers_.group(), whole,
+                       whole.narrow(0, shard_rank() * numel, numel))
+        ->getFuture();
+  }
+
+  FuturePtr sum(const at::Tensor& whole, const at::Tensor& shard,
+                const Sum& sum) override {
+    if (in_order_) return sum_in_order_of_ranks(whole, shard, sum);
+    FuturePtr in_row;
+    if (is_over_gloo_) {  // whose sums of slices have no future: the host waits
+      const at::NoGradGuard no_grad;
+      std::vector<at::Tensor> tensors = {whole};
+      join_current_stream(sums_.group()->allreduce(tensors));
+      shard.copy_(whole.narrow(0, shard_rank() * shard.numel(), shard.numel()));
+      in_row = completed_future({shard});
+    } else {
+      in_row = reduce_into(*sums_.group(), shard, whole)->getFuture();
+    }
+    return sum.over_replicas ? over_column(in_row, shard, sum.of_row) : in_row;
+  }
+
+  // On the current stream, after the collectives. As OrderedCollectives have
+  // it: a level is rounded where its sum travels on, the last one's after the
   // scale.
-  FuturePtr reduce_in_order(const at::Tensor& whole, const at::Tensor& shard,
-                            const Sum& sum) {
+  FuturePtr sum_in_order_of_ranks(const at::Tensor& whole,
+                                  const at::Tensor& shard, const Sum& sum) {
     const at::NoGradGuard no_grad;
     // Before anything is launched: a lack of memory is this rank's alone then.
     const bool in_column = sum.over_replicas && num_replicas() > 1;
@@ -104,8 +102,6 @@ class DeviceTransport final : public ShardTransport {
     }
     sum_in_order(parts, num_shards(), total);
     if (in_column) {
-      sent_.by_sums +=
-          static_cast<int64_t>(shard.nbytes()) * (num_replicas() - 1);
       shard.copy_(total);
       if (sum.of_row.defined()) shard.add_(sum.of_row);
       join_current_stream(gather_into(*column_.group(), of_rows, shard));
@@ -116,27 +112,11 @@ class DeviceTransport final : public ShardTransport {
     return completed_future({shard});
   }
 
-  // Whose sums of slices have no future. The host waits. Overwrites `whole`.
-  FuturePtr reduce_over_gloo(const at::Tensor& whole, const at::Tensor& shard,
-                             const Sum& sum) {
-    const at::NoGradGuard no_grad;
-    std::vector<at::Tensor> tensors = {whole};
-    join_current_stream(sums_.group()->allreduce(tensors));
-    shard.copy_(whole.narrow(0, shard_rank() * shard.numel(), shard.numel()));
-    if (!sum.over_replicas || num_replicas() == 1) {
-      return completed_future({shard});
-    }
-    if (sum.of_row.defined()) shard.add_(sum.of_row);
-    tensors = {shard};
-    return column_.group()->allreduce(tensors)->getFuture();
-  }
-
-  // The sum of a row is in `tensor` when `row` is done. `of_row`: Sum's.
-  FuturePtr over_column(const c10::intrusive_ptr<c10d::Work>& row,
-                        const at::Tensor& tensor,
+  // The sum of a row is in `tensor` when `in_row` is done. `of_row`: Sum's.
+  FuturePtr over_column(const FuturePtr& in_row, const at::Tensor& tensor,
                         const at::Tensor& of_row = {}) {
-    if (num_replicas() == 1) return row->getFuture();
-    join_current_stream(row);  // pairs with the column's launch
+    if (num_replicas() == 1) return in_row;
+    in_row->waitAndThrow();  // the stream does; pairs with the column's launch
     if (of_row.defined()) {
       const at::NoGradGuard no_grad;
       tensor.add_(of_row);
@@ -145,22 +125,11 @@ class DeviceTransport final : public ShardTransport {
     return column_.group()->allreduce(tensors)->getFuture();
   }
 
-  // A tensor of the host, which waits.
-  FuturePtr all_reduce_there(const at::Tensor& tensor) {
-    const at::Tensor there = tensor.to(streams().device());
-    FuturePtr sum = all_reduce(there);
-    sum->waitAndThrow();
-    tensor.copy_(there);
-    return sum;
-  }
-
   const GroupScope gathers_;
   const GroupScope sums_;
   const GroupScope column_;
-  const NeighbourGroups neighbours_;
   const bool in_order_;
   const bool is_over_gloo_;
-  Sent sent_;
 };
 
 }  // namespace

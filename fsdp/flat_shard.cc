@@ -30,7 +30,7 @@ ShardLayout layout_of(const std::vector<UnitParameter>& parameters,
     specs.push_back({.numel = parameter.tensor.numel(),
                      .block_numel = parameter.block_numel});
   }
-  return value_or_throw(ShardLayout::create(std::move(specs), num_ranks));
+  return ShardLayout(std::move(specs), num_ranks);
 }
 
 // A view without the dispatcher: there is one for each parameter and step.
@@ -69,11 +69,10 @@ at::Tensor as_elements(const at::Tensor& bytes, at::ScalarType dtype,
 
 }  // namespace
 
-FlatShard::FlatShard(std::vector<UnitParameter> parameters,
-                     FlatShardOptions options)
+FlatShard::FlatShard(std::vector<UnitParameter> parameters, Context context)
     : parameters_(std::move(parameters)),
-      options_(std::move(options)),
-      layout_(layout_of(parameters_, options_.num_ranks)),
+      context_(std::move(context)),
+      layout_(layout_of(parameters_, context_.num_ranks)),
       shard_uses_(std::in_place, parameters_.front().tensor.device()),
       is_written_(parameters_.size(), 0),
       is_lent_(parameters_.size(), 0),
@@ -83,7 +82,7 @@ FlatShard::FlatShard(std::vector<UnitParameter> parameters,
                      parameters_.front().tensor.detach().options());
   for (size_t i = 0; i < parameters_.size(); ++i) {
     const at::Tensor& tensor = parameters_[i].tensor;
-    const ShardRange range = layout_.range(i, options_.rank);
+    const ShardRange range = layout_.range(i, context_.rank);
     piece_of(shard_, i).copy_(tensor.detach()
                                   .as_strided({tensor.numel()}, {1})
                                   .narrow(0, range.in_parameter, range.numel));
@@ -97,7 +96,7 @@ FlatShard::~FlatShard() {
   shard_uses_->record_on(shard_);
   for (const UnitParameter& parameter : parameters_) {
     Shard* const shard = shard_of(parameter.tensor);
-    if (shard != nullptr && shard->owner == options_.owner) {
+    if (shard != nullptr && shard->owner == context_.owner) {
       shard->owner = nullptr;
     }
   }
@@ -121,10 +120,10 @@ void FlatShard::belong_to(ParameterOwner* owner,
                           std::shared_ptr<ShardGroup> group, size_t unit,
                           size_t first_number) {
   adopt_pieces();
-  options_.owner = owner;
-  options_.group = std::move(group);
-  options_.unit = unit;
-  options_.first_number = first_number;
+  context_.owner = owner;
+  context_.group = std::move(group);
+  context_.unit = unit;
+  context_.first_number = first_number;
   for (size_t i = 0; i < parameters_.size(); ++i) {
     *shard_of(parameters_[i].tensor) = make_piece(i);
   }
@@ -132,19 +131,19 @@ void FlatShard::belong_to(ParameterOwner* owner,
 
 Shard FlatShard::make_piece(size_t parameter) const {
   return {.local = piece_of(shard_, parameter),
-          .offset = layout_.range(parameter, options_.rank).in_parameter,
-          .group = options_.group,
+          .offset = layout_.range(parameter, context_.rank).in_parameter,
+          .group = context_.group,
           .flat_offset = layout_.offset(parameter),
           .flat_per_rank = layout_.shard_numel(),
-          .is_whole = options_.num_ranks == 1,
-          .owner = options_.owner,
-          .unit = options_.unit,
-          .number = options_.first_number + parameter,
+          .is_whole = context_.num_ranks == 1,
+          .owner = context_.owner,
+          .unit = context_.unit,
+          .number = context_.first_number + parameter,
           .name = parameters_[parameter].name};
 }
 
 at::Tensor FlatShard::piece_of(const at::Tensor& flat, size_t parameter) const {
-  const ShardRange range = layout_.range(parameter, options_.rank);
+  const ShardRange range = layout_.range(parameter, context_.rank);
   return view_of(flat, flat.dtype(), range.in_shard, range.numel);
 }
 
@@ -158,7 +157,7 @@ at::Tensor FlatShard::slot_of(const at::Tensor& whole, size_t parameter) const {
 }
 
 void FlatShard::show_compute_dtype(bool value) {
-  if (options_.compute_dtype == dtype()) return;
+  if (context_.compute_dtype == dtype()) return;
   shows_compute_dtype_ = value;
   for (const UnitParameter& parameter : parameters_) unbind(parameter);
 }
@@ -167,13 +166,13 @@ void FlatShard::unbind(const UnitParameter& parameter) const {
   if (is_bound_ || shard_of(parameter.tensor) == nullptr) return;
   unbind_memory(parameter.tensor,
                 shows_compute_dtype_
-                    ? c10::scalarTypeToTypeMeta(options_.compute_dtype)
+                    ? c10::scalarTypeToTypeMeta(context_.compute_dtype)
                     : shard_.dtype());
 }
 
 // Whether it is a view of shard_.
 bool FlatShard::is_own(const Shard& shard) const {
-  return shard.owner == options_.owner &&
+  return shard.owner == context_.owner &&
          shard.local.storage().unsafeGetStorageImpl() ==
              shard_.storage().unsafeGetStorageImpl();
 }
@@ -212,11 +211,11 @@ bool FlatShard::adopt_pieces() {
                 "fully_shard: parameter '", parameters_.front().name,
                 "' was converted, but it has gradients of backwards without "
                 "synchronisation.\nReduce them first.");
-    if (options_.compute_dtype == shard_.scalar_type()) {
-      options_.compute_dtype = first.scalar_type();
+    if (context_.compute_dtype == shard_.scalar_type()) {
+      context_.compute_dtype = first.scalar_type();
     }
-    if (options_.reduce_dtype == shard_.scalar_type()) {
-      options_.reduce_dtype = first.scalar_type();
+    if (context_.reduce_dtype == shard_.scalar_type()) {
+      context_.reduce_dtype = first.scalar_type();
     }
     shard_uses_->record_on(shard_);
     shard_ = at::zeros({layout_.shard_numel()}, first.options());
@@ -239,24 +238,24 @@ bool FlatShard::adopt_pieces() {
 int64_t FlatShard::whole_bytes() const {
   if (is_whole_here()) return 0;
   return aligned(layout_.whole_numel() * static_cast<int64_t>(c10::elementSize(
-                                             options_.compute_dtype)));
+                                             context_.compute_dtype)));
 }
 
 int64_t FlatShard::gradient_bytes() const {
   return aligned(layout_.whole_numel() *
-                 static_cast<int64_t>(c10::elementSize(options_.reduce_dtype)));
+                 static_cast<int64_t>(c10::elementSize(context_.reduce_dtype)));
 }
 
 at::Tensor FlatShard::whole_in(const at::Tensor& bytes) const {
   if (is_whole_here()) return shard_;
-  return as_elements(bytes, options_.compute_dtype, layout_.whole_numel());
+  return as_elements(bytes, context_.compute_dtype, layout_.whole_numel());
 }
 
 void FlatShard::write_own_slice(const at::Tensor& whole) {
   if (is_whole_here()) return;
   note_use();
   const at::NoGradGuard no_grad;
-  whole.narrow(0, options_.rank * shard_.numel(), shard_.numel()).copy_(shard_);
+  whole.narrow(0, context_.rank * shard_.numel(), shard_.numel()).copy_(shard_);
 }
 
 void FlatShard::bind(const at::Tensor& whole) {
@@ -303,7 +302,7 @@ void FlatShard::read_own_slice() {
   }
   if (is_whole_here()) return;
   const at::Tensor own =
-      whole_.narrow(0, options_.rank * shard_.numel(), shard_.numel());
+      whole_.narrow(0, context_.rank * shard_.numel(), shard_.numel());
   // What the whole shows rounded stays unless it was changed.
   if (own.scalar_type() == dtype()) {
     shard_.copy_(own);
@@ -316,7 +315,7 @@ void FlatShard::read_own_slice() {
 }
 
 void FlatShard::set_gradients(at::Tensor bytes, StreamPoint last_use) {
-  gradients_ = as_elements(bytes, options_.reduce_dtype, layout_.whole_numel());
+  gradients_ = as_elements(bytes, context_.reduce_dtype, layout_.whole_numel());
   std::ranges::fill(is_written_, 0);
   std::ranges::fill(is_lent_, 0);
   last_use_ = std::move(last_use);
@@ -384,13 +383,13 @@ at::Tensor FlatShard::make_sum() {
     return gradient.use_count() == 1 && gradient.storage().use_count() == 1;
   };
   if (given_.sum.defined() && !given_.is_lent && shard_.device().is_cpu() &&
-      given_.sum.scalar_type() == options_.reduce_dtype &&
+      given_.sum.scalar_type() == context_.reduce_dtype &&
       std::ranges::all_of(given_.gradients, is_free)) {
     given_.is_lent = true;
     return given_.sum;
   }
   return at::empty({layout_.shard_numel()},
-                   shard_.options().dtype(options_.reduce_dtype));
+                   shard_.options().dtype(context_.reduce_dtype));
 }
 
 void FlatShard::add_sum(const at::Tensor& sum) {

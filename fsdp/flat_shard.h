@@ -27,23 +27,23 @@
 
 namespace brigade {
 
-struct FlatShardOptions {
-  int num_ranks = 1;
-  int rank = 0;
-  at::ScalarType compute_dtype = at::kFloat;  // in forward and backward
-  at::ScalarType reduce_dtype = at::kFloat;   // gradients travel in it
-  std::shared_ptr<ShardGroup> group = nullptr;
-  ParameterOwner* owner = nullptr;
-  size_t unit = 0;
-  size_t first_number = 0;  // of the first parameter, among all of the owner
-};
-
 class FlatShard {
  public:
+  // The ranks that share the parameters, the dtypes, and the model.
+  struct Context {
+    int num_ranks = 1;
+    int rank = 0;
+    at::ScalarType compute_dtype = at::kFloat;  // in forward and backward
+    at::ScalarType reduce_dtype = at::kFloat;   // of sums of gradients
+    std::shared_ptr<ShardGroup> group = nullptr;
+    ParameterOwner* owner = nullptr;
+    size_t unit = 0;
+    size_t first_number = 0;  // of the first parameter, among the owner's
+  };
+
   // Makes each parameter a sharded tensor. REQUIRES: dense leaves of one dtype
-  // and device, each with elements. Throws ValueError for blocks that
-  // ShardLayout refuses.
-  FlatShard(std::vector<UnitParameter> parameters, FlatShardOptions options);
+  // and device, each with elements.
+  FlatShard(std::vector<UnitParameter> parameters, Context context);
   // Parameters forget their owner, and stay sharded.
   ~FlatShard();
   FlatShard(const FlatShard&) = delete;
@@ -51,7 +51,7 @@ class FlatShard {
 
   const std::vector<UnitParameter>& parameters() const { return parameters_; }
   const ShardLayout& layout() const { return layout_; }
-  const FlatShardOptions& options() const { return options_; }
+  const Context& context() const { return context_; }
   c10::Device device() const { return shard_.device(); }
   at::ScalarType dtype() const { return shard_.scalar_type(); }
   // [S]; this rank's pieces of the parameters are views of it.
@@ -62,7 +62,7 @@ class FlatShard {
   bool is_trained() const;
   // This rank's shard is all that forward and backward need.
   bool is_whole_here() const {
-    return options_.num_ranks == 1 && options_.compute_dtype == dtype();
+    return context_.num_ranks == 1 && context_.compute_dtype == dtype();
   }
   void rename(size_t parameter, std::string name);
   // The parameters are those of `unit` of this owner from here on.
@@ -146,7 +146,7 @@ class FlatShard {
   void unbind(const UnitParameter& parameter) const;
 
   std::vector<UnitParameter> parameters_;
-  FlatShardOptions options_;
+  Context context_;
   const ShardLayout layout_;
   at::Tensor shard_;
   std::optional<StreamUses> shard_uses_;  // never empty

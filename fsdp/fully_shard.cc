@@ -12,7 +12,8 @@
 #include "absl/strings/str_cat.h"
 #include "brigade/comm/agreement.h"
 #include "brigade/comm/subgroup.h"
-#include "brigade/fsdp/parameter_memory.h"
+#include "brigade/fsdp/sharded_unit.h"
+#include "brigade/comm/group/group_info.h"
 #include "brigade/fsdp/segmented_model.h"
 
 namespace brigade {
@@ -36,55 +37,53 @@ std::string joined(const std::string& outer, const std::string& inner) {
   return outer.empty() ? inner : absl::StrCat(outer, ".", inner);
 }
 
-void add_to(Tree& tree, const torch::nn::Module& module,
-            const std::string& name, std::optional<size_t> parent) {
+// Modules of LibTorch and of TorchScript, and what their lists consist of.
+
+std::string type_of(const torch::nn::Module& module) { return module.name(); }
+std::string type_of(const torch::jit::Module& module) {
+  return module.type()->name()->qualifiedName();
+}
+
+const torch::nn::Module* in_library(const torch::nn::Module& module) {
+  return &module;
+}
+const torch::nn::Module* in_library(const torch::jit::Module& /*module*/) {
+  return nullptr;
+}
+
+template <typename Item>
+std::pair<std::string, at::Tensor> named(const Item& item) {
+  if constexpr (requires { item.key(); })
+    return {item.key(), item.value()};
+  else
+    return {item.name, item.value};
+}
+
+template <typename Module>
+void add_to(Tree& tree, const Module& module, const std::string& name,
+            std::optional<size_t> parent) {
   const size_t place = tree.size();
   tree.push_back({.name = name,
-                  .type = module.name(),
+                  .type = type_of(module),
                   .parent = parent,
-                  .module = &module});
+                  .module = in_library(module)});
   for (const auto& item : module.named_parameters(/*recurse=*/false)) {
+    const auto [key, tensor] = named(item);
     tree[place].parameters.push_back(
-        {.name = joined(name, item.key()), .tensor = item.value()});
+        {.name = joined(name, key), .tensor = tensor});
   }
   for (const auto& item : module.named_buffers(/*recurse=*/false)) {
+    const auto [key, tensor] = named(item);
     tree[place].buffers.push_back(
-        {.name = joined(name, item.key()), .tensor = item.value()});
+        {.name = joined(name, key), .tensor = tensor});
   }
   for (const auto& child : module.named_children()) {
-    add_to(tree, *child.value(), joined(name, child.key()), place);
+    if constexpr (requires { child.key(); }) {
+      add_to(tree, *child.value(), joined(name, child.key()), place);
+    } else {
+      add_to(tree, child.value, joined(name, child.name), place);
+    }
   }
-}
-
-void add_to(Tree& tree, const torch::jit::Module& module,
-            const std::string& name, std::optional<size_t> parent) {
-  const size_t place = tree.size();
-  tree.push_back({.name = name,
-                  .type = module.type()->name()->qualifiedName(),
-                  .parent = parent});
-  for (const auto& item : module.named_parameters(/*recurse=*/false)) {
-    tree[place].parameters.push_back(
-        {.name = joined(name, item.name), .tensor = item.value});
-  }
-  for (const auto& item : module.named_buffers(/*recurse=*/false)) {
-    tree[place].buffers.push_back(
-        {.name = joined(name, item.name), .tensor = item.value});
-  }
-  for (const auto& child : module.named_children()) {
-    add_to(tree, child.value, joined(name, child.name), place);
-  }
-}
-
-std::vector<at::Tensor> tensors_in(const torch::nn::Module& module) {
-  return module.parameters();
-}
-
-std::vector<at::Tensor> tensors_in(const torch::jit::Module& module) {
-  std::vector<at::Tensor> parameters;
-  for (const at::Tensor& parameter : module.parameters()) {
-    parameters.push_back(parameter);
-  }
-  return parameters;
 }
 
 bool holds_a_list(const TreeNode& node) {
@@ -205,9 +204,7 @@ class UnitBuilder {
       }
     }
     for (const auto& [parameter, unit] : in_order) {
-      UnitParameter spec = *parameter;
-      if (selection_.adjust) selection_.adjust(spec);
-      requests[unit].parameters.push_back(std::move(spec));
+      requests[unit].parameters.push_back(*parameter);
     }
   }
 
@@ -272,11 +269,11 @@ absl::Status check_untied(const Tree& tree,
 template <typename Module>
 std::function<void()> make_registration_check(const Module& module) {
   std::unordered_set<const c10::TensorImpl*> known;
-  for (const at::Tensor& parameter : tensors_in(module)) {
+  for (const at::Tensor& parameter : module.parameters()) {
     known.insert(parameter.unsafeGetTensorImpl());
   }
   return [&module, known = std::move(known)] {
-    for (const at::Tensor& parameter : tensors_in(module)) {
+    for (const at::Tensor& parameter : module.parameters()) {
       TORCH_CHECK(!parameter.requires_grad() ||
                       known.contains(parameter.unsafeGetTensorImpl()),
                   "fully_shard: a parameter of sizes ", parameter.sizes(),
@@ -298,8 +295,7 @@ std::unique_ptr<ShardedModel> shard(const Module& module, const Group& group,
   std::vector<UnitRequest> requests = UnitBuilder(tree, selection).build();
   require_agreement(group, "tied tensor", {}, check_untied(tree, requests));
   auto model = std::make_unique<SegmentedModel>(
-      make_sharded_units(std::move(requests), group, options), group,
-      std::move(options));
+      make_sharded_units(std::move(requests), group, options), group, options);
   model->set_forward_check(make_registration_check(module));
   return model;
 }

@@ -25,7 +25,6 @@
 #include "brigade/comm/subgroup.h"
 #include "brigade/fsdp/fully_shard_options.h"
 #include "brigade/fsdp/sharded_model.h"
-#include "brigade/fsdp/unit_mesh.h"
 
 namespace brigade {
 
@@ -56,12 +55,8 @@ struct UnitSelection {
   std::function<bool(const std::string& name, const at::Tensor&)> is_ignored =
       nullptr;
 
-  // Changes what a parameter's UnitParameter says: blocks that are not cut, a
-  // dtype of its own.
-  std::function<void(UnitParameter&)> adjust = nullptr;
-
   // Ranks that hold the unit's parameters, where these are not all. Another
-  // answer on each rank (fsdp/unit_mesh.h).
+  // answer on each rank.
   std::function<std::optional<UnitMesh>(const std::string& unit)> mesh_of =
       nullptr;
 };

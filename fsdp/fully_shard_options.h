@@ -6,38 +6,36 @@
 #include <ATen/core/Tensor.h>
 #include <c10/core/ScalarType.h>
 
-#include <chrono>
 #include <cstddef>
 #include <cstdint>
 #include <memory>
 #include <optional>
 #include <string>
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
+#include <variant>
+#include <vector>
 
 namespace brigade {
 
 class ReductionHook;
 
-// Compared across ranks by fully_shard(), except for failure_patience.
+// Compared across ranks by fully_shard().
 struct FullyShardOptions {
   // Parameters are sharded over this many ranks, which divides the number of
   // ranks. The groups of so many consecutive ranks are replicas of each other.
   // 1: every rank holds all. Unset: all ranks.
   std::optional<int> num_shards = std::nullopt;
 
-  // Units are released after their forward and gathered again for their
-  // backward. False: they stay unsharded in between.
-  bool reshard_after_forward = true;
+  // True: units are released after their forward and gathered again for their
+  // backward. False: they stay unsharded in between. A number: they stay in
+  // slices on this many consecutive ranks of a row, those of a host for
+  // example, and are gathered from these for their backward. More than 1,
+  // divides the number of shards.
+  std::variant<bool, int> reshard_after_forward = true;
 
   // Units are released after their backward. False: they stay unsharded until
   // their shards are written.
   bool reshard_after_backward = true;
-
-  // After their forward units stay in slices on this many consecutive ranks of
-  // a row, those of a host for example, and are gathered from these for their
-  // backward. More than 1, divides the number of shards. Unset: only the shards
-  // stay.
-  std::optional<int> reshard_to = std::nullopt;
 
   // All-gathers that are issued ahead of the unit in use.
   size_t prefetch_depth = 1;
@@ -73,9 +71,6 @@ struct FullyShardOptions {
 
   // Devices: iterations whose status may be outstanding, 0 to 16.
   int max_unconfirmed_iterations = 1;
-
-  // How long a rank that has failed waits for its peers to hear of it.
-  std::chrono::milliseconds failure_patience = std::chrono::seconds(30);
 };
 
 // Of a unit; may be changed between forwards and backwards, alike on all ranks
@@ -110,6 +105,34 @@ struct UnitSettings {
   bool keeps_slices() const {
     return reshards_after_forward && reshards_to && gathers_in_backward;
   }
+};
+
+// The ranks that a unit is sharded over, where they are not the model's, or not
+// in its rows: those of an expert, of which other ranks have another one.
+//
+// Each rank names those that hold the same parameters as it does. So all ranks
+// of the model fall into groups of one size, each with parameters of its own,
+// which are alike in all but name and values:
+//
+//   4 ranks, expert 0 on {0, 2} and expert 1 on {1, 3}:
+//   selection.mesh_of = [rank](const std::string&) {
+//     return UnitMesh{.ranks = rank % 2 == 0 ? std::vector{0, 2}
+//                                            : std::vector{1, 3}};
+//   };
+struct UnitMesh {
+  // Of the model's group, in rising order.
+  std::vector<int> ranks = {};
+
+  // Cut over this many of them, which divides their number; the rows are
+  // replicas of each other. Unset: over all of them.
+  std::optional<int> num_shards = std::nullopt;
+
+  int size() const { return static_cast<int>(ranks.size()); }
+  int row_length() const { return num_shards.value_or(size()); }
+  // Of a rank of the model's group, among these; -1 for another one.
+  int place_of(int rank) const;
+
+  friend bool operator==(const UnitMesh&, const UnitMesh&) = default;
 };
 
 // Of a unit.

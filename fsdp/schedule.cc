@@ -6,13 +6,11 @@
 namespace brigade {
 
 uint64_t RecordedSchedule::fingerprint() const {
-  uint64_t hash = 0xcbf29ce484222325;  // FNV-1a over 8-byte words
+  SequenceHash hash;
   for (const ScheduleEntry& entry : entries) {
-    hash = (hash ^ (entry.unit * 2 + static_cast<size_t>(entry.kind))) *
-           0x100000001b3;
-    hash ^= hash >> 29;
+    hash.add(entry.unit * 2 + static_cast<size_t>(entry.kind));
   }
-  return hash;
+  return hash.value();
 }
 
 SegmentCursor::SegmentCursor(UnitRules rules, const RecordedSchedule* recorded,
@@ -151,14 +149,6 @@ RoundResult SegmentCursor::end_round(std::span<const RoundMessage> of_ranks,
   return RoundResult::kEnded;
 }
 
-std::vector<char> SegmentCursor::held() const {
-  std::vector<char> held(rules_.num_units(), 0);
-  for (size_t unit = 0; unit < held.size(); ++unit) {
-    held[unit] = is_held(unit) ? 1 : 0;
-  }
-  return held;
-}
-
 bool SegmentCursor::is_pinned_or_around(size_t unit) const {
   for (const size_t pinned : pinned_) {
     std::optional<size_t> around = pinned;
@@ -241,16 +231,15 @@ void SegmentCursor::touch(size_t unit) {
   used_.push_back(unit);
 }
 
+// Unless a unit of the running operator is one that may be released, the unit
+// that was used last is kept.
 void SegmentCursor::release_used(CursorActions& actions) {
-  auto num_kept = static_cast<size_t>(std::ranges::count_if(
-      pinned_, [this](size_t unit) { return !stays(unit); }));
+  bool keeps_one =
+      std::ranges::all_of(pinned_, [this](size_t unit) { return stays(unit); });
   for (size_t i = used_.size(); i-- > 0;) {
     const size_t unit = used_[i];
     if (is_pinned_or_around(unit)) continue;
-    if (num_kept < rules_.kept_units) {
-      ++num_kept;
-      continue;
-    }
+    if (std::exchange(keeps_one, false)) continue;
     used_.erase(used_.begin() + static_cast<std::ptrdiff_t>(i));
     claimed_[unit] = 0;
     if (!is_held(unit)) {
@@ -259,14 +248,15 @@ void SegmentCursor::release_used(CursorActions& actions) {
   }
 }
 
+// One unit that this rank has passed over is kept for a later use.
 void SegmentCursor::drop_skipped(CursorActions& actions) {
   std::vector<size_t> skipped;
   for (const size_t entry : unclaimed_) {
     if (entry >= front_) break;
     if (!stays(record_.entries[entry].unit)) skipped.push_back(entry);
   }
-  if (skipped.size() <= rules_.kept_skipped) return;
-  skipped.resize(skipped.size() - rules_.kept_skipped);
+  if (skipped.empty()) return;
+  skipped.pop_back();
   for (const size_t entry : skipped) {
     const size_t unit = record_.entries[entry].unit;
     unclaimed_.erase(entry);

@@ -38,6 +38,24 @@
 
 namespace brigade {
 
+// 64-bit hash of an integer sequence, compared across ranks. Source: the
+// finaliser of MurmurHash3, on the state and the next integer.
+class SequenceHash {
+ public:
+  SequenceHash& add(uint64_t number) {
+    state_ = (state_ ^ number) + 0x9e3779b97f4a7c15;
+    state_ = (state_ ^ state_ >> 33) * 0xff51afd7ed558ccd;
+    state_ = (state_ ^ state_ >> 33) * 0xc4ceb9fe1a85ec53;
+    state_ ^= state_ >> 33;
+    return *this;
+  }
+  // Never 0.
+  uint64_t value() const { return state_ == 0 ? 1 : state_; }
+
+ private:
+  uint64_t state_ = 0;
+};
+
 struct ScheduleEntry {
   enum class Kind : uint8_t { kAllGather, kReduceScatter };
 
@@ -66,10 +84,6 @@ struct UnitRules {
   std::vector<std::optional<size_t>> parents = {};
   // By unit: stays unsharded to the segment's end once gathered. Empty: none.
   std::vector<char> stays = {};
-  // Units used last that stay, those of the running operator among them.
-  size_t kept_units = 1;
-  // All-gathers passed over by this rank whose units stay for a later use.
-  size_t kept_skipped = 1;
   // All-gathers issued ahead of the one in use.
   size_t prefetch_depth = 1;
   // By unit: the same while it is the one in use. Empty: as above.
@@ -144,8 +158,6 @@ class SegmentCursor {
   bool is_held(size_t unit) const {
     return claimed_[unit] != 0 || !unclaimed_of_[unit].empty();
   }
-  // Held from here on, in the way of UnitRules::stays, at the segment's end.
-  std::vector<char> held() const;
 
   // What the segment has issued, to be stored if it was learning.
   const RecordedSchedule& record() const { return record_; }

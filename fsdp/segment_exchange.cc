@@ -17,19 +17,9 @@ constexpr size_t kBitsPerStatus = sizeof(StatusText) * 8;
 // Of StatusTransport's limit; rounds that are awaited need some themselves.
 constexpr size_t kMaxUnconfirmed = kMaxStatusesInFlight / 2;
 
-const char* words_of(SegmentKind kind) {
-  switch (kind) {
-    case SegmentKind::kForward:
-      return "forward";
-    case SegmentKind::kLocalBackward:
-      return "backward without synchronisation";
-    case SegmentKind::kBackward:
-      return "backward";
-    case SegmentKind::kShadow:
-      return "step without data";
-  }
-  return "";
-}
+// By SegmentKind.
+constexpr const char* kWords[] = {"forward", "backward without synchronisation",
+                                  "backward", "step without data"};
 
 [[noreturn]] void throw_differs(const absl::Status& status) {
   throw PeerError({__func__, __FILE__, static_cast<uint32_t>(__LINE__)},
@@ -127,15 +117,15 @@ std::vector<RankStatus> SegmentExchange::await(
 }
 
 Opened SegmentExchange::open(const OpeningMessage& own, bool awaits) {
-  const RankStatus sent =
-      channel_.exchange({.kind = StatusKind::kBegin,
-                         .iteration = num_opened_ + 1,
-                         .unit = static_cast<int64_t>(own.kind),
-                         .fingerprint = own.settings,
-                         .launched = own.slices,
-                         .proposal = own.tag,
-                         .order = own.schedule,
-                         .text = status_text(words_of(own.kind))});
+  const RankStatus sent = channel_.exchange(
+      {.kind = StatusKind::kBegin,
+       .iteration = num_opened_ + 1,
+       .unit = static_cast<int64_t>(own.kind),
+       .fingerprint = own.settings,
+       .launched = own.slices,
+       .proposal = own.tag,
+       .order = own.schedule,
+       .text = status_text(kWords[static_cast<size_t>(own.kind)])});
   Opened opened = {.kind = own.kind,
                    .tag = own.tag,
                    .has_schedule = own.schedule != 0,

@@ -3,6 +3,7 @@
 #include <ATen/ATen.h>
 
 #include <algorithm>
+#include <chrono>
 #include <utility>
 
 #include "absl/strings/str_cat.h"
@@ -12,6 +13,9 @@
 
 namespace brigade {
 
+namespace {
+
+// The unsharded parameters of a unit in a buffer, by flat.
 std::vector<at::Tensor> wholes_in(const ShardedUnit& unit,
                                   const at::Tensor& bytes) {
   std::vector<at::Tensor> wholes;
@@ -25,25 +29,15 @@ std::vector<at::Tensor> wholes_in(const ShardedUnit& unit,
   return wholes;
 }
 
-void bind(ShardedUnit& unit) {
-  if (unit.is_bound) return;
-  for (size_t i = 0; i < unit.flats.size(); ++i) {
-    unit.flats[i]->bind(unit.gathered->wholes[i]);
-  }
-  unit.is_bound = true;
-}
+// How long a rank that has failed waits for its peers to hear of it.
+constexpr std::chrono::seconds kFailurePatience(30);
 
-void unbind(ShardedUnit& unit) {
-  if (!std::exchange(unit.is_bound, false)) return;
-  for (const auto& flat : unit.flats) flat->unbind();
-}
+}  // namespace
 
 SegmentRun::SegmentRun(Model model, Plan plan)
     : model_(model),
       plan_(std::move(plan)),
       cursor_(plan_.rules, plan_.schedule, plan_.unsharded, plan_.expected) {}
-
-SegmentRun::~SegmentRun() = default;
 
 void SegmentRun::begin() {
   shards_written_ = StreamPoint::now(model_.meshes.streams().device());
@@ -173,7 +167,7 @@ void SegmentRun::wait_for(size_t number) {
   }
   model_.recorder.unsharded(number);
   if (is_cpu) futures.clear();
-  bind(unit);
+  unit.bind();
 }
 
 // The slice of the neighbours' share.
@@ -207,7 +201,7 @@ void SegmentRun::release(size_t number) {
     unit.uses->note();
   }
   const StreamPoint last_use = unit.uses->end();
-  unbind(unit);
+  unit.unbind();
   Lease lease = std::exchange(unit.gathered, std::nullopt)->lease;
   if (unit.settings.keeps_storage && lease) {
     lease.last_use = last_use;
@@ -218,11 +212,6 @@ void SegmentRun::release(size_t number) {
 }
 
 // ---- Gradients.
-
-bool SegmentRun::is_reduced(const ShardedUnit& unit,
-                            const FlatShard& flat) const {
-  return flat.is_trained() && unit.settings.synchronizes;
-}
 
 void SegmentRun::prepare_gradients(size_t number) {
   ShardedUnit& unit = model_.units[number];
@@ -272,8 +261,9 @@ void SegmentRun::reduce(size_t number) {
         std::make_shared<Lease>(std::exchange(unit.gradients, {}));
     model_.recorder.reduction_begins(number);
     for (const auto& flat : unit.flats) {
-      if (!is_reduced(unit, *flat)) continue;
-      reducing_.push_back(reduce_flat(number, *flat, lease));
+      if (flat->is_trained()) {
+        reducing_.push_back(reduce_flat(number, *flat, lease));
+      }
     }
   } catch (...) {
     note_error(absl::StrCat("the reduction of unit '", unit.name, "'"));
@@ -310,14 +300,11 @@ ShardedUnit::FuturePtr SegmentRun::launch_sum(const ShardedUnit& unit,
                                               const at::Tensor& whole,
                                               const at::Tensor& sum) {
   ShardTransport& transport = *unit.transport;
-  const bool over_replicas =
-      unit.settings.sums_over_replicas || transport.num_replicas() == 1;
-  const double divisor = unit.settings.gradient_divisor.value_or(
-      transport.num_shards() * transport.num_replicas());
+  const bool over_replicas = unit.sums_over_replicas();
   ReductionHook::Reduction reduction = {
       .whole = whole,
       .shard = sum,
-      .sum = {.scale = over_replicas ? 1.0 / divisor : 1.0,
+      .sum = {.scale = over_replicas ? 1.0 / unit.divisor() : 1.0,
               .over_replicas = over_replicas,
               .of_row = over_replicas ? flat.take_row_sum() : at::Tensor()}};
   if (!unit.comm_hook) {
@@ -408,8 +395,9 @@ RoundResult SegmentRun::round(std::optional<size_t> need, bool has_failed,
   RoundAnswers answers;
   try {
     answers = model_.exchange.round(
-        own, has_failed ? std::optional(model_.options.failure_patience)
-                        : std::nullopt);
+        own, has_failed
+                 ? std::optional<std::chrono::milliseconds>(kFailurePatience)
+                 : std::nullopt);
   } catch (...) {
     is_broken_ = true;
     throw;
@@ -509,7 +497,7 @@ void SegmentRun::fail(const std::string& error) noexcept {
   if (!is_broken_) return drop_gradients();
   // Collectives may write to this memory for ever: it is not lent again.
   for (ShardedUnit& unit : model_.units) {
-    unbind(unit);
+    unit.unbind();
     unit.gathered.reset();
     unit.gradients = {};
     for (const auto& flat : unit.flats) flat->drop_gradients();

@@ -18,12 +18,12 @@
 #include <string>
 #include <vector>
 
-#include "brigade/fsdp/buffer_memory.h"
 #include "brigade/fsdp/schedule.h"
 #include "brigade/fsdp/segment_exchange.h"
 #include "brigade/fsdp/sharded_unit.h"
-#include "brigade/fsdp/sharding_recorder.h"
+#include "brigade/fsdp/sharding_timeline.h"
 #include "brigade/observing/stall_watch.h"
+#include "brigade/fsdp/unshard_buffers.h"
 
 namespace brigade {
 
@@ -33,7 +33,7 @@ class SegmentRun {
   struct Model {
     std::vector<ShardedUnit>& units;
     const ShardMeshes& meshes;
-    BufferMemory& memory;
+    UnshardBuffers& memory;
     SegmentExchange& exchange;
     Progress& progress;
     ShardingRecorder& recorder;
@@ -42,7 +42,7 @@ class SegmentRun {
 
   struct Plan {
     SegmentKind kind = SegmentKind::kForward;
-    UnitRules rules;
+    UnitRules rules = {};
     const RecordedSchedule* schedule = nullptr;  // null: learn
     std::vector<char> unsharded = {};            // by unit
     std::vector<uint32_t> expected = {};         // by unit, accumulations
@@ -51,7 +51,6 @@ class SegmentRun {
   };
 
   SegmentRun(Model model, Plan plan);
-  ~SegmentRun();
 
   void begin();
 
@@ -117,7 +116,6 @@ class SegmentRun {
   void drop_gradients();
   void end_gathers();
   void keep_slices(ShardedUnit& unit);
-  bool is_reduced(const ShardedUnit& unit, const FlatShard& flat) const;
 
   Model model_;
   Plan plan_;
@@ -135,14 +133,6 @@ class SegmentRun {
   bool is_over_ = false;
   bool is_broken_ = false;
 };
-
-// What a unit's parameters are in, if a tensor has so many bytes: by flat.
-std::vector<at::Tensor> wholes_in(const ShardedUnit& unit,
-                                  const at::Tensor& bytes);
-
-// Binds or unbinds all parameters of a unit that is gathered.
-void bind(ShardedUnit& unit);
-void unbind(ShardedUnit& unit);
 
 }  // namespace brigade
 

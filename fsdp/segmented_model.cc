@@ -10,8 +10,9 @@
 #include "absl/strings/str_join.h"
 #include "brigade/comm/close_group.h"
 #include "brigade/comm/errors/error_texts.h"
-#include "brigade/fsdp/backward_ends.h"
-#include "brigade/fsdp/digest.h"
+#include "brigade/fsdp/backward_hooks.h"
+#include "brigade/fsdp/flat_shard.h"
+#include "brigade/comm/errors/peer_error.h"
 #include "brigade/hooks/backward_end.h"
 #include "brigade/hooks/output_watch.h"
 
@@ -34,9 +35,10 @@ bool is_cpu(const ShardMeshes& meshes) {
 
 SegmentedModel::SegmentedModel(std::vector<ShardedUnit>&& units,
                                c10::intrusive_ptr<c10d::ProcessGroup> group,
-                               FullyShardOptions options)
-    : group_(group),
-      options_(std::move(options)),
+                               const FullyShardOptions& options)
+    : ShardedModel(options),
+      group_(group),
+      options_(options),
       meshes_(connect_units(units, group, options_, *this)),
       units_(std::move(units)),
       memory_(meshes_->streams().device()),
@@ -83,10 +85,7 @@ SegmentedModel::~SegmentedModel() {
 
 void SegmentedModel::release_memory() noexcept {
   if (is_broken_) return;  // nobody knows who still writes to it
-  SegmentRun run(
-      {units_, *meshes_, memory_, exchange_, *progress_, recorder_, options_},
-      {.rules = {.parents =
-                     std::vector<std::optional<size_t>>(units_.size())}});
+  SegmentRun run(parts(), {});
   for (size_t i = 0; i < units_.size(); ++i) {
     units_[i].is_by_hand = false;
     run.release(i);
@@ -168,10 +167,8 @@ void SegmentedModel::written(size_t unit) {
 
 // What is unsharded since before its shards were written is gathered anew.
 void SegmentedModel::release_stale() {
-  SegmentRun run(
-      {units_, *meshes_, memory_, exchange_, *progress_, recorder_, options_},
-      {.rules = {.parents =
-                     std::vector<std::optional<size_t>>(units_.size())}});
+  if (std::ranges::none_of(units_, &ShardedUnit::is_stale)) return;
+  SegmentRun run(parts(), {});
   for (size_t unit = 0; unit < units_.size(); ++unit) {
     if (units_[unit].is_stale) run.release(unit);
   }
@@ -221,12 +218,12 @@ void SegmentedModel::check_usable() const {
               "\nMake the group and the model anew, and load a checkpoint.");
 }
 
-uint64_t SegmentedModel::settings_digest() const {
-  Digest digest;
-  digest.add(options_.max_reducing);
+uint64_t SegmentedModel::settings_hash() const {
+  SequenceHash hash;
+  hash.add(options_.max_reducing);
   for (const ShardedUnit& unit : units_) {
     const UnitSettings& settings = unit.settings;
-    digest.add(settings.reshards_after_forward ? 1 : 0)
+    hash.add(settings.reshards_after_forward ? 1 : 0)
         .add(settings.reshards_after_backward ? 1 : 0)
         .add(static_cast<uint64_t>(settings.reshards_to.value_or(0)))
         .add(std::bit_cast<uint64_t>(settings.gradient_divisor.value_or(0)))
@@ -235,14 +232,14 @@ uint64_t SegmentedModel::settings_digest() const {
         .add(settings.gathers_in_backward ? 1 : 0)
         .add(settings.keeps_storage ? 1 : 0);
     for (const auto& flat : unit.flats) {
-      digest.add(static_cast<uint64_t>(flat->dtype()))
+      hash.add(static_cast<uint64_t>(flat->dtype()))
           .add(static_cast<uint64_t>(flat->device().type()));
       for (size_t i = 0; i < flat->parameters().size(); ++i) {
-        digest.add(flat->is_trained(i) ? 1 : 0);
+        hash.add(flat->is_trained(i) ? 1 : 0);
       }
     }
   }
-  return digest.value();
+  return hash.value();
 }
 
 UnitRules SegmentedModel::rules_for(SegmentKind kind, bool has_grad,
@@ -272,16 +269,16 @@ OpeningMessage SegmentedModel::opening_of(SegmentKind kind) {
     const auto alive = forward.lock();
     return !alive || alive->is_done;
   });
-  Digest of_slices;
+  SequenceHash of_slices;
   bool has_slices = false;
   for (const ShardedUnit& unit : units_) {
     has_slices |= !unit.slices.empty();
     of_slices.add(unit.slices.empty() ? 0 : 1);
   }
   OpeningMessage opening = {.kind = kind,
-                            .settings = settings_digest(),
+                            .settings = settings_hash(),
                             .slices = has_slices ? of_slices.value() : 0};
-  Digest tag;
+  SequenceHash tag;
   tag.add(static_cast<uint64_t>(kind)).add(opening.settings);
   tag.add(forwards_.size()).add(opening.slices);
   for (const ShardedUnit& unit : units_) tag.add(unit.gathered ? 1 : 0);
@@ -326,15 +323,15 @@ void SegmentedModel::open(SegmentKind kind) {
   const Opened opened = exchange_opening(opening);
   const bool is_forward = opened.kind == SegmentKind::kForward;
   facts_ = {.tag = kind == SegmentKind::kShadow ? opened.tag : opening.tag,
-            .has_grad = at::GradMode::is_enabled()};
+            .has_grad = at::GradMode::is_enabled(),
+            .buffer_bytes = memory_.total_bytes()};
   for (ShardedUnit& unit : units_) {
     facts_.kept_before.push_back(unit.gathered ? 1 : 0);
     if (is_forward) unit.slices.clear();
   }
   const auto schedule = schedules_.find(facts_.tag);
   run_.emplace(
-      SegmentRun::Model{units_, *meshes_, memory_, exchange_, *progress_,
-                        recorder_, options_},
+      parts(),
       SegmentRun::Plan{
           .kind = opened.kind,
           .rules = rules_for(opened.kind, facts_.has_grad, facts_.kept_before),
@@ -362,13 +359,13 @@ void SegmentedModel::close() {
     schedules_.erase(facts_.tag);
   } else if (cursor.is_learning() && !options_.learn_always) {
     schedules_[facts_.tag] = cursor.record();
-    plan_buffers_of(cursor.record());
+    step_[run_->kind()] = cursor.record().entries;
   }
   release_after_segment();
-  if (cursor.is_learning() || cursor.has_deviated() || planned_.empty()) {
-    memory_.drop_extra();
-  } else {  // gradients came in another order than that of their sums, say
-    planned_ = memory_.keep_extra();
+  // Steps of training that repeat a schedule keep what they have taken.
+  if (cursor.is_learning() || cursor.has_deviated() ||
+      statistics_.reduced_backwards == 0) {
+    memory_.shrink_to(facts_.buffer_bytes);
   }
   run_.reset();
   kind_ = Open::kNone;
@@ -385,7 +382,7 @@ void SegmentedModel::release_after_segment() {
                                          !unit.settings.reshards_after_forward)
                                   : !unit.settings.reshards_after_backward;
     if (stays && unit.is_bound) {
-      unbind(unit);
+      unit.unbind();
     } else if (!stays) {
       run_->release(i);
     }
@@ -405,7 +402,7 @@ void SegmentedModel::abandon(const std::string& error) noexcept {
     break_off();
   } else {
     for (size_t i = 0; i < units_.size(); ++i) run_->release(i);
-    memory_.drop_extra();
+    memory_.shrink_to(0);
   }
   run_.reset();
   kind_ = Open::kNone;
@@ -425,23 +422,6 @@ void SegmentedModel::break_off() noexcept {
   }
   for (const auto& own : meshes_->own_groups()) close_group(*own);
   close_group(*group_);
-}
-
-void SegmentedModel::plan_buffers_of(const RecordedSchedule& schedule) {
-  step_[run_->kind()] = {
-      .schedule = schedule,
-      .rules = rules_for(run_->kind(), facts_.has_grad, facts_.kept_before)};
-  const auto forward = step_.find(SegmentKind::kForward);
-  const auto backward = step_.find(SegmentKind::kBackward);
-  if (forward == step_.end() || backward == step_.end()) return;
-  std::vector<UnitBytes> sizes;
-  for (const ShardedUnit& unit : units_) {
-    sizes.push_back({.unsharded = unit.whole_bytes(),
-                     .gradients = is_due(unit) ? unit.gradient_bytes() : 0});
-  }
-  const std::vector<SegmentPlan> step = {forward->second, backward->second};
-  planned_ = plan_buffers(step, sizes, options_.max_reducing).buffer_bytes;
-  memory_.plan(planned_);
 }
 
 // ---- Forward.
@@ -652,34 +632,29 @@ void SegmentedModel::end_backward() {
     ++statistics_.reduced_backwards;
     recorder_.step_ends();
   }
-  if (!hooked.empty()) call_hooks_behind_backward(std::move(hooked));
+  if (!hooked.empty()) call_hooks_after_backward(std::move(hooked));
 }
 
 void SegmentedModel::deliver(std::vector<at::Tensor>& hooked) {
   if (run_->kind() != SegmentKind::kBackward) return;
   const std::vector<char>& used = run_->used_anywhere();
   for (const ShardedUnit& unit : units_) {
-    const ShardTransport& transport = *unit.transport;
-    const bool over_replicas =
-        unit.settings.sums_over_replicas || transport.num_replicas() == 1;
-    const double divisor = unit.settings.gradient_divisor.value_or(
-        transport.num_shards() * transport.num_replicas());
-    const bool is_scaled = unit.comm_hook || transport.scales();
+    const bool is_scaled = unit.comm_hook || unit.transport->scales();
     if (std::ranges::any_of(unit.flats, &FlatShard::has_sum)) {
       ++statistics_.reductions;
     }
     for (const auto& flat : unit.flats) {
       if (!flat->has_sum()) continue;
-      const size_t first = flat->options().first_number;
+      const size_t first = flat->context().first_number;
       const size_t count = flat->parameters().size();
-      if (!over_replicas) {
+      if (!unit.sums_over_replicas()) {
         flat->keep_row_sum();
         continue;
       }
       const std::vector<char> of_flat(
           used.begin() + static_cast<ptrdiff_t>(first),
           used.begin() + static_cast<ptrdiff_t>(first + count));
-      flat->deliver(of_flat, is_scaled ? 1 : 1 / divisor);
+      flat->deliver(of_flat, is_scaled ? 1 : 1 / unit.divisor());
       for (size_t i = 0; i < count; ++i) {
         used_[first + i] = 0;
         const at::Tensor& tensor = flat->parameters()[i].tensor;

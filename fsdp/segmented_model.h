@@ -31,7 +31,7 @@
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 #include <vector>
 
-#include "brigade/fsdp/post_accumulate_hooks.h"
+#include "brigade/fsdp/backward_hooks.h"
 #include "brigade/fsdp/segment_run.h"
 #include "brigade/fsdp/sharded_model.h"
 #include "brigade/hooks/gradient_hooks.h"
@@ -44,7 +44,7 @@ class SegmentedModel final : public ShardedModel, public ParameterOwner {
   // Collective. Throws as connect_units(), and leaves `units` then.
   SegmentedModel(std::vector<ShardedUnit>&& units,
                  c10::intrusive_ptr<c10d::ProcessGroup> group,
-                 FullyShardOptions options = {});
+                 const FullyShardOptions& options = {});
   ~SegmentedModel() override;
 
   const std::vector<ShardedUnit>& units() const { return units_; }
@@ -68,7 +68,6 @@ class SegmentedModel final : public ShardedModel, public ParameterOwner {
   int64_t num_ranks_with(bool has_data) override;
   void step_without_data() override;
   void meet_peers() override;
-  void set_synchronizes(bool value) override { synchronizes_ = value; }
   UnitSettings& settings(size_t unit) override {
     return units_.at(unit).settings;
   }
@@ -90,11 +89,6 @@ class SegmentedModel final : public ShardedModel, public ParameterOwner {
   // GradientHooks' sink.
   void take(VariableIndex variable, const at::Tensor& gradient);
 
- protected:
-  ForwardDtypes forward_dtypes() const override {
-    return {.inputs = options_.param_dtype, .outputs = options_.output_dtype};
-  }
-
  private:
   enum class Open { kNone, kForward, kBackward };
 
@@ -114,8 +108,13 @@ class SegmentedModel final : public ShardedModel, public ParameterOwner {
     uint64_t tag = 0;
     std::vector<char> kept_before = {};  // by unit: unsharded at the start
     bool has_grad = false;
+    int64_t buffer_bytes = 0;  // at the start
   };
 
+  SegmentRun::Model parts() {
+    return {units_,     *meshes_,  memory_, exchange_,
+            *progress_, recorder_, options_};
+  }
   void check_usable() const;
   void make_hooks();
   void show_compute_dtypes(bool value);
@@ -123,7 +122,7 @@ class SegmentedModel final : public ShardedModel, public ParameterOwner {
   void adopt_pieces();
   void prepare();
   void release_stale();
-  uint64_t settings_digest() const;
+  uint64_t settings_hash() const;
   UnitRules rules_for(SegmentKind kind, bool has_grad,
                       const std::vector<char>& unsharded) const;
   OpeningMessage opening_of(SegmentKind kind);
@@ -137,11 +136,10 @@ class SegmentedModel final : public ShardedModel, public ParameterOwner {
   void end_backward();
   void deliver(std::vector<at::Tensor>& hooked);
   void release_after_segment();
-  void plan_buffers_of(const RecordedSchedule& schedule);
   void break_off() noexcept;
   void release_memory() noexcept;
   bool is_due(const ShardedUnit& unit) const {
-    return synchronizes_ && unit.settings.synchronizes && unit.is_trained();
+    return synchronizes() && unit.settings.synchronizes && unit.is_trained();
   }
   bool has_held_gradients(const ShardedUnit& unit) const;
   bool is_own_thread() const;
@@ -150,7 +148,7 @@ class SegmentedModel final : public ShardedModel, public ParameterOwner {
   FullyShardOptions options_;
   const std::unique_ptr<ShardMeshes> meshes_;
   std::vector<ShardedUnit> units_;
-  BufferMemory memory_;
+  UnshardBuffers memory_;
   const std::shared_ptr<Progress> progress_ = std::make_shared<Progress>();
   SegmentExchange exchange_;
   ShardingRecorder recorder_;
@@ -168,14 +166,12 @@ class SegmentedModel final : public ShardedModel, public ParameterOwner {
   std::thread::id forward_thread_;
   std::function<void()> forward_check_;
   int depth_ = 0;  // of nested forwards
-  bool synchronizes_ = true;
   std::atomic<bool> is_broken_ = false;
   std::string why_broken_;
   int last_backward_ = -1;  // the graph task whose segment has ended
 
   std::map<uint64_t, RecordedSchedule> schedules_;  // by tag
-  std::map<SegmentKind, SegmentPlan> step_;  // the last of each kind, for plans
-  std::vector<int64_t> planned_;
+  std::map<SegmentKind, Schedule> step_;  // the last learned of each kind
   std::vector<std::weak_ptr<ForwardRecord>> forwards_;
   std::shared_ptr<ForwardRecord> last_forward_;
   std::shared_ptr<ForwardRecord> last_reached_;

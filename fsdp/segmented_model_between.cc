@@ -13,7 +13,7 @@
 #include "absl/strings/str_cat.h"
 #include "brigade/comm/errors/error_texts.h"
 #include "brigade/comm/streams/streams.h"
-#include "brigade/fsdp/digest.h"
+#include "brigade/fsdp/flat_shard.h"
 #include "brigade/fsdp/segmented_model.h"
 #include "brigade/fsdp/streams.h"
 
@@ -42,20 +42,17 @@ void SegmentedModel::unshard(std::span<const size_t> units, bool may_write) {
   }
   prepare();
   std::vector<size_t> missing;
-  Digest digest;
+  SequenceHash hash;
   for (const size_t unit : units) {
-    digest.add(unit).add(units_.at(unit).gathered ? 1 : 0);
+    hash.add(unit).add(units_.at(unit).gathered ? 1 : 0);
     if (!units_[unit].gathered) missing.push_back(unit);
   }
   exchange_.ask(
       units.size() == 1
           ? absl::StrCat("unshards unit '", units_[units[0]].name, "'")
           : absl::StrCat("unshards ", units.size(), " units"),
-      digest.add(may_write ? 1 : 0).value());
-  SegmentRun run(
-      {units_, *meshes_, memory_, exchange_, *progress_, recorder_, options_},
-      {.rules = rules_for(SegmentKind::kForward, false,
-                          std::vector<char>(units_.size(), 0))});
+      hash.add(may_write ? 1 : 0).value());
+  SegmentRun run(parts(), {});
   run.begin();
   for (const size_t unit : missing) run.all_gather(unit);
   run.throw_noted();
@@ -68,10 +65,7 @@ void SegmentedModel::unshard(std::span<const size_t> units, bool may_write) {
 
 void SegmentedModel::reshard(std::span<const size_t> units, bool drops_writes) {
   const std::lock_guard lock(mutex_);
-  SegmentRun run(
-      {units_, *meshes_, memory_, exchange_, *progress_, recorder_, options_},
-      {.rules = rules_for(SegmentKind::kForward, false,
-                          std::vector<char>(units_.size(), 0))});
+  SegmentRun run(parts(), {});
   for (const size_t number : units) {
     ShardedUnit& unit = units_.at(number);
     const bool was_by_hand = std::exchange(unit.is_by_hand, false);
@@ -204,8 +198,6 @@ ShardedModelStatistics SegmentedModel::statistics() const {
   all.all_gathers = progress_->launched;
   all.buffer_bytes = memory_.total_bytes();
   all.peak_buffer_bytes = memory_.peak_bytes();
-  for (const int64_t bytes : planned_) all.planned_buffer_bytes += bytes;
-  all.extra_buffers = static_cast<int64_t>(memory_.num_extra());
   for (const ShardedUnit& unit : units_) {
     for (const auto& flat : unit.flats) {
       const auto size = static_cast<int64_t>(c10::elementSize(flat->dtype()));
@@ -214,6 +206,37 @@ ShardedModelStatistics SegmentedModel::statistics() const {
     }
   }
   return all;
+}
+
+CheckpointModel checkpoint_model(ShardedModel& of) {
+  auto& model = dynamic_cast<SegmentedModel&>(of);
+  model.meet_peers();
+  std::vector<CheckpointTensor> tensors;
+  for (size_t unit = 0; unit < model.units().size(); ++unit) {
+    model.written(unit);  // loading writes to the shards themselves
+    const std::optional<UnitMesh>& mesh = model.units()[unit].mesh;
+    for (const auto& flat : model.units()[unit].flats) {
+      for (const UnitParameter& parameter : flat->parameters()) {
+        const Shard& shard = *shard_of(parameter.tensor);
+        tensors.push_back({.name = parameter.name,
+                           .shape = parameter.tensor.sizes().vec(),
+                           .strides = parameter.tensor.strides().vec(),
+                           .held = shard.local,
+                           .begin = shard.offset,
+                           .ranks = mesh ? mesh->ranks : std::vector<int>(),
+                           .parameter = parameter.tensor,
+                           .part_of = [](const at::Tensor& like_parameter) {
+                             const Shard* const part = shard_of(like_parameter);
+                             TORCH_CHECK_VALUE(
+                                 part != nullptr,
+                                 "the optimizer has whole state of a sharded "
+                                 "parameter.\nMake the optimizer anew.");
+                             return part->local;
+                           }});
+      }
+    }
+  }
+  return {std::move(tensors), model.group()};
 }
 
 std::string SegmentedModel::explain() const {
@@ -234,10 +257,10 @@ std::string SegmentedModel::explain() const {
             : "",
         unit.mesh ? absl::StrCat(", over ", describe(*unit.mesh)) : "", "\n");
   }
-  for (const auto& [kind, plan] : step_) {
+  for (const auto& [kind, schedule] : step_) {
     absl::StrAppend(&text,
                     kind == SegmentKind::kForward ? "forward:" : "backward:");
-    for (const ScheduleEntry& entry : plan.schedule.entries) {
+    for (const ScheduleEntry& entry : schedule) {
       absl::StrAppend(&text,
                       entry.kind == ScheduleEntry::Kind::kAllGather
                           ? " gather "
@@ -246,11 +269,9 @@ std::string SegmentedModel::explain() const {
     }
     absl::StrAppend(&text, "\n");
   }
-  absl::StrAppend(&text, "buffers:");
-  for (const int64_t bytes : planned_) {
-    absl::StrAppend(&text, " ", mebibytes(bytes));
-  }
-  return text + "\n";
+  absl::StrAppend(&text, "buffers: ", mebibytes(memory_.total_bytes()),
+                  ", at most ", mebibytes(memory_.peak_bytes()), "\n");
+  return text;
 }
 
 }  // namespace brigade

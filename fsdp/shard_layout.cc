@@ -2,24 +2,16 @@
 
 #include <algorithm>
 #include <iterator>
-#include <limits>
 #include <numeric>
+#include <optional>
+#include <span>
 #include <utility>
 
-#include "absl/status/status.h"
-#include "absl/strings/str_cat.h"
-#include "brigade/fsdp/digest.h"
-
 namespace brigade {
-
 namespace {
 
 int64_t ceil_div(int64_t numerator, int64_t denominator) {
   return numerator / denominator + (numerator % denominator != 0);
-}
-
-int64_t round_up(int64_t value, int64_t multiple) {
-  return ceil_div(value, multiple) * multiple;
 }
 
 // Where `parameter` may begin, at or after `begin`; nullopt if its blocks do
@@ -27,7 +19,6 @@ int64_t round_up(int64_t value, int64_t multiple) {
 std::optional<int64_t> first_offset(const ShardSpec& parameter, int64_t begin,
                                     int64_t shard_numel) {
   if (parameter.numel == 0) return begin;
-  if (shard_numel == 0) return std::nullopt;
   const int64_t cut = (begin / shard_numel + 1) * shard_numel;
   // In what is left of this shard, or else in a fresh one. A later beginning
   // in the same shard would only push more of it beyond the next cut.
@@ -69,8 +60,10 @@ bool blocks_fit(std::span<const ShardSpec> parameters, int64_t num_ranks,
   return true;
 }
 
-}  // namespace
-
+// Offsets of the parameters in the gathered buffer, each the least that cuts no
+// block and follows the parameter before; nullopt if they do not fit. No other
+// offsets fit then: the earlier a parameter ends, the earlier may the next one
+// begin.
 std::optional<std::vector<int64_t>> place_parameters(
     std::span<const ShardSpec> parameters, int64_t num_ranks,
     int64_t shard_numel) {
@@ -83,12 +76,18 @@ std::optional<std::vector<int64_t>> place_parameters(
     offsets.push_back(*offset);
     end = *offset + parameter.numel;
   }
-  if (shard_numel > 0 && ceil_div(end, shard_numel) > num_ranks) {
-    return std::nullopt;
-  }
+  if (ceil_div(end, shard_numel) > num_ranks) return std::nullopt;
   return offsets;
 }
 
+int64_t total_numel(std::span<const ShardSpec> parameters) {
+  int64_t total = 0;
+  for (const ShardSpec& parameter : parameters) total += parameter.numel;
+  return total;
+}
+
+// The least number of elements per rank that holds the blocks in order, if a
+// parameter might have holes: no layout has shorter shards.
 int64_t least_shard_numel(std::span<const ShardSpec> parameters,
                           int64_t num_ranks) {
   const int64_t total = total_numel(parameters);
@@ -105,11 +104,14 @@ int64_t least_shard_numel(std::span<const ShardSpec> parameters,
   return low;
 }
 
+// least_shard_numel() if the parameters fit, which they do with blocks of 1
+// element; else the least length from there on that the blocks of all
+// parameters longer than itself divide.
 int64_t choose_shard_numel(std::span<const ShardSpec> parameters,
-                           int64_t num_ranks, int64_t alignment) {
-  const int64_t least = least_shard_numel(parameters, num_ranks);
-  const int64_t aligned = round_up(least, alignment);
-  if (place_parameters(parameters, num_ranks, aligned)) return aligned;
+                           int64_t num_ranks) {
+  const int64_t least =
+      std::max<int64_t>(least_shard_numel(parameters, num_ranks), 1);
+  if (place_parameters(parameters, num_ranks, least)) return least;
 
   // The longest parameters first: from a shard as long as one on, its blocks
   // need not divide the shard.
@@ -117,8 +119,8 @@ int64_t choose_shard_numel(std::span<const ShardSpec> parameters,
   std::ranges::copy_if(parameters, std::back_inserter(longest),
                        [](const auto& spec) { return spec.block_numel > 1; });
   std::ranges::sort(longest, std::ranges::greater(), &ShardSpec::numel);
-  int64_t found = round_up(std::max(least, longest.front().numel), alignment);
-  int64_t multiple = alignment;
+  int64_t found = std::max(least, longest.front().numel);
+  int64_t multiple = 1;
   for (size_t i = 0; i < longest.size() && longest[i].numel > least; ++i) {
     const int64_t numel = longest[i].numel;
     const int64_t factor =
@@ -127,84 +129,24 @@ int64_t choose_shard_numel(std::span<const ShardSpec> parameters,
     if (factor > numel / multiple) break;
     multiple *= factor;
     const int64_t shorter = i + 1 < longest.size() ? longest[i + 1].numel : 0;
-    found = std::min(found, round_up(std::max(least, shorter), multiple));
+    found = std::min(found,
+                     ceil_div(std::max(least, shorter), multiple) * multiple);
   }
   return found;
 }
 
-namespace {
-
-constexpr int64_t kMostNumel = int64_t{1} << 48;
-
-absl::Status validate(std::span<const ShardSpec> parameters, int64_t num_ranks,
-                      int64_t alignment) {
-  if (parameters.empty()) {
-    return absl::InvalidArgumentError(
-        "a shard layout needs at least 1 parameter, got 0");
-  }
-  if (num_ranks < 1) {
-    return absl::InvalidArgumentError(
-        absl::StrCat("a shard layout needs at least 1 rank, got ", num_ranks));
-  }
-  if (alignment < 1 || alignment > kMostNumel) {
-    return absl::InvalidArgumentError(
-        absl::StrCat("the alignment of shards must be 1 to ", kMostNumel,
-                     " elements, got ", alignment));
-  }
-  int64_t total = 0;
-  for (size_t p = 0; p < parameters.size(); ++p) {
-    if (parameters[p].numel < 0) {
-      return absl::InvalidArgumentError(
-          absl::StrCat("parameter ", p,
-                       " of a shard layout must have numel >= "
-                       "0, got ",
-                       parameters[p].numel));
-    }
-    if (parameters[p].block_numel < 1) {
-      return absl::InvalidArgumentError(absl::StrCat(
-          "parameter ", p,
-          " of a shard layout must have block_numel >= 1, got ",
-          parameters[p].block_numel, "; 1 lets it be cut anywhere"));
-    }
-    if (parameters[p].numel > kMostNumel - total) {
-      return absl::InvalidArgumentError(absl::StrCat(
-          "the parameters of a shard layout have more than ", kMostNumel,
-          " elements up to parameter ", p, "; make several units of them"));
-    }
-    total += parameters[p].numel;
-  }
-  return absl::OkStatus();
-}
-
 }  // namespace
 
-absl::StatusOr<ShardLayout> ShardLayout::create(
-    std::vector<ShardSpec> parameters, int64_t num_ranks, int64_t alignment) {
-  if (absl::Status status = validate(parameters, num_ranks, alignment);
-      !status.ok()) {
-    return status;
-  }
-  const int64_t shard_numel = std::max<int64_t>(
-      choose_shard_numel(parameters, num_ranks, alignment), alignment);
-  if (shard_numel > std::numeric_limits<int64_t>::max() / num_ranks) {
-    return absl::InvalidArgumentError(absl::StrCat(
-        "a shard layout of ", num_ranks, " ranks with ", shard_numel,
-        " elements each is longer than 2^63 - 1; use fewer ranks, a smaller "
-        "alignment or smaller blocks"));
-  }
-  std::vector<int64_t> offsets =
-      place_parameters(parameters, num_ranks, shard_numel).value();
-  return ShardLayout(std::move(parameters), num_ranks, shard_numel,
-                     std::move(offsets));
+ShardLayout::ShardLayout(std::vector<ShardSpec> parameters, int64_t num_ranks)
+    : parameters_(std::move(parameters)),
+      num_ranks_(num_ranks),
+      shard_numel_(choose_shard_numel(parameters_, num_ranks)),
+      offsets_(place_parameters(parameters_, num_ranks, shard_numel_).value()) {
 }
 
-ShardLayout::ShardLayout(std::vector<ShardSpec> parameters, int64_t num_ranks,
-                         int64_t shard_numel, std::vector<int64_t> offsets)
-    : parameters_(std::move(parameters)),
-      offsets_(std::move(offsets)),
-      num_ranks_(num_ranks),
-      shard_numel_(shard_numel),
-      parameters_numel_(total_numel(parameters_)) {}
+int64_t ShardLayout::padding_numel() const {
+  return whole_numel() - total_numel(parameters_);
+}
 
 ShardRange ShardLayout::range(size_t parameter, int64_t rank) const {
   const int64_t offset = offsets_[parameter];
@@ -216,23 +158,6 @@ ShardRange ShardLayout::range(size_t parameter, int64_t rank) const {
   return {.in_parameter = begin - offset,
           .in_shard = begin - shard_begin,
           .numel = end - begin};
-}
-
-RankRange ShardLayout::owners(size_t parameter) const {
-  const int64_t numel = parameters_[parameter].numel;
-  if (numel == 0) return {};
-  const int64_t offset = offsets_[parameter];
-  return {.begin = offset / shard_numel_,
-          .end = (offset + numel - 1) / shard_numel_ + 1};
-}
-
-uint64_t ShardLayout::fingerprint() const {
-  Digest digest;
-  digest.add(num_ranks_).add(shard_numel_).add_all(offsets_);
-  for (const ShardSpec& parameter : parameters_) {
-    digest.add(parameter.numel).add(parameter.block_numel);
-  }
-  return digest.value();
 }
 
 }  // namespace brigade

@@ -2,20 +2,109 @@
 
 #include <ATen/ATen.h>
 
+#include <algorithm>
+#include <functional>
 #include <map>
 #include <set>
 #include <utility>
 
+#include "absl/status/status.h"
+#include "absl/strings/str_cat.h"
+#include "absl/strings/str_join.h"
+#include "brigade/comm/agreement.h"
 #include "brigade/comm/group/group_info.h"
 #include "brigade/comm/streams/streams.h"
 #include "brigade/comm/subgroup.h"
-#include "brigade/fsdp/device_transport.h"
-#include "brigade/fsdp/streams.h"
 
 namespace brigade {
 namespace {
 
 using Group = c10::intrusive_ptr<c10d::ProcessGroup>;
+
+// ---- Numbers.
+
+absl::Status check_mesh(const MeshRequest& unit, int rank, int num_ranks) {
+  const UnitMesh& mesh = *unit.mesh;
+  const auto refuse = [&](const auto&... words) {
+    return absl::InvalidArgumentError(absl::StrCat(
+        "fully_shard: the mesh of unit '", unit.unit, "': ", words...));
+  };
+  const auto& ranks = mesh.ranks;
+  const bool rises =
+      std::ranges::adjacent_find(ranks, std::greater_equal<>()) == ranks.end();
+  if (ranks.empty() || !rises || ranks.front() < 0 ||
+      ranks.back() >= num_ranks || mesh.place_of(rank) < 0) {
+    return refuse("expected ranks of the root, of which there are ", num_ranks,
+                  ", in rising order, rank ", rank, " among them, found ",
+                  absl::StrJoin(ranks, ", "),
+                  ".\nName those that hold the same parameters as this rank.");
+  }
+  if (mesh.row_length() < 1 || mesh.size() % mesh.row_length() != 0) {
+    return refuse("expected num_shards to divide its number of ranks, ",
+                  mesh.size(), ", found ", mesh.row_length(),
+                  ".\nLeave it out for all of them.");
+  }
+  return absl::OkStatus();
+}
+
+// Of a mesh of its own ranks may have other units.
+std::string describe_mesh_of(const MeshRequest& unit) {
+  if (!unit.mesh) return absl::StrCat("'", unit.unit, "' on the root's mesh");
+  return absl::StrCat("one on groups of ", unit.mesh->size(),
+                      " ranks, in rows of ", unit.mesh->row_length());
+}
+
+// The first rank of a unit's mesh, and the hash: [units, 2].
+at::Tensor first_and_hash(const std::vector<MeshRequest*>& units) {
+  std::vector<int64_t> values;
+  for (const MeshRequest* unit : units) {
+    const auto& ranks = unit->mesh->ranks;
+    values.push_back(ranks.empty() ? 0 : ranks.front());
+    values.push_back(static_cast<int64_t>(unit->hash));
+  }
+  return at::tensor(values, at::kLong)
+      .view({static_cast<int64_t>(units.size()), 2});
+}
+
+// [ranks, units, 2].
+at::Tensor gather(const Group& group, const at::Tensor& own) {
+  std::vector<at::Tensor> inputs = {own.to(control_device(*group))};
+  std::vector<std::vector<at::Tensor>> outputs(1);
+  for (int rank = 0; rank < group->getSize(); ++rank) {
+    outputs.front().push_back(at::empty_like(inputs.front()));
+  }
+  group->allgather(outputs, inputs)->wait();
+  return at::stack(outputs.front()).cpu();
+}
+
+// Whether this rank's mesh has just the ranks that say the same as it does.
+// `said`: [ranks, 2].
+absl::Status check_peers(const MeshRequest& unit, int rank,
+                         const at::Tensor& said) {
+  const auto of = said.accessor<int64_t, 2>();
+  for (int peer = 0; peer < static_cast<int>(said.size(0)); ++peer) {
+    const bool is_in = unit.mesh->place_of(peer) >= 0;
+    if ((of[peer][0] == of[rank][0]) != is_in) {
+      return absl::InvalidArgumentError(absl::StrCat(
+          "fully_shard: the mesh of unit '", unit.unit,
+          "': expected its ranks to name the same ones, found ",
+          describe(*unit.mesh), " on rank ", rank, ", and others from rank ",
+          of[peer][0], " on, on rank ", peer,
+          ".\nEach rank of the root is in one mesh of the unit."));
+    }
+    if (is_in && of[peer][1] != of[rank][1]) {
+      return absl::InvalidArgumentError(absl::StrCat(
+          "fully_shard: unit '", unit.unit,
+          "': expected the same names, sharded in the same order, on ",
+          describe(*unit.mesh), ", found others on ranks ", rank, " and ", peer,
+          ".\nRanks of one mesh hold the same parameters; shard the same "
+          "modules in the same order on all of them."));
+    }
+  }
+  return absl::OkStatus();
+}
+
+// ---- Collectives.
 
 std::unique_ptr<ShardTransport> make_transport(
     const Group& group, int num_shards, const ShardingStreams& streams,
@@ -38,32 +127,11 @@ std::unique_ptr<ShardTransport> make_transport(
 // The ranks of a row, which hold all pieces of a tensor.
 class RowGroup final : public ShardGroup {
  public:
-  // `is_everywhere`: all ranks of the model hold these parameters.
   RowGroup(ShardTransport& transport, bool is_everywhere)
-      : transport_(&transport), is_everywhere_(is_everywhere) {}
+      : ShardGroup(is_everywhere), transport_(&transport) {}
 
   // The transport is gone from here on.
   void close() { transport_ = nullptr; }
-
-  void all_reduce(at::Tensor& values, Op op) override {
-    TORCH_CHECK_NOT_IMPLEMENTED(
-        is_everywhere_,
-        "a reduction of a parameter that some ranks don't have: each mesh "
-        "would get another result. Use the model's clip_grad_norm(), or "
-        "full_tensor().");
-    const at::Tensor all = all_gather(values);
-    switch (op) {
-      case Op::kSum:
-        values = all.sum(0);
-        break;
-      case Op::kMax:
-        values = all.amax(0);
-        break;
-      case Op::kMin:
-        values = all.amin(0);
-        break;
-    }
-  }
 
   at::Tensor all_gather(const at::Tensor& values) override {
     TORCH_CHECK(transport_ != nullptr,
@@ -92,10 +160,63 @@ class RowGroup final : public ShardGroup {
 
  private:
   ShardTransport* transport_;
-  const bool is_everywhere_;
 };
 
 }  // namespace
+
+int UnitMesh::place_of(int rank) const {
+  const auto found = std::ranges::find(ranks, rank);
+  return found == ranks.end() ? -1 : static_cast<int>(found - ranks.begin());
+}
+
+std::string describe(const UnitMesh& mesh) {
+  return absl::StrCat("ranks ", absl::StrJoin(mesh.ranks, ", "),
+                      mesh.row_length() == mesh.size()
+                          ? ""
+                          : absl::StrCat(" in rows of ", mesh.row_length()));
+}
+
+void number_meshes(const Group& group, std::span<MeshRequest> units) {
+  const int rank = group->getRank();
+  std::vector<std::string> described;
+  std::vector<MeshRequest*> meshed;
+  absl::Status status;
+  for (MeshRequest& unit : units) {
+    described.push_back(describe_mesh_of(unit));
+    if (!unit.mesh) continue;
+    status.Update(check_mesh(unit, rank, group->getSize()));
+    meshed.push_back(&unit);
+  }
+  if (meshed.empty()) return;  // known to be alike on all ranks
+  require_agreement(group, "sharded unit", described, status);
+  at::Tensor said = first_and_hash(meshed).unsqueeze(0);
+  const bool is_told = has_peers(*group);
+  if (is_told) {
+    said = gather(group, said[0]);
+    for (size_t i = 0; i < meshed.size(); ++i) {
+      status.Update(
+          check_peers(*meshed[i], rank, said.select(1, static_cast<int>(i))));
+    }
+  }
+  require_agreement(group, "sharded unit", {}, status);
+
+  // By the first rank of each rank's group: these tell which groups there are.
+  std::map<std::pair<std::vector<int64_t>, int>, size_t> known;
+  for (size_t i = 0; i < meshed.size(); ++i) {
+    const UnitMesh& mesh = *meshed[i]->mesh;
+    std::vector<int64_t> firsts(mesh.ranks.begin(), mesh.ranks.end());
+    if (is_told) {
+      const at::Tensor column =
+          said.select(1, static_cast<int>(i)).select(1, 0).contiguous();
+      firsts.assign(column.const_data_ptr<int64_t>(),
+                    column.const_data_ptr<int64_t>() + column.numel());
+    }
+    meshed[i]->number = known
+                            .try_emplace({std::move(firsts), mesh.row_length()},
+                                         known.size() + 1)
+                            .first->second;
+  }
+}
 
 ShardMeshes::ShardMeshes(const Group& group, int num_shards, c10::Device device,
                          std::span<const MeshRequest> units, bool in_order) {
@@ -132,9 +253,8 @@ ShardMeshes::~ShardMeshes() {
 ShardTransport::Sent ShardMeshes::sent() const {
   ShardTransport::Sent sent;
   for (const Mesh& mesh : meshes_) {
-    const ShardTransport::Sent of_mesh = mesh.transport->sent();
-    sent.by_gathers += of_mesh.by_gathers;
-    sent.by_sums += of_mesh.by_sums;
+    sent.by_gathers += mesh.transport->sent().by_gathers;
+    sent.by_sums += mesh.transport->sent().by_sums;
   }
   return sent;
 }

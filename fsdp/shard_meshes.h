@@ -1,5 +1,5 @@
 // The collectives of a model's units: on the model's group, and on meshes of
-// units' own.
+// units' own (UnitMesh).
 //
 // Ranks launch them in one order, whatever mesh they are on: each rank is in
 // one group of every mesh, so none waits for a rank that waits for it. On
@@ -11,25 +11,42 @@
 #define BRIGADE_FSDP_SHARD_MESHES_H_
 
 #include <cstddef>
+#include <cstdint>
 #include <memory>
 #include <optional>
 #include <span>
+#include <string>
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 #include <vector>
 
 #include "brigade/comm/process_group.h"
+#include "brigade/fsdp/fully_shard_options.h"
 #include "brigade/fsdp/shard_transport.h"
 #include "brigade/fsdp/sharded_tensor.h"
-#include "brigade/fsdp/unit_mesh.h"
 
 namespace brigade {
 
-// Of one unit.
+// "ranks 0, 2", "ranks 0, 1, 2, 3 in rows of 2".
+std::string describe(const UnitMesh& mesh);
+
+// The mesh of one unit.
 struct MeshRequest {
+  std::string unit = {};
   std::optional<UnitMesh> mesh = std::nullopt;   // unset: the model's
-  size_t number = 0;                             // of number_meshes()
+  uint64_t hash = 0;                             // equal on ranks of one mesh
   std::optional<int> neighbours = std::nullopt;  // that gather by themselves
+  size_t number = 0;                             // of the mesh
 };
+
+// Collective unless no unit has a mesh of its own: compares the meshes across
+// ranks and numbers them identically on all ranks. 0 is the model's mesh; units
+// whose meshes are the same on all ranks have one number.
+//
+// Errors: ValueError on all ranks alike if a mesh is none of the model's ranks,
+// this one among them, ranks of one mesh name others, or have another hash, or
+// if meshes of one unit differ in their sizes.
+void number_meshes(const c10::intrusive_ptr<c10d::ProcessGroup>& group,
+                   std::span<MeshRequest> units);
 
 class ShardMeshes {
  public:
@@ -42,7 +59,7 @@ class ShardMeshes {
 
   // Collective. `num_shards`: of the model's mesh. `in_order`: sums on devices
   // are in the order of ranks. Throws as make_ordered_transport() and
-  // make_subgroup().
+  // make_subgroup(). REQUIRES: number_meshes().
   ShardMeshes(const c10::intrusive_ptr<c10d::ProcessGroup>& group,
               int num_shards, c10::Device device,
               std::span<const MeshRequest> units, bool in_order);

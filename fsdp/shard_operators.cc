@@ -194,6 +194,17 @@ void visit_tensors(const torch::jit::Stack& stack, size_t num_arguments,
   }
 }
 
+// Those that are sharded.
+template <typename Visit>  // (const at::Tensor&, Shard&, size_t argument)
+void visit_sharded(const torch::jit::Stack& stack, size_t num_arguments,
+                   const Visit& visit) {
+  visit_tensors(stack, num_arguments,
+                [&](const at::Tensor& tensor, size_t argument, size_t) {
+                  Shard* const shard = shard_of(tensor);
+                  if (shard != nullptr) visit(tensor, *shard, argument);
+                });
+}
+
 // Puts `replace(tensor, argument)` in the place of each of them.
 template <typename Replace>
 void replace_tensors(torch::jit::Stack& stack, size_t num_arguments,
@@ -445,8 +456,7 @@ struct Reduction {
 
 struct LocalValue {
   ReduceOp op;
-  at::Tensor value;     // 0-dimensional, float64, int64
-  at::Tensor is_nan{};  // float64, of extremes
+  at::Tensor value;  // 0-dimensional, float64 or int64
   at::ScalarType dtype;
 };
 
@@ -459,14 +469,12 @@ bool is_max(std::string_view name) {
   return name == "max" || name == "amax" || name == "_foreach_max";
 }
 
+// NaN if there is one.
 at::Tensor extreme_of(const at::Tensor& local, bool takes_max) {
-  const bool is_floating = local.is_floating_point();
-  const auto wide = local.to(is_floating ? at::kDouble : at::kLong);
-  if (wide.numel() > 0) {
-    return takes_max ? wide.nan_to_num(-INFINITY, INFINITY, -INFINITY).max()
-                     : wide.nan_to_num(INFINITY, INFINITY, -INFINITY).min();
-  }
-  if (is_floating) {
+  const at::Tensor wide =
+      local.to(local.is_floating_point() ? at::kDouble : at::kLong);
+  if (wide.numel() > 0) return takes_max ? wide.max() : wide.min();
+  if (wide.is_floating_point()) {
     return at::full({}, takes_max ? -INFINITY : INFINITY, wide.options());
   }
   return at::full({},
@@ -475,59 +483,44 @@ at::Tensor extreme_of(const at::Tensor& local, bool takes_max) {
                   wide.options());
 }
 
-at::Tensor nans_in(const at::Tensor& local) {
-  return local.is_floating_point() ? local.isnan().any().to(at::kDouble)
-                                   : at::Tensor();
+LocalValue norm_of(const Reduction& reduction, const at::Tensor& local) {
+  const auto dtype =
+      reduction.dtype.value_or(c10::toRealValueType(local.scalar_type()));
+  const at::Tensor sizes = local.abs().to(at::kDouble);
+  if (reduction.order == 0) {
+    return {ReduceOp::kSum, sizes.ne(0).sum().to(at::kDouble), dtype};
+  }
+  if (!std::isinf(reduction.order)) {
+    return {ReduceOp::kSum, sizes.pow(reduction.order).sum(), dtype};
+  }
+  if (reduction.order < 0) {
+    return {ReduceOp::kMin, extreme_of(sizes, /*takes_max=*/false), dtype};
+  }
+  return {ReduceOp::kMax,
+          sizes.numel() == 0 ? at::zeros({}, sizes.options()) : sizes.max(),
+          dtype};
 }
 
 LocalValue reduce_locally(const Reduction& reduction, const at::Tensor& local) {
   const std::string_view name = reduction.name;
-  if (is_norm(name)) {
-    const auto dtype =
-        reduction.dtype.value_or(c10::toRealValueType(local.scalar_type()));
-    const at::Tensor sizes = local.abs().to(at::kDouble);
-    if (std::isinf(reduction.order)) {
-      const bool takes_max = reduction.order > 0;
-      if (takes_max && sizes.numel() == 0) {
-        return {ReduceOp::kMax, at::zeros({}, sizes.options()), nans_in(sizes),
-                dtype};
-      }
-      at::Tensor value = extreme_of(sizes, takes_max);
-      return {takes_max ? ReduceOp::kMax : ReduceOp::kMin, value,
-              nans_in(sizes), dtype};
-    }
-    if (reduction.order == 0) {
-      return {ReduceOp::kSum, sizes.ne(0).sum().to(at::kDouble), {}, dtype};
-    }
-    return {ReduceOp::kSum, sizes.pow(reduction.order).sum(), {}, dtype};
-  }
+  if (is_norm(name)) return norm_of(reduction, local);
   if (is_max(name) || name == "min" || name == "amin") {
     return {is_max(name) ? ReduceOp::kMax : ReduceOp::kMin,
-            extreme_of(local, is_max(name)), nans_in(local),
-            local.scalar_type()};
+            extreme_of(local, is_max(name)), local.scalar_type()};
   }
-  if (name == "any") {
-    return {ReduceOp::kMax,
-            local.any().to(at::kLong),
-            {},
-            local.scalar_type() == at::kByte ? at::kByte : at::kBool};
-  }
-  if (name == "all") {
-    return {ReduceOp::kMin,
-            local.all().to(at::kLong),
-            {},
+  if (name == "any" || name == "all") {
+    const bool is_any = name == "any";
+    return {is_any ? ReduceOp::kMax : ReduceOp::kMin,
+            (is_any ? local.any() : local.all()).to(at::kLong),
             local.scalar_type() == at::kByte ? at::kByte : at::kBool};
   }
   // sum and mean
   const bool is_floating = reduction.dtype
                                ? at::isFloatingType(*reduction.dtype)
                                : local.is_floating_point();
-  const auto dtype =
-      reduction.dtype.value_or(is_floating ? local.scalar_type() : at::kLong);
-  return {ReduceOp::kSum,
-          local.to(is_floating ? at::kDouble : at::kLong).sum(),
-          {},
-          dtype};
+  return {
+      ReduceOp::kSum, local.to(is_floating ? at::kDouble : at::kLong).sum(),
+      reduction.dtype.value_or(is_floating ? local.scalar_type() : at::kLong)};
 }
 
 ShardGroup& group_of(const Shard& shard) {
@@ -578,11 +571,6 @@ std::vector<at::Tensor> reduce_all(const Reduction& reduction,
     for (size_t i = 0; i < sharded.size(); ++i) {
       if (shard_of(sharded[i])->group.get() != group) continue;
       by_op[values[i].op].push_back(&values[i].value);
-      if (values[i].is_nan.defined()) {
-        // A minimum's goes as its negative, so that one operation serves both.
-        if (values[i].op == ReduceOp::kMin) values[i].is_nan.neg_();
-        by_op[values[i].op].push_back(&values[i].is_nan);
-      }
     }
     for (const auto& [op, of_op] : by_op) {
       all_reduce_together(*group, op, of_op);
@@ -591,10 +579,6 @@ std::vector<at::Tensor> reduce_all(const Reduction& reduction,
   std::vector<at::Tensor> results;
   for (size_t i = 0; i < sharded.size(); ++i) {
     at::Tensor result = values[i].value;
-    if (values[i].is_nan.defined()) {
-      result = at::where(values[i].is_nan.ne(0),
-                         at::full({}, NAN, result.options()), result);
-    }
     if (is_norm(reduction.name) && std::isfinite(reduction.order) &&
         reduction.order != 0) {
       result = result.pow(1 / reduction.order);
@@ -632,12 +616,11 @@ void reduce(const c10::OperatorHandle& op, torch::jit::Stack& stack) {
     call.check();
     const at::Tensor found_inf = argument_of(op, stack, "found_inf").toTensor();
     std::vector<std::shared_ptr<ShardGroup>> groups;
-    visit_tensors(
-        stack, num_arguments, [&](const at::Tensor& tensor, size_t, size_t) {
-          const Shard* const shard = shard_of(tensor);
-          if (shard != nullptr &&
-              std::ranges::find(groups, shard->group) == groups.end()) {
-            groups.push_back(shard->group);
+    visit_sharded(
+        stack, num_arguments,
+        [&](const at::Tensor&, const Shard& shard, size_t) {
+          if (std::ranges::find(groups, shard.group) == groups.end()) {
+            groups.push_back(shard.group);
           }
         });
     call.run();
@@ -738,14 +721,14 @@ void check_grad_mode(const c10::OperatorHandle& op,
       name == "_to_copy") {
     return;
   }
-  visit_tensors(stack, op.schema().arguments().size(),
-                [&](const at::Tensor& tensor, size_t, size_t) {
-                  TORCH_CHECK(
-                      shard_of(tensor) == nullptr || !tensor.requires_grad(),
-                      toString(op.operator_name()), " of ", name_of(tensor),
-                      " outside of a forward is not recorded by "
-                      "autograd. Call it under torch.no_grad(), or "
-                      "inside of the model's forward.");
+  visit_sharded(stack, op.schema().arguments().size(),
+                [&](const at::Tensor& tensor, const Shard&, size_t) {
+                  TORCH_CHECK(!tensor.requires_grad(),
+                              toString(op.operator_name()), " of ",
+                              name_of(tensor),
+                              " outside of a forward is not recorded by "
+                              "autograd. Call it under torch.no_grad(), or "
+                              "inside of the model's forward.");
                 });
 }
 
@@ -753,10 +736,9 @@ void check_grad_mode(const c10::OperatorHandle& op,
 
 bool are_whole(const torch::jit::Stack& stack, size_t num_arguments) {
   bool are_whole = true;
-  visit_tensors(stack, num_arguments,
-                [&](const at::Tensor& tensor, size_t, size_t) {
-                  const Shard* const shard = shard_of(tensor);
-                  are_whole &= shard == nullptr || shard->is_whole;
+  visit_sharded(stack, num_arguments,
+                [&](const at::Tensor&, const Shard& shard, size_t) {
+                  are_whole &= shard.is_whole;
                 });
   return are_whole;
 }
@@ -799,12 +781,11 @@ void run_on_wholes(const c10::OperatorHandle& op, torch::jit::Stack& stack) {
 std::optional<ParameterState> use_parameters(const torch::jit::Stack& stack,
                                              size_t num_arguments) {
   c10::SmallVector<const Shard*, 4> left;
-  visit_tensors(
-      stack, num_arguments, [&](const at::Tensor& tensor, size_t, size_t) {
-        const Shard* const shard = shard_of(tensor);
-        if (shard == nullptr || shard->owner == nullptr) return;
-        if (std::find(left.begin(), left.end(), shard) == left.end()) {
-          left.push_back(shard);
+  visit_sharded(
+      stack, num_arguments, [&](const at::Tensor&, const Shard& shard, size_t) {
+        if (shard.owner != nullptr &&
+            std::find(left.begin(), left.end(), &shard) == left.end()) {
+          left.push_back(&shard);
         }
       });
   std::optional<ParameterState> state;
@@ -825,22 +806,21 @@ void check_use_of_unsharded(const c10::OperatorHandle& op,
                             const torch::jit::Stack& stack,
                             ParameterState state) {
   const auto& arguments = op.schema().arguments();
-  visit_tensors(stack, arguments.size(),
-                [&](const at::Tensor& tensor, size_t argument, size_t) {
-                  const Shard* const shard = shard_of(tensor);
-                  if (shard == nullptr) return;
-                  if (shard->owner == nullptr) {
-                    refuse(op, name_of(tensor) +
-                                   " in a forward or backward: it belongs to "
-                                   "no unit. Use full_tensor() before.");
-                  }
-                  if (writes(arguments[argument]) &&
-                      state == ParameterState::kUnsharded) {
-                    refuse(op, "writes to " + name_of(tensor) +
-                                   " in a forward or backward, where it would "
-                                   "be lost. Write between them.");
-                  }
-                });
+  visit_sharded(
+      stack, arguments.size(),
+      [&](const at::Tensor& tensor, const Shard& shard, size_t argument) {
+        if (shard.owner == nullptr) {
+          refuse(op, name_of(tensor) +
+                         " in a forward or backward: it belongs to "
+                         "no unit. Use full_tensor() before.");
+        }
+        if (writes(arguments[argument]) &&
+            state == ParameterState::kUnsharded) {
+          refuse(op, "writes to " + name_of(tensor) +
+                         " in a forward or backward, where it would "
+                         "be lost. Write between them.");
+        }
+      });
 }
 
 void on_sharded(const c10::OperatorHandle& op, c10::DispatchKeySet keys,
@@ -892,11 +872,9 @@ void on_sharded(const c10::OperatorHandle& op, c10::DispatchKeySet keys,
   }
   if (are_whole(*stack, num_arguments)) return run_on_wholes(op, *stack);
   at::Tensor of;  // a parameter, if there is one
-  visit_tensors(*stack, num_arguments,
-                [&](const at::Tensor& tensor, size_t, size_t) {
-                  const Shard* const shard = shard_of(tensor);
-                  if (shard == nullptr) return;
-                  if (!of.defined() || !shard->name.empty()) of = tensor;
+  visit_sharded(*stack, num_arguments,
+                [&](const at::Tensor& tensor, const Shard& shard, size_t) {
+                  if (!of.defined() || !shard.name.empty()) of = tensor;
                 });
   refuse(op, "needs the whole of " + name_of(of) +
                  ", of which this rank holds a piece. Call it inside of the "

@@ -3,117 +3,127 @@
 #include <ATen/core/grad_mode.h>
 #include <c10/util/Exception.h>
 
-#include <cstdint>
-#include <map>
-#include <memory>
+#include <numeric>
 #include <utility>
-#include <vector>
 
 #include "brigade/comm/group/group_collectives.h"
 #include "brigade/comm/ordered/ordered_collectives.h"
 #include "brigade/comm/subgroup.h"
 
 namespace brigade {
+namespace {
 
-NeighbourGroups::NeighbourGroups(const Group& group,
-                                 const std::vector<int>& numbers,
-                                 c10::Device device) {
-  for (const int number : numbers) {
-    made_.try_emplace(number, group, number, device);
+using Group = c10::intrusive_ptr<c10d::ProcessGroup>;
+
+// Of a reduce-scatter or all-gather of these elements over `num_ranks`.
+int64_t bytes_by_ring(const at::Tensor& whole, int num_ranks) {
+  return static_cast<int64_t>(whole.nbytes()) / num_ranks * (num_ranks - 1);
+}
+
+}  // namespace
+
+std::vector<int> row_of(int rank, int num_shards) {
+  std::vector<int> ranks(num_shards);
+  std::iota(ranks.begin(), ranks.end(), rank / num_shards * num_shards);
+  return ranks;
+}
+
+std::vector<int> column_of(int rank, int num_shards, int num_ranks) {
+  std::vector<int> ranks;
+  for (int r = rank % num_shards; r < num_ranks; r += num_shards) {
+    ranks.push_back(r);
+  }
+  return ranks;
+}
+
+ShardTransport::ShardTransport(const Group& group, int num_shards,
+                               const ShardingStreams& streams,
+                               const std::vector<int>& neighbours)
+    : num_shards_(num_shards),
+      num_replicas_(group->getSize() / num_shards),
+      shard_rank_(group->getRank() % num_shards),
+      streams_(streams) {
+  for (const int number : neighbours) {
+    neighbours_[number].reset(new GroupScope(make_subgroup(
+        group, row_of(group->getRank(), number), streams.device())));
   }
 }
 
-NeighbourGroups::Made::Made(const Group& group, int number, c10::Device device)
-    : scope(make_subgroup(group, row_of(group->getRank(), number), device)) {}
-
-std::vector<NeighbourGroups::Group> NeighbourGroups::all() const {
-  std::vector<Group> all;
-  for (const auto& [number, made] : made_) all.push_back(made.scope.group());
-  return all;
+ShardTransport::FuturePtr ShardTransport::all_gather(const at::Tensor& whole) {
+  sent_.by_gathers += bytes_by_ring(whole, num_shards_);
+  return gather_row(whole);
 }
 
-c10::intrusive_ptr<c10::ivalue::Future> NeighbourGroups::all_gather(
-    const at::Tensor& whole, int number) const {
-  const Group& group = of(number);
-  const int64_t numel = whole.numel() / number;
+ShardTransport::FuturePtr ShardTransport::all_gather_near(
+    const at::Tensor& whole, int num_ranks) {
+  sent_.by_gathers += bytes_by_ring(whole, num_ranks);
+  return gather_near(whole, num_ranks);
+}
+
+ShardTransport::FuturePtr ShardTransport::gather_near(const at::Tensor& whole,
+                                                      int num_ranks) {
+  const Group& group = neighbours_.at(num_ranks)->group();
+  const int64_t numel = whole.numel() / num_ranks;
   return gather_into(*group, whole,
                      whole.narrow(0, group->getRank() * numel, numel))
       ->getFuture();
 }
 
+ShardTransport::FuturePtr ShardTransport::reduce_scatter(
+    const at::Tensor& whole, const at::Tensor& shard, const Sum& of) {
+  sent_.by_sums += bytes_by_ring(whole, num_shards_);
+  if (of.over_replicas) {
+    sent_.by_sums += 2 * bytes_by_ring(shard, num_replicas_);
+  }
+  return sum(whole, shard, of);
+}
+
 namespace {
 
-using Group = c10::intrusive_ptr<c10d::ProcessGroup>;
-
-class OrderedNeighbours {
+class CpuTransport final : public ShardTransport {
  public:
-  OrderedNeighbours(const Group& group, const std::vector<int>& numbers)
-      : groups_(group, numbers) {
-    for (const int number : numbers) {
-      gathers_.try_emplace(number, groups_.of(number));
+  CpuTransport(const Group& group, int num_shards, const std::vector<int>& near)
+      : ShardTransport(group, num_shards, ShardingStreams(at::kCPU), near) {
+    Group row = group;
+    if (num_replicas() > 1) {
+      const int rank = group->getRank();
+      row_.reset(
+          new GroupScope(make_subgroup(group, row_of(rank, num_shards))));
+      column_.reset(new GroupScope(
+          make_subgroup(group, column_of(rank, num_shards, group->getSize()))));
+      row = row_->group();
+      column_sums_.emplace(column_->group());
+      all_.emplace(group);
+    }
+    gathers_.emplace(row);
+    row_sums_ = std::make_shared<OrderedCollectives>(row);
+    for (const auto& [number, scope] : neighbours()) {
+      near_.try_emplace(number, scope->group());
     }
   }
-  OrderedCollectives& of(int number) { return gathers_.at(number); }
 
- private:
-  const NeighbourGroups groups_;
-  std::map<int, OrderedCollectives> gathers_;
-};
-
-// One row: gathers and sums need no groups but the given one.
-class OrderedRow final : public ShardTransport {
- public:
-  OrderedRow(const Group& group, const std::vector<int>& neighbours)
-      : ShardTransport(group->getSize(), 1, group->getRank()),
-        gathers_(group),
-        sums_(group),
-        neighbours_(group, neighbours) {}
-
-  FuturePtr all_gather(const at::Tensor& whole) override {
-    sent_.by_gathers += bytes_by_ring(whole, num_shards());
-    return gathers_.all_gather(whole);
-  }
-  FuturePtr all_gather_near(const at::Tensor& whole, int num_ranks) override {
-    sent_.by_gathers += bytes_by_ring(whole, num_ranks);
-    return neighbours_.of(num_ranks).all_gather(whole);
-  }
-  FuturePtr reduce_scatter(const at::Tensor& whole, const at::Tensor& shard,
-                           Sum sum) override {
-    sent_.by_sums += bytes_by_ring(whole, num_shards());
-    return sums_.reduce_scatter(whole, shard, sum.scale);
-  }
   FuturePtr all_reduce(const at::Tensor& tensor) override {
-    return gathers_.all_reduce(tensor);
+    return (all_ ? all_ : gathers_)->all_reduce(tensor);
   }
-  Sent sent() const override { return sent_; }
   bool scales() const override { return true; }
 
  private:
-  OrderedCollectives gathers_;
-  OrderedCollectives sums_;
-  OrderedNeighbours neighbours_;
-  Sent sent_;
-};
+  FuturePtr gather_row(const at::Tensor& whole) override {
+    return gathers_->all_gather(whole);
+  }
+  FuturePtr gather_near(const at::Tensor& whole, int num_ranks) override {
+    return near_.at(num_ranks).all_gather(whole);
+  }
 
-// Reduce-scatters over this rank's row, whose results are summed over its
-// column: the bits of OrderedCollectives over all ranks with the row's length
-// as group size.
-class SumsOfRows {
- public:
-  using FuturePtr = ShardTransport::FuturePtr;
-
-  SumsOfRows(const Group& row, const Group& column)
-      : has_one_row_(column->getSize() == 1),
-        column_(column),
-        row_(std::make_shared<OrderedCollectives>(row)) {}
-
-  FuturePtr reduce_scatter(const at::Tensor& whole, const at::Tensor& shard,
-                           const ShardTransport::Sum& sum) {
+  // The bits of OrderedCollectives over all ranks with the row's length as
+  // group size.
+  FuturePtr sum(const at::Tensor& whole, const at::Tensor& shard,
+                const Sum& sum) override {
     // The row's sum is rounded and scaled at once where it is all.
-    if (!sum.over_replicas || has_one_row_) {
-      return row_->reduce_scatter(whole, shard, sum.scale);
+    if (!sum.over_replicas || !column_sums_) {
+      return row_sums_->reduce_scatter(whole, shard, sum.scale);
     }
-    FuturePtr in_row = row_->reduce_scatter(whole, shard);
+    FuturePtr in_row = row_sums_->reduce_scatter(whole, shard);
     if (sum.of_row.defined()) {
       in_row = in_row->then(
           [shard, of_row = sum.of_row](c10::ivalue::Future& done) {
@@ -124,101 +134,52 @@ class SumsOfRows {
           },
           in_row->elementType());
     }
-    const FuturePtr total = column_.all_reduce(shard, sum.scale, in_row);
+    const FuturePtr total = column_sums_->all_reduce(shard, sum.scale, in_row);
     // Ends the row's sums too, so that no peer of the row waits for this rank.
-    total->addCallback([row = std::weak_ptr(row_)](c10::ivalue::Future& done) {
-      if (!done.hasError()) return;
-      if (const auto alive = row.lock()) alive->abort(done.exception_ptr());
-    });
+    total->addCallback(
+        [row = std::weak_ptr(row_sums_)](c10::ivalue::Future& done) {
+          if (!done.hasError()) return;
+          if (const auto alive = row.lock()) alive->abort(done.exception_ptr());
+        });
     return total;
   }
 
- private:
-  const bool has_one_row_;
-  OrderedCollectives column_;  // waits for the row's futures: ends after it
-  std::shared_ptr<OrderedCollectives> row_;
-};
-
-class OrderedRows final : public ShardTransport {
- public:
-  OrderedRows(const Group& group, int num_shards,
-              const std::vector<int>& neighbours)
-      : ShardTransport(num_shards, group->getSize() / num_shards,
-                       group->getRank() % num_shards),
-        row_(make_subgroup(group, row_of(group->getRank(), num_shards))),
-        column_(make_subgroup(
-            group, column_of(group->getRank(), num_shards, group->getSize()))),
-        gathers_(row_.group()),
-        sums_(row_.group(), column_.group()),
-        all_(group),
-        neighbours_(group, neighbours) {}
-
-  FuturePtr all_gather(const at::Tensor& whole) override {
-    sent_.by_gathers += bytes_by_ring(whole, num_shards());
-    return gathers_.all_gather(whole);
-  }
-  FuturePtr all_gather_near(const at::Tensor& whole, int num_ranks) override {
-    sent_.by_gathers += bytes_by_ring(whole, num_ranks);
-    return neighbours_.of(num_ranks).all_gather(whole);
-  }
-  FuturePtr reduce_scatter(const at::Tensor& whole, const at::Tensor& shard,
-                           Sum sum) override {
-    sent_.by_sums += bytes_by_ring(whole, num_shards());
-    if (sum.over_replicas) {
-      sent_.by_sums += 2 * bytes_by_ring(shard, num_replicas());
-    }
-    return sums_.reduce_scatter(whole, shard, sum);
-  }
-  FuturePtr all_reduce(const at::Tensor& tensor) override {
-    return all_.all_reduce(tensor);
-  }
-  Sent sent() const override { return sent_; }
-  bool scales() const override { return true; }
-
- private:
-  const GroupScope row_;
-  const GroupScope column_;
-  OrderedCollectives gathers_;
-  SumsOfRows sums_;
-  OrderedCollectives all_;
-  OrderedNeighbours neighbours_;
-  Sent sent_;
+  std::unique_ptr<GroupScope> row_;  // null: the group is one row
+  std::unique_ptr<GroupScope> column_;
+  std::optional<OrderedCollectives> gathers_;
+  // Waits for the row's futures: ends after it.
+  std::optional<OrderedCollectives> column_sums_;
+  std::shared_ptr<OrderedCollectives> row_sums_;
+  std::optional<OrderedCollectives> all_;
+  std::map<int, OrderedCollectives> near_;
 };
 
 class GroupTransport final : public ShardTransport {
  public:
-  GroupTransport(Group group, const std::vector<int>& neighbours)
-      : ShardTransport(group->getSize(), 1, group->getRank()),
-        group_(std::move(group)),
-        neighbours_(group_, neighbours) {}
+  GroupTransport(const Group& group, const std::vector<int>& neighbours)
+      : ShardTransport(group, group->getSize(), ShardingStreams(at::kCPU),
+                       neighbours),
+        group_(group) {}
 
-  FuturePtr all_gather(const at::Tensor& whole) override {
-    const int64_t shard_numel = whole.numel() / num_shards();
-    sent_.by_gathers += bytes_by_ring(whole, num_shards());
-    return gather_into(*group_, whole,
-                       whole.narrow(0, shard_rank() * shard_numel, shard_numel))
-        ->getFuture();
-  }
-  FuturePtr all_gather_near(const at::Tensor& whole, int num_ranks) override {
-    sent_.by_gathers += bytes_by_ring(whole, num_ranks);
-    return neighbours_.all_gather(whole, num_ranks);
-  }
-  FuturePtr reduce_scatter(const at::Tensor& whole, const at::Tensor& shard,
-                           Sum /*sum*/) override {
-    sent_.by_sums += bytes_by_ring(whole, num_shards());
-    return reduce_into(*group_, shard, whole)->getFuture();
-  }
   FuturePtr all_reduce(const at::Tensor& tensor) override {
     std::vector<at::Tensor> tensors = {tensor};
     return group_->allreduce(tensors)->getFuture();
   }
-  Sent sent() const override { return sent_; }
   bool scales() const override { return false; }
 
  private:
+  FuturePtr gather_row(const at::Tensor& whole) override {
+    const int64_t numel = whole.numel() / num_shards();
+    return gather_into(*group_, whole,
+                       whole.narrow(0, shard_rank() * numel, numel))
+        ->getFuture();
+  }
+  FuturePtr sum(const at::Tensor& whole, const at::Tensor& shard,
+                const Sum& /*sum*/) override {
+    return reduce_into(*group_, shard, whole)->getFuture();
+  }
+
   const Group group_;
-  const NeighbourGroups neighbours_;
-  Sent sent_;
 };
 
 }  // namespace
@@ -230,15 +191,12 @@ std::unique_ptr<ShardTransport> make_ordered_transport(
                     "ranks, ",
                     group->getSize(), ", found ", num_shards,
                     ".\nGive the ranks of a host, or all.");
-  if (num_shards == group->getSize()) {
-    return std::make_unique<OrderedRow>(group, neighbours);
-  }
-  return std::make_unique<OrderedRows>(group, num_shards, neighbours);
+  return std::make_unique<CpuTransport>(group, num_shards, neighbours);
 }
 
 std::unique_ptr<ShardTransport> make_group_transport(
-    Group group, const std::vector<int>& neighbours) {
-  return std::make_unique<GroupTransport>(std::move(group), neighbours);
+    const Group& group, const std::vector<int>& neighbours) {
+  return std::make_unique<GroupTransport>(group, neighbours);
 }
 
 }  // namespace brigade

@@ -1,5 +1,9 @@
-// All-gathers and reduce-scatters of flat tensors on a mesh, over a group or in
-// the order of ranks.
+// All-gathers and reduce-scatters of flat tensors on a mesh of ranks.
+//
+// A mesh has R rows of F ranks. A unit's parameters are cut into F shards over
+// a row; the ranks of a column hold the same shard. All ranks of a row gather
+// together; a gradient is summed over a row first, and then over the column.
+// R = 1: full sharding. F = 1: every rank holds all.
 
 #ifndef BRIGADE_FSDP_SHARD_TRANSPORT_H_
 #define BRIGADE_FSDP_SHARD_TRANSPORT_H_
@@ -11,7 +15,7 @@
 #include <cstdint>
 #include <map>
 #include <memory>
-#include <numeric>
+#include <optional>
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 #include <vector>
 
@@ -20,65 +24,15 @@
 
 namespace brigade {
 
-// Which ranks share a row of a mesh, and which a column: those of a row hold
-// the parts of parameters, those of a column the same part.
+// The ranks of the row that `rank` is in, `num_shards` consecutive ones; and of
+// its column.
+std::vector<int> row_of(int rank, int num_shards);
+std::vector<int> column_of(int rank, int num_shards, int num_ranks);
 
-// Of the row that `rank` is in, `num_shards` ranks in rising order. Of a number
-// that divides that one: its neighbours in the row.
-inline std::vector<int> row_of(int rank, int num_shards) {
-  std::vector<int> ranks(num_shards);
-  std::iota(ranks.begin(), ranks.end(), rank / num_shards * num_shards);
-  return ranks;
-}
-
-// Of its column.
-inline std::vector<int> column_of(int rank, int num_shards, int num_ranks) {
-  std::vector<int> ranks;
-  for (int r = rank % num_shards; r < num_ranks; r += num_shards) {
-    ranks.push_back(r);
-  }
-  return ranks;
-}
-
-// Groups of ranks next to each other in a row of a mesh, by how many they are.
-class NeighbourGroups {
- public:
-  using Group = c10::intrusive_ptr<c10d::ProcessGroup>;
-
-  // Collective over the group. `numbers`: each divides the ranks of a row.
-  // Errors: as make_subgroup().
-  NeighbourGroups(const Group& group, const std::vector<int>& numbers,
-                  c10::Device device = at::kCPU);
-
-  // REQUIRES: `number` is one of the numbers.
-  const Group& of(int number) const { return made_.at(number).scope.group(); }
-  std::vector<Group> all() const;
-
-  // By the group's own collective, of equal slices of `whole`.
-  c10::intrusive_ptr<c10::ivalue::Future> all_gather(const at::Tensor& whole,
-                                                     int number) const;
-
- private:
-  struct Made {
-    Made(const Group& group, int number, c10::Device device);
-    const GroupScope scope;
-  };
-
-  std::map<int, Made> made_;
-};
-
-// How shards are gathered and gradients are summed: the collectives of a mesh.
-//
-// A mesh has R rows of F ranks. A unit's parameters are cut into F shards over
-// a row; the ranks of a column hold the same shard. All ranks of a row gather
-// together; a gradient is summed over a row first, and then over the column.
-// R = 1: full sharding. F = 1: every rank holds all.
-//
 // Gathers and sums are independent of each other, each in the order of its
 // calls, which is the same on all ranks. On devices with streams they are
-// launched with one of streams() current, behind what that one has been given;
-// their futures are complete then, and make streams wait; but those of Gloo,
-// which keeps the host waiting.
+// launched with one of streams() current, after its earlier work; their futures
+// are complete then, and make streams wait. Gloo's keep the host waiting.
 //
 // Thread safety: one call at a time of each kind.
 class ShardTransport {
@@ -87,40 +41,38 @@ class ShardTransport {
 
   virtual ~ShardTransport() = default;
 
-  // `whole`: [F * S], whose slice of this rank's place in its row is there.
-  // Writes the others.
-  virtual FuturePtr all_gather(const at::Tensor& whole) = 0;
-
+  // `whole`: [F * S], in which the slice of this rank's place in its row is
+  // valid. Writes the others.
+  FuturePtr all_gather(const at::Tensor& whole);
   // The same among `num_ranks` neighbours of a row, one of the numbers that it
-  // was made for: of [F * S] in so many slices, that of this rank's place among
-  // them is there.
-  virtual FuturePtr all_gather_near(const at::Tensor& whole, int num_ranks) = 0;
+  // was made for: [F * S] is that many slices.
+  FuturePtr all_gather_near(const at::Tensor& whole, int num_ranks);
 
   struct Sum {
     double scale = 1;           // unless scales() is false
     bool over_replicas = true;  // false: over the ranks of this row only
-    // [S], of any floating dtype: what this row has summed before, which is
-    // added to its sum before that goes over replicas. Undefined: nothing.
+    // [S], of any floating dtype: an earlier sum of this row, which is added to
+    // its sum before that goes over replicas. Undefined: none.
     at::Tensor of_row = {};
   };
 
   // Writes into `shard` [S] this rank's slice of the sum over all ranks of
   // `whole` [F * S], times the scale.
-  virtual FuturePtr reduce_scatter(const at::Tensor& whole,
-                                   const at::Tensor& shard, Sum sum) = 0;
+  FuturePtr reduce_scatter(const at::Tensor& whole, const at::Tensor& shard,
+                           const Sum& sum);
 
   // Replaces `tensor` by its sum over all ranks, in their order.
   virtual FuturePtr all_reduce(const at::Tensor& tensor) = 0;
 
-  // Bytes that this rank has sent in gathers and in reduce_scatter()s, as many
-  // as a ring sends.
+  // Bytes that this rank has sent in gathers and in reduce_scatter()s, counted
+  // as those of rings.
   struct Sent {
     int64_t by_gathers = 0;
     int64_t by_sums = 0;
   };
-  virtual Sent sent() const = 0;
+  const Sent& sent() const { return sent_; }
 
-  // False: the sum is to be scaled by whoever takes it.
+  // False: the caller scales the sum.
   virtual bool scales() const = 0;
 
   // Groups that serve these collectives alone, and end with it: to be closed
@@ -133,19 +85,22 @@ class ShardTransport {
   const ShardingStreams& streams() const { return streams_; }
   int num_shards() const { return num_shards_; }      // F
   int num_replicas() const { return num_replicas_; }  // R
-  int shard_rank() const { return shard_rank_; }      // this rank's place
+  int shard_rank() const { return shard_rank_; }      // place in the row
 
  protected:
-  ShardTransport(int num_shards, int num_replicas, int shard_rank,
-                 const ShardingStreams& streams = ShardingStreams(at::kCPU))
-      : num_shards_(num_shards),
-        num_replicas_(num_replicas),
-        shard_rank_(shard_rank),
-        streams_(streams) {}
+  // Collective. `neighbours`: numbers of ranks of all_gather_near().
+  ShardTransport(const c10::intrusive_ptr<c10d::ProcessGroup>& group,
+                 int num_shards, const ShardingStreams& streams,
+                 const std::vector<int>& neighbours);
 
-  // Of a reduce-scatter or all-gather of these elements over so many ranks.
-  static int64_t bytes_by_ring(const at::Tensor& whole, int num_ranks) {
-    return static_cast<int64_t>(whole.nbytes()) / num_ranks * (num_ranks - 1);
+  virtual FuturePtr gather_row(const at::Tensor& whole) = 0;
+  virtual FuturePtr gather_near(const at::Tensor& whole, int num_ranks);
+  virtual FuturePtr sum(const at::Tensor& whole, const at::Tensor& shard,
+                        const Sum& sum) = 0;
+
+  // Groups of consecutive ranks, by their number.
+  const std::map<int, std::unique_ptr<GroupScope>>& neighbours() const {
+    return neighbours_;
   }
 
  private:
@@ -153,6 +108,8 @@ class ShardTransport {
   const int num_replicas_;
   const int shard_rank_;
   const ShardingStreams streams_;
+  std::map<int, std::unique_ptr<GroupScope>> neighbours_;
+  Sent sent_;
 };
 
 // Sums in the order of the ranks (comm/ordered/ordered_collectives.h), on
@@ -160,7 +117,7 @@ class ShardTransport {
 // divides the number of ranks: rank r is in row r / F. `neighbours`: numbers of
 // ranks that gather among themselves, which divide F.
 //
-// Errors: ValueError if it does not; as OrderedCollectives'.
+// Errors: ValueError if `num_shards` does not divide; as OrderedCollectives'.
 std::unique_ptr<ShardTransport> make_ordered_transport(
     const c10::intrusive_ptr<c10d::ProcessGroup>& group, int num_shards,
     const std::vector<int>& neighbours = {});
@@ -168,8 +125,20 @@ std::unique_ptr<ShardTransport> make_ordered_transport(
 // By the group's own collectives, full sharding only: for a recording group on
 // the CPU.
 std::unique_ptr<ShardTransport> make_group_transport(
-    c10::intrusive_ptr<c10d::ProcessGroup> group,
+    const c10::intrusive_ptr<c10d::ProcessGroup>& group,
     const std::vector<int>& neighbours = {});
+
+// By the collectives of a device's backend, on subgroups of its own for each
+// kind, so that each kind has its own stream there. Sums are the backend's, in
+// its order, and not scaled; or, `in_order`, of the ranks' order as on the CPU:
+// a row's ranks exchange slices, each adds up what it gets, and so over the
+// column, which takes memory of `whole` once more. Over Gloo, as where ranks
+// share a device, a row's sum is an all-reduce. `streams`: of a device that the
+// group's backend serves. Errors: as make_subgroup().
+std::unique_ptr<ShardTransport> make_device_transport(
+    const c10::intrusive_ptr<c10d::ProcessGroup>& group, int num_shards,
+    const ShardingStreams& streams, const std::vector<int>& neighbours = {},
+    bool in_order = false);
 
 }  // namespace brigade
 

@@ -40,16 +40,18 @@
 #include <cstddef>
 #include <cstdint>
 #include <exception>
+#include <optional>
 #include <span>
 #include <string>
 #include <utility>
 #include <vector>
 
-#include "brigade/fsdp/forward_dtypes.h"
+#include "brigade/checkpoint/checkpoint.h"
 #include "brigade/fsdp/fully_shard_options.h"
 #include "brigade/fsdp/sharding_timeline.h"
+#include "brigade/hooks/forward_argument.h"
 #include "brigade/hooks/output_tensors.h"
-#include "brigade/observing/stall_watch.h"
+#include "brigade/hooks/tensor_casts.h"
 
 namespace brigade {
 
@@ -66,8 +68,6 @@ struct ShardedModelStatistics {
   int64_t sent_by_sums = 0;
   int64_t buffer_bytes = 0;  // now
   int64_t peak_buffer_bytes = 0;
-  int64_t planned_buffer_bytes = 0;
-  int64_t extra_buffers = 0;  // beyond the plan
   int64_t shard_bytes = 0;
   int64_t padding_bytes = 0;
 };
@@ -83,15 +83,18 @@ class ShardedModel {
   // ---- Forward. Collective.
 
   // Runs `run(inputs...)` as one forward. Floating inputs are cast to
-  // param_dtype, floating outputs to output_dtype, where these are set. A
+  // param_dtype, in the nests of hooks/forward_argument.h, floating outputs to
+  // output_dtype, in those of hooks/tensor_casts.h, where these are set. A
   // forward inside of a backward (recomputation) or of another forward is a
   // part of it. Throws what `run` throws, or PeerError.
   template <typename Run, typename... Inputs>
   auto forward(const Run& run, Inputs&&... inputs) {
     begin_forward();
     try {
-      auto outputs =
-          forward_in(forward_dtypes(), run, std::forward<Inputs>(inputs)...);
+      auto outputs = run(
+          ForwardArgument<Inputs>(std::forward<Inputs>(inputs), param_dtype_)
+              .get()...);
+      if (output_dtype_) cast_tensors(outputs, *output_dtype_);
       end_forward(tensors_of(outputs));
       return outputs;
     } catch (...) {
@@ -156,7 +159,7 @@ class ShardedModel {
   // ---- Settings. Equal on all ranks, changed between forwards and backwards.
 
   // False: backwards accumulate on this rank, without communication.
-  virtual void set_synchronizes(bool value) = 0;
+  void set_synchronizes(bool value) { synchronizes_ = value; }
   virtual UnitSettings& settings(size_t unit) = 0;
 
   // ---- What it consists of, and what it does.
@@ -178,9 +181,23 @@ class ShardedModel {
   virtual void set_stall_report_after(std::chrono::milliseconds time) = 0;
 
  protected:
-  ShardedModel() = default;
-  virtual ForwardDtypes forward_dtypes() const = 0;
+  explicit ShardedModel(const FullyShardOptions& options)
+      : param_dtype_(options.param_dtype),
+        output_dtype_(options.output_dtype) {}
+  bool synchronizes() const { return synchronizes_; }
+
+ private:
+  const std::optional<at::ScalarType> param_dtype_;
+  const std::optional<at::ScalarType> output_dtype_;
+  bool synchronizes_ = true;
 };
+
+// The parameters for save_checkpoint() and load_checkpoint() (checkpoint/
+// checkpoint.h). Collective. Valid until the next forward or backward.
+//
+//   save_checkpoint("checkpoint", checkpoint_model(*sharded), optimizer);
+//   load_checkpoint("checkpoint", checkpoint_model(*sharded), optimizer);
+CheckpointModel checkpoint_model(ShardedModel& model);
 
 }  // namespace brigade
 

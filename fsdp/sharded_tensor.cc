@@ -72,6 +72,18 @@ void set_dtype(const at::Tensor& sharded, caffe2::TypeMeta dtype) {
 
 }  // namespace
 
+void ShardGroup::all_reduce(at::Tensor& values, Op op) {
+  TORCH_CHECK_NOT_IMPLEMENTED(
+      is_everywhere_,
+      "a reduction of a parameter that some ranks don't have: each mesh would "
+      "get another result. Use the model's clip_grad_norm(), or "
+      "full_tensor().");
+  const at::Tensor all = all_gather(values);
+  values = op == Op::kSum   ? all.sum(0)
+           : op == Op::kMax ? all.amax(0)
+                            : all.amin(0);
+}
+
 Shard* shard_of(const at::Tensor& tensor) {
   if (!tensor.defined() || !tensor.key_set().has(kShardedKey) ||
       !tensor.has_storage()) {

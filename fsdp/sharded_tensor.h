@@ -41,12 +41,19 @@ class ShardGroup {
  public:
   enum class Op { kSum, kMax, kMin };
 
+  // `is_everywhere`: no other ranks of the model hold other parameters.
+  explicit ShardGroup(bool is_everywhere = true)
+      : is_everywhere_(is_everywhere) {}
   virtual ~ShardGroup() = default;
-  // Replaces `values`, 1D and plain, by the result over all ranks. Collective.
-  // Throws NotImplementedError if other ranks hold other parameters.
-  virtual void all_reduce(at::Tensor& values, Op op) = 0;
+
   // Returns [W, n] from `values` [n] of each of the W ranks. Collective.
   virtual at::Tensor all_gather(const at::Tensor& values) = 0;
+  // Replaces `values`, 1D and plain, by the result over all ranks. Collective.
+  // Throws NotImplementedError if other ranks hold other parameters.
+  void all_reduce(at::Tensor& values, Op op);
+
+ private:
+  const bool is_everywhere_;
 };
 
 // What an operator finds of the parameters that it is about to use.

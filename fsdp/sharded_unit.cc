@@ -16,7 +16,6 @@
 #include "brigade/comm/errors/error_texts.h"
 #include "brigade/comm/group/group_info.h"
 #include "brigade/comm/subgroup.h"
-#include "brigade/fsdp/parameter_memory.h"
 #include "brigade/fsdp/shard_transport.h"
 
 namespace brigade {
@@ -31,19 +30,20 @@ std::string dtype_or_own(const std::optional<at::ScalarType>& dtype) {
   return dtype ? c10::toString(*dtype) : "own";
 }
 
-std::string number_or_all(const std::optional<int>& number) {
-  return number ? absl::StrCat(*number) : "all";
+std::string describe(const std::variant<bool, int>& reshard_after_forward) {
+  return std::visit([](auto value) { return absl::StrCat(value); },
+                    reshard_after_forward);
 }
 
 std::string describe(const FullyShardOptions& options) {
   return absl::StrCat(
-      "options of fully_shard: num_shards ", number_or_all(options.num_shards),
-      ", reshard_after_forward ", options.reshard_after_forward,
+      "options of fully_shard: num_shards ",
+      options.num_shards ? absl::StrCat(*options.num_shards) : "all",
+      ", reshard_after_forward ", describe(options.reshard_after_forward),
       ", reshard_after_backward ", options.reshard_after_backward,
-      ", reshard_to ", number_or_all(options.reshard_to), ", prefetch_depth ",
-      options.prefetch_depth, ", max_reducing ", options.max_reducing,
-      ", param_dtype ", dtype_or_own(options.param_dtype), ", output_dtype ",
-      dtype_or_own(options.output_dtype), ", reduce_dtype ",
+      ", prefetch_depth ", options.prefetch_depth, ", max_reducing ",
+      options.max_reducing, ", param_dtype ", dtype_or_own(options.param_dtype),
+      ", output_dtype ", dtype_or_own(options.output_dtype), ", reduce_dtype ",
       dtype_or_own(options.reduce_dtype), ", broadcast_parameters ",
       options.broadcast_parameters, ", reproducible ", options.reproducible,
       ", learn_always ", options.learn_always, ", max_unconfirmed_iterations ",
@@ -58,10 +58,8 @@ std::string describe(const UnitRequest& unit, const UnitParameter& parameter) {
                                : absl::StrCat("unit '", unit.name, "'");
   if (unit.parent) absl::StrAppend(&text, " (in unit ", *unit.parent, ")");
   if (unit.reshard_after_forward) {
-    absl::StrAppend(&text, " (reshards ", *unit.reshard_after_forward, ")");
-  }
-  if (unit.reshard_to) {
-    absl::StrAppend(&text, " (reshards to ", *unit.reshard_to, ")");
+    absl::StrAppend(&text, " (reshards ", describe(*unit.reshard_after_forward),
+                    ")");
   }
   if (unit.spans_segments) absl::StrAppend(&text, " (spans segments)");
   absl::StrAppend(&text, ": ");
@@ -83,16 +81,18 @@ std::string describe(const UnitRequest& unit, const UnitParameter& parameter) {
               : "undefined");
 }
 
-absl::Status check_reshard_to(std::optional<int> found, int num_shards) {
-  if (!found ||
+absl::Status check_reshard(const std::variant<bool, int>& after_forward,
+                           int num_shards) {
+  const int* const found = std::get_if<int>(&after_forward);
+  if (found == nullptr ||
       (*found > 1 && *found < num_shards && num_shards % *found == 0)) {
     return absl::OkStatus();
   }
   return absl::InvalidArgumentError(absl::StrCat(
-      "fully_shard: expected reshard_to to be more than 1, less than the "
-      "number of shards, ",
-      num_shards, ", and to divide it, found ", *found,
-      ".\nGive the ranks of a host, or leave it out."));
+      "fully_shard: expected reshard_after_forward to be a bool, or a number "
+      "of ranks that is more than 1, less than the number of shards, ",
+      num_shards, ", and divides it, found ", *found,
+      ".\nGive the ranks of a host, or true."));
 }
 
 absl::Status check_options(const FullyShardOptions& options, int num_ranks) {
@@ -121,8 +121,8 @@ absl::Status check_options(const FullyShardOptions& options, int num_ranks) {
           c10::toString(*dtype), ".\nGive bfloat16, for instance."));
     }
   }
-  return check_reshard_to(options.reshard_to,
-                          options.num_shards.value_or(num_ranks));
+  return check_reshard(options.reshard_after_forward,
+                       options.num_shards.value_or(num_ranks));
 }
 
 // `device`: of the first parameter.
@@ -176,8 +176,9 @@ absl::Status check_units(const c10d::ProcessGroup& group,
                        "' has no parameters.\nMake a unit of a module that "
                        "has some of its own."));
     }
-    absl::Status status = check_reshard_to(
-        unit.reshard_to, unit.mesh ? unit.mesh->row_length() : num_shards);
+    absl::Status status =
+        check_reshard(unit.reshard_after_forward.value_or(true),
+                      unit.mesh ? unit.mesh->row_length() : num_shards);
     for (const UnitParameter& parameter : unit.parameters) {
       if (!device && parameter.tensor.defined()) {
         device = parameter.tensor.device();
@@ -224,45 +225,24 @@ void require_alike(const Group& group, const Requests& requests,
 // ---- Meshes.
 
 // Of what ranks of one mesh have alike, and others need not.
-uint64_t digest_of_names(const UnitRequest& unit) {
-  size_t digest = std::hash<std::string>{}(unit.name);
+uint64_t hash_of_names(const UnitRequest& unit) {
+  size_t hash = std::hash<std::string>{}(unit.name);
   for (const UnitParameter& parameter : unit.parameters) {
-    digest =
-        c10::hash_combine(digest, std::hash<std::string>{}(parameter.name));
+    hash = c10::hash_combine(hash, std::hash<std::string>{}(parameter.name));
   }
-  return digest;
-}
-
-// All 0 unless some have meshes, which is known to be alike on all ranks.
-std::vector<size_t> number_named(const Group& group,
-                                 const std::vector<NamedMesh>& meshes) {
-  const bool has_some = std::ranges::any_of(
-      meshes, [](const NamedMesh& unit) { return unit.mesh.has_value(); });
-  return has_some ? number_meshes(group, meshes)
-                  : std::vector<size_t>(meshes.size(), 0);
-}
-
-std::vector<size_t> number_meshes_of(const Group& group,
-                                     const Requests& requests) {
-  std::vector<NamedMesh> meshes;
-  for (const UnitRequest& unit : requests) {
-    meshes.push_back({.unit = unit.name,
-                      .mesh = unit.mesh,
-                      .digest = digest_of_names(unit)});
-  }
-  return number_named(group, meshes);
+  return hash;
 }
 
 // From the first rank of each unit's mesh.
 void broadcast_parameters(const Group& group, const Requests& requests,
-                          const std::vector<size_t>& mesh_numbers) {
+                          const std::vector<MeshRequest>& meshes) {
   const at::NoGradGuard no_grad;
   std::map<size_t, std::unique_ptr<GroupScope>> scopes;
   for (size_t i = 0; i < requests.size(); ++i) {
     const UnitRequest& unit = requests[i];
     Group of_mesh = group;
-    if (mesh_numbers[i] > 0) {
-      auto& scope = scopes[mesh_numbers[i]];
+    if (meshes[i].number > 0) {
+      auto& scope = scopes[meshes[i].number];
       if (!scope) {
         scope.reset(new GroupScope(make_subgroup(
             group, unit.mesh->ranks, unit.parameters.front().tensor.device())));
@@ -317,13 +297,6 @@ class UserGroup final : public ShardGroup {
   UserGroup(Group group, int num_shards)
       : group_(std::move(group)), num_shards_(num_shards) {}
 
-  void all_reduce(at::Tensor& values, Op op) override {
-    const at::Tensor all = all_gather(values);
-    values = op == Op::kSum   ? all.sum(0)
-             : op == Op::kMax ? all.amax(0)
-                              : all.amin(0);
-  }
-
   at::Tensor all_gather(const at::Tensor& values) override {
     std::vector<std::vector<at::Tensor>> found(1);
     std::vector<at::Tensor> sent = {values.contiguous()};
@@ -343,18 +316,108 @@ class UserGroup final : public ShardGroup {
 UnitSettings settings_of(const UnitRequest& request,
                          const FullyShardOptions& options) {
   UnitSettings settings;
-  settings.reshards_after_forward = request.reshard_after_forward.value_or(
-      options.reshard_after_forward &&
-      (!request.spans_segments || request.reshard_to));
-  settings.reshards_to = request.reshard_to || request.mesh
-                             ? request.reshard_to
-                             : options.reshard_to;
+  auto after_forward = options.reshard_after_forward;
+  if (request.reshard_after_forward) {
+    after_forward = *request.reshard_after_forward;
+  } else if (request.spans_segments) {
+    after_forward = false;
+  } else if (request.mesh && std::holds_alternative<int>(after_forward)) {
+    after_forward = true;  // the number is one of the model's mesh
+  }
+  if (const int* const number = std::get_if<int>(&after_forward)) {
+    settings.reshards_to = *number;
+  } else {
+    settings.reshards_after_forward = std::get<bool>(after_forward);
+  }
   settings.reshards_after_backward = options.reshard_after_backward;
   settings.spans_segments = request.spans_segments;
   return settings;
 }
 
+struct Interval {
+  const void* storage = nullptr;
+  int64_t begin = 0;
+  int64_t end = 0;
+};
+
+// None for a tensor without memory of its own.
+std::optional<Interval> interval_of(const at::Tensor& tensor) {
+  if (!tensor.defined() || tensor.layout() != at::kStrided ||
+      tensor.is_meta() || tensor.numel() == 0 || !tensor.has_storage()) {
+    return std::nullopt;
+  }
+  int64_t last = 0;
+  for (int64_t dim = 0; dim < tensor.dim(); ++dim) {
+    last += (tensor.size(dim) - 1) * tensor.stride(dim);
+  }
+  const int64_t begin = tensor.storage_offset();
+  return Interval{.storage = tensor.storage().unsafeGetStorageImpl(),
+                  .begin = begin * tensor.element_size(),
+                  .end = (begin + last + 1) * tensor.element_size()};
+}
+
 }  // namespace
+
+const std::string* ParameterMemory::take(const at::Tensor& tensor,
+                                         std::string owner) {
+  if (const std::string* const other = owner_of(tensor)) return other;
+  if (const auto interval = interval_of(tensor)) {
+    by_storage_[interval->storage].emplace(
+        interval->begin,
+        Owned{.end = interval->end, .owner = std::move(owner)});
+  }
+  return nullptr;
+}
+
+const std::string* ParameterMemory::owner_of(const at::Tensor& tensor) const {
+  const auto interval = interval_of(tensor);
+  if (!interval) return nullptr;
+  const auto found = by_storage_.find(interval->storage);
+  if (found == by_storage_.end()) return nullptr;
+  // They don't overlap: the last that begins before this one ends decides.
+  auto last = found->second.lower_bound(interval->end);
+  if (last == found->second.begin()) return nullptr;
+  --last;
+  return last->second.end > interval->begin ? &last->second.owner : nullptr;
+}
+
+int64_t ShardedUnit::whole_bytes() const {
+  int64_t bytes = 0;
+  for (const auto& flat : flats) bytes += flat->whole_bytes();
+  return bytes;
+}
+
+int64_t ShardedUnit::gradient_bytes() const {
+  int64_t bytes = 0;
+  for (const auto& flat : flats) {
+    if (flat->is_trained()) bytes += flat->gradient_bytes();
+  }
+  return bytes;
+}
+
+bool ShardedUnit::is_trained() const {
+  return std::ranges::any_of(
+      flats, [](const auto& flat) { return flat->is_trained(); });
+}
+
+bool ShardedUnit::sums_over_replicas() const {
+  return settings.sums_over_replicas || transport->num_replicas() == 1;
+}
+
+double ShardedUnit::divisor() const {
+  return settings.gradient_divisor.value_or(transport->num_shards() *
+                                            transport->num_replicas());
+}
+
+void ShardedUnit::bind() {
+  if (std::exchange(is_bound, true)) return;
+  for (size_t i = 0; i < flats.size(); ++i) flats[i]->bind(gathered->wholes[i]);
+}
+
+void ShardedUnit::unbind() {
+  if (!std::exchange(is_bound, false)) return;
+  for (const auto& flat : flats) flat->unbind();
+}
 
 std::vector<ShardedUnit> make_sharded_units(std::vector<UnitRequest> requests,
                                             const Group& group,
@@ -368,9 +431,14 @@ std::vector<ShardedUnit> make_sharded_units(std::vector<UnitRequest> requests,
                            requests.front().parameters.front().tensor.device());
   }
   require_alike(group, requests, options);
-  const std::vector<size_t> numbers = number_meshes_of(group, requests);
+  std::vector<MeshRequest> meshes;
+  for (const UnitRequest& unit : requests) {
+    meshes.push_back(
+        {.unit = unit.name, .mesh = unit.mesh, .hash = hash_of_names(unit)});
+  }
+  number_meshes(group, meshes);
   if (options.broadcast_parameters) {
-    broadcast_parameters(group, requests, numbers);
+    broadcast_parameters(group, requests, meshes);
   }
   const UnitMesh of_model = {.ranks = row_of(0, group->getSize()),
                              .num_shards = options.num_shards};
@@ -384,7 +452,7 @@ std::vector<ShardedUnit> make_sharded_units(std::vector<UnitRequest> requests,
     unit.comm_hook = options.comm_hook;
     unit.parent = request.parent;
     unit.mesh = request.mesh;
-    unit.mesh_digest = digest_of_names(request);
+    unit.mesh_hash = hash_of_names(request);
     unit.is_first_replica = place < mesh.row_length();
     const auto of_user =
         request.mesh ? nullptr
@@ -400,7 +468,7 @@ std::vector<ShardedUnit> make_sharded_units(std::vector<UnitRequest> requests,
                                      : options.param_dtype;
       unit.flats.push_back(std::make_unique<FlatShard>(
           std::move(parameters),
-          FlatShardOptions{
+          FlatShard::Context{
               .num_ranks = mesh.row_length(),
               .rank = place % mesh.row_length(),
               .compute_dtype = dtype_or(compute_dtype, dtype),
@@ -419,13 +487,14 @@ std::unique_ptr<ShardMeshes> connect_units(std::vector<ShardedUnit>& units,
                                            const Group& group,
                                            const FullyShardOptions& options,
                                            ParameterOwner& owner) {
-  std::vector<NamedMesh> meshes;
+  std::vector<MeshRequest> meshes;
   for (const ShardedUnit& unit : units) {
-    meshes.push_back(
-        {.unit = unit.name, .mesh = unit.mesh, .digest = unit.mesh_digest});
+    meshes.push_back({.unit = unit.name,
+                      .mesh = unit.mesh,
+                      .hash = unit.mesh_hash,
+                      .neighbours = unit.settings.reshards_to});
   }
-  const std::vector<size_t> numbers = number_named(group, meshes);
-  std::vector<MeshRequest> requests;
+  number_meshes(group, meshes);
   absl::Status status;
   try {  // what was on meta may have been given memory since
     for (const ShardedUnit& unit : units) {
@@ -438,14 +507,8 @@ std::unique_ptr<ShardMeshes> connect_units(std::vector<ShardedUnit>& units,
   const std::vector<std::string> nothing;
   require_agreement(group, "sharded parameter", nothing, status);
   std::optional<c10::Device> device;
-  for (size_t i = 0; i < units.size(); ++i) {
-    units[i].mesh_number = numbers[i];
-    requests.push_back({.mesh = units[i].mesh,
-                        .number = numbers[i],
-                        .neighbours = units[i].settings.reshards_to});
-    if (!device && !units[i].flats.empty()) {
-      device = units[i].flats.front()->device();
-    }
+  for (const ShardedUnit& unit : units) {
+    if (!device && !unit.flats.empty()) device = unit.flats.front()->device();
   }
   TORCH_CHECK_VALUE(device,
                     "fully_shard: the module has no parameters.\n"
@@ -454,11 +517,12 @@ std::unique_ptr<ShardMeshes> connect_units(std::vector<ShardedUnit>& units,
               "fully_shard: parameters are on meta.\nCall to_empty() and give "
               "them values before the first forward.");
   auto connected = std::make_unique<ShardMeshes>(
-      group, options.num_shards.value_or(group->getSize()), *device, requests,
+      group, options.num_shards.value_or(group->getSize()), *device, meshes,
       options.reproducible);
   size_t number = 0;
   for (size_t i = 0; i < units.size(); ++i) {
-    const ShardMeshes::Mesh& mesh = connected->of(numbers[i]);
+    units[i].mesh_number = meshes[i].number;
+    const ShardMeshes::Mesh& mesh = connected->of(meshes[i].number);
     units[i].transport = mesh.transport.get();
     units[i].uses.emplace(*device);
     for (const auto& flat : units[i].flats) {

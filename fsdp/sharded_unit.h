@@ -1,4 +1,4 @@
-// Parameters that are gathered together, and released together.
+// Units: parameters that are gathered together, and released together.
 
 #ifndef BRIGADE_FSDP_SHARDED_UNIT_H_
 #define BRIGADE_FSDP_SHARDED_UNIT_H_
@@ -7,17 +7,21 @@
 #include <ATen/core/ivalue.h>
 
 #include <cstddef>
+#include <cstdint>
+#include <map>
 #include <memory>
 #include <optional>
 #include <string>
+#include <unordered_map>
+#include <variant>
 #include <vector>
 
-#include "brigade/fsdp/buffer_memory.h"
 #include "brigade/fsdp/flat_shard.h"
 #include "brigade/fsdp/fully_shard_options.h"
 #include "brigade/fsdp/reduction_hook.h"
 #include "brigade/fsdp/shard_meshes.h"
 #include "brigade/fsdp/streams.h"
+#include "brigade/fsdp/unshard_buffers.h"
 
 namespace brigade {
 
@@ -28,8 +32,7 @@ struct UnitRequest {
   // The unit around it, which comes before it. Unset: none.
   std::optional<size_t> parent = std::nullopt;
   // Unset: as the options say.
-  std::optional<bool> reshard_after_forward = std::nullopt;
-  std::optional<int> reshard_to = std::nullopt;
+  std::optional<std::variant<bool, int>> reshard_after_forward = std::nullopt;
   // Its modules are used here and there, as the norms of all blocks are: it
   // stays unsharded from its first use to the segment's end.
   bool spans_segments = false;
@@ -54,7 +57,7 @@ struct ShardedUnit {
   std::shared_ptr<ReductionHook> comm_hook = nullptr;
   std::optional<size_t> parent = std::nullopt;  // the unit around it
   std::optional<UnitMesh> mesh = std::nullopt;  // unset: the model's
-  uint64_t mesh_digest = 0;  // of what ranks of a mesh have alike
+  uint64_t mesh_hash = 0;                       // equal on ranks of one mesh
   bool is_first_replica = true;
   size_t mesh_number = 0;
   ShardTransport* transport = nullptr;
@@ -67,29 +70,39 @@ struct ShardedUnit {
   std::optional<StreamUses> uses = std::nullopt;
   Lease kept = {};  // settings.keeps_storage: while it is sharded
 
-  // ---- Slices for all-gathers among neighbours; by flat, none: none.
+  // Slices for all-gathers among neighbours; by flat, none: none.
   std::vector<at::Tensor> slices = {};
-
-  // ---- Gradients.
   Lease gradients = {};
-  int64_t whole_bytes() const {
-    int64_t bytes = 0;
-    for (const auto& flat : flats) bytes += flat->whole_bytes();
-    return bytes;
-  }
-  int64_t gradient_bytes() const {
-    int64_t bytes = 0;
-    for (const auto& flat : flats) {
-      if (flat->is_trained()) bytes += flat->gradient_bytes();
-    }
-    return bytes;
-  }
-  bool is_trained() const {
-    for (const auto& flat : flats) {
-      if (flat->is_trained()) return true;
-    }
-    return false;
-  }
+
+  int64_t whole_bytes() const;
+  int64_t gradient_bytes() const;
+  bool is_trained() const;
+  // Whether its next sums go over replicas, and their divisor.
+  bool sums_over_replicas() const;
+  double divisor() const;
+  // Binds or unbinds all parameters. REQUIRES of bind(): gathered.
+  void bind();
+  void unbind();
+};
+
+// Which parameter has which bytes. Those of one storage may lie side by side,
+// as an LSTM's do that cuDNN has flattened.
+class ParameterMemory {
+ public:
+  // Null if nobody has any of the tensor's memory, which then belongs to
+  // `owner`; otherwise who has it.
+  const std::string* take(const at::Tensor& tensor, std::string owner);
+
+  // Who has some of it, or null.
+  const std::string* owner_of(const at::Tensor& tensor) const;
+
+ private:
+  struct Owned {
+    int64_t end = 0;
+    std::string owner;
+  };
+  // By storage and the byte where they begin.
+  std::unordered_map<const void*, std::map<int64_t, Owned>> by_storage_;
 };
 
 // Collective: compares requests and options across ranks, broadcasts the

@@ -47,13 +47,8 @@ void StreamPoint::wait() const {
 }
 
 bool StreamUses::note() {
-  return !device_.is_cpu() && !device_.is_meta() &&
-         note(current_stream(device_));
-}
-
-bool StreamUses::note(const c10::Stream& stream) {
-  if (std::ranges::find(streams_, stream) != streams_.end()) return false;
-  streams_.push_back(stream);
+  if (device_.is_cpu() || device_.is_meta() || has_current()) return false;
+  streams_.push_back(current_stream(device_));
   return true;
 }
 

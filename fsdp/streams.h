@@ -1,6 +1,7 @@
 // Streams of a device in sharding: which collectives run on which, which
-// streams have used memory, and points in them to wait for. On CPUs nothing
-// waits.
+// streams have used memory, and points in them to wait for. On the CPU there
+// are no streams and nothing waits. What waits for what:
+// docs/sharding_streams.md.
 
 #ifndef BRIGADE_FSDP_STREAMS_H_
 #define BRIGADE_FSDP_STREAMS_H_
@@ -17,24 +18,19 @@
 
 namespace brigade {
 
-// A moment in the work of some streams of one device: whatever waits for it is
-// behind all that they had been given then. On the CPU there is none, and
-// nobody waits.
+// An event on each of some streams of one device. Default: none.
 //
-// Thread safety: values, which share their events; nothing changes an event
-// once it is recorded.
+// Thread safety: values, which share their events; no event is recorded twice.
 class StreamPoint {
  public:
-  // Nothing is behind it.
   StreamPoint() = default;
 
-  // What these have been given so far.
+  // After the work that these streams have so far.
   static StreamPoint of(std::span<const c10::Stream> streams);
-  // Of the calling thread's current stream of `device`.
+  // The same of the calling thread's current stream of `device`.
   static StreamPoint now(c10::Device device);
 
-  // The calling thread's current stream is behind it from here on. The host
-  // does not wait.
+  // The calling thread's current stream waits for it. The host does not.
   void wait() const;
 
  private:
@@ -42,28 +38,23 @@ class StreamPoint {
   std::shared_ptr<const Events> events_;  // null: none
 };
 
-// The streams that use some memory, or have written parts of it. On the CPU
-// there are none.
+// The streams that use some memory, or have written parts of it.
 //
 // Thread safety: none.
 class StreamUses {
  public:
   explicit StreamUses(c10::Device device) : device_(device) {}
 
-  // The calling thread's current stream is one of them. Returns whether it is a
-  // new one.
+  // Adds the calling thread's current stream. Returns whether it is new.
   bool note();
-  // The same of any stream of the device.
-  bool note(const c10::Stream& stream);
 
   bool empty() const { return streams_.empty(); }
   bool has_current() const;
 
-  // The calling thread's current stream is behind what the others have been
-  // given so far.
+  // The calling thread's current stream waits for the work of the others.
   void join() const;
 
-  // Of all of them, each with what it has been given so far. None is left.
+  // After the work of all of them. None is left.
   StreamPoint end();
   void forget() { streams_.clear(); }
 
@@ -75,11 +66,9 @@ class StreamUses {
   std::vector<c10::Stream> streams_;  // distinct
 };
 
-// The streams that a root launches its collectives on: one for gathers and one
-// for sums, so that neither waits for what a program computes beside it, nor
-// for the other. On the CPU there are none.
-//
-// What is behind what: docs/sharding_streams.md.
+// The streams that a model launches its collectives on: one for gathers and one
+// for sums, so that neither waits for the program's computation nor for the
+// other.
 //
 // Thread safety: any thread; scopes belong to one.
 class ShardingStreams {
@@ -102,9 +91,6 @@ class ShardingStreams {
   };
   Scope for_gathers() const { return Scope(gathers_); }
   Scope for_sums() const { return Scope(sums_); }
-
-  // None on the CPU.
-  const std::optional<c10::Stream>& gathers() const { return gathers_; }
 
  private:
   const c10::Device device_;

@@ -8,7 +8,6 @@
 #include <vector>
 
 #include "brigade/checkpoint/checkpoint.h"
-#include "brigade/fsdp/checkpoint_model.h"
 #include "brigade/fsdp/segmented_model.h"
 #include "brigade/python_bindings/registrations.h"
 

@@ -15,13 +15,15 @@
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 #include <tuple>
 #include <utility>
+#include <variant>
 #include <vector>
 
 #include "absl/status/status.h"
 #include "absl/strings/str_cat.h"
 #include "brigade/comm/agreement.h"
 #include "brigade/comm/subgroup.h"
-#include "brigade/fsdp/post_accumulate_hooks.h"
+#include "brigade/fsdp/backward_hooks.h"
+#include "brigade/comm/group/group_info.h"
 #include "brigade/fsdp/reduction_hook.h"
 #include "brigade/fsdp/segmented_model.h"
 #include "brigade/fsdp/sharding_timeline.h"
@@ -47,9 +49,11 @@ PendingUnitPtr make_unit(
     const std::optional<std::vector<int64_t>>& block_numels,
     const std::optional<std::vector<std::optional<at::ScalarType>>>& dtypes) {
   UnitRequest request = {.name = std::move(name),
-                         .reshard_after_forward = reshard_after_forward,
-                         .reshard_to = options.reshard_to,
+                         .reshard_after_forward = false,
                          .spans_segments = spans_segments};
+  if (reshard_after_forward) {
+    request.reshard_after_forward = options.reshard_after_forward;
+  }
   for (size_t i = 0; i < parameters.size(); ++i) {
     UnitParameter& parameter = request.parameters.emplace_back(
         UnitParameter{.name = names.at(i), .tensor = parameters[i]});
@@ -136,7 +140,7 @@ std::shared_ptr<SegmentedModel> make_model(
     if (!mesh) continue;
     const auto& [ranks, num_shards, name] = *mesh;
     unit.mesh = UnitMesh{.ranks = ranks, .num_shards = num_shards};
-    unit.mesh_digest = std::hash<std::string>{}(name);
+    unit.mesh_hash = std::hash<std::string>{}(name);
   }
   try {
     return {std::make_unique<SegmentedModel>(std::move(units), group, options)
@@ -277,9 +281,11 @@ void register_sharding(py::module_& module) {
                        bool broadcast_parameters,
                        std::optional<at::ScalarType> wire_dtype,
                        bool reproducible) {
+             using Reshard = std::variant<bool, int>;
              return FullyShardOptions{
                  .num_shards = num_shards,
-                 .reshard_to = reshard_to,
+                 .reshard_after_forward =
+                     reshard_to ? Reshard(*reshard_to) : Reshard(true),
                  .prefetch_depth = prefetch_depth,
                  .param_dtype = param_dtype,
                  .reduce_dtype = reduce_dtype,
@@ -293,7 +299,8 @@ void register_sharding(py::module_& module) {
            py::arg("wire_dtype"), py::arg("reproducible"),
            "`wire_dtype`: of a comm hook that compresses gradients.");
 
-  py::class_<UnitSettings>(module, "UnitSettings", "See fsdp/sharded_unit.h.")
+  py::class_<UnitSettings>(module, "UnitSettings",
+                           "See fsdp/fully_shard_options.h.")
       .def_readwrite("reshards_after_forward",
                      &UnitSettings::reshards_after_forward)
       .def_readwrite("reshards_to", &UnitSettings::reshards_to)
@@ -454,8 +461,6 @@ void register_sharding(py::module_& module) {
         statistics["sent_by_sums"] = found.sent_by_sums;
         statistics["buffer_bytes"] = found.buffer_bytes;
         statistics["peak_buffer_bytes"] = found.peak_buffer_bytes;
-        statistics["planned_buffer_bytes"] = found.planned_buffer_bytes;
-        statistics["extra_buffers"] = found.extra_buffers;
         statistics["shard_bytes"] = found.shard_bytes;
         statistics["padding_bytes"] = found.padding_bytes;
         return statistics;

@@ -5,7 +5,7 @@
 #include <utility>
 #include <vector>
 
-#include "brigade/fsdp/checkpoint_model.h"
+#include "brigade/fsdp/sharded_model.h"
 
 namespace brigade::gpt {
 namespace {
@@ -38,7 +38,7 @@ FullyShardOptions sharding_of(const Group& group,
                         "slices: expected an even number of ranks, 4 at least, "
                         "found ",
                         size, ".\nUse another strategy.");
-      sharding.reshard_to = size / 2;
+      sharding.reshard_after_forward = size / 2;
       break;
     case Strategy::kNone:
       sharding.num_shards = 1;

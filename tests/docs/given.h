@@ -23,7 +23,6 @@
 #include "brigade/comm_hooks/function_hook.h"
 #include "brigade/ddp/distributed_data_parallel.h"
 #include "brigade/ddp/join.h"
-#include "brigade/fsdp/checkpoint_model.h"
 #include "brigade/fsdp/fully_shard.h"
 
 struct Given {

@@ -15,7 +15,6 @@
 #include "absl/strings/str_cat.h"
 #include "brigade/comm/subgroup.h"
 #include "brigade/ddp/distributed_data_parallel.h"
-#include "brigade/fsdp/checkpoint_model.h"
 #include "brigade/fsdp/fully_shard.h"
 #include "brigade/fsdp/segmented_model.h"
 #include "brigade/tests/support/local_ranks.h"

@@ -15,7 +15,7 @@
 #include <utility>
 
 namespace brigade {
-namespace {
+namespace schedule_test {
 
 using Kind = ScheduleEntry::Kind;
 
@@ -369,12 +369,9 @@ TEST(SegmentCursorTest, OuterUnitStaysWhileInnerOnesRun) {
   EXPECT_EQ(replayed.max_held[0], 3);
 }
 
-TEST(SegmentCursorTest, AlternatingUnitsAreGatheredEachTimeUnlessMoreAreKept) {
+TEST(SegmentCursorTest, AlternatingUnitsAreGatheredEachTime) {
   const Program program = uses({0, 1, 0, 1});
-  UnitRules rules = flat_rules(2);
-  EXPECT_EQ(run(rules, {program, program}).issued.size(), 4);
-  rules.kept_units = 2;
-  EXPECT_EQ(run(rules, {program, program}).issued.size(), 2);
+  EXPECT_EQ(run(flat_rules(2), {program, program}).issued.size(), 4);
 }
 
 TEST(SegmentCursorTest, UnitsOfOneOperatorAreThereTogether) {
@@ -391,7 +388,8 @@ TEST(SegmentCursorTest, UnitsThatStayAreNotGatheredAgain) {
   rules.stays = {1, 1};
   Model forward(rules, std::vector<Program>(2, uses({0, 1, 0})), {}, 1);
   EXPECT_EQ(forward.run().issued.size(), 2);
-  EXPECT_EQ(forward.rank(0).cursor.held(), (std::vector<char>{1, 1}));
+  EXPECT_TRUE(forward.rank(0).cursor.is_held(0));
+  EXPECT_TRUE(forward.rank(0).cursor.is_held(1));
   Model next(flat_rules(2), std::vector<Program>(2, backward({1, 0})), {}, 1,
              /*unsharded=*/{1, 1});
   const auto outcome = next.run();
@@ -442,7 +440,6 @@ TEST(SegmentCursorTest, AllPairsOfShortForwardsLearnAndReplay) {
   for (size_t depth = 0; depth < 3; ++depth) {
     UnitRules rules = flat_rules(3);
     rules.prefetch_depth = depth;
-    rules.kept_skipped = depth;
     for (const auto& first : orders) {
       for (const auto& second : orders) {
         const std::vector<Program> programs = {uses(first), uses(second)};
@@ -504,8 +501,6 @@ UnitRules random_rules(std::mt19937& random) {
   }
   rules.stays.resize(rules.num_units());
   for (char& stays : rules.stays) stays = random() % 4 == 0 ? 1 : 0;
-  rules.kept_units = 1 + random() % 3;
-  rules.kept_skipped = random() % 3;
   rules.prefetch_depth = random() % 4;
   return rules;
 }
@@ -565,5 +560,5 @@ TEST(SchedulesTest, FingerprintTellsOrdersAndKindsApart) {
   EXPECT_EQ(a.fingerprint(), RecordedSchedule(a).fingerprint());
 }
 
-}  // namespace
+}  // namespace schedule_test
 }  // namespace brigade

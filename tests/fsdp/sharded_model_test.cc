@@ -1,22 +1,30 @@
+// ShardedModel between and around the programs that sharded_programs_test.cc
+// draws and the faults of sharded_scenarios_test.cc.
+
 #include "brigade/fsdp/sharded_model.h"
 
 #include <ATen/CPUGeneratorImpl.h>
 #include <torch/torch.h>
 
+#include <map>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "brigade/fsdp/fully_shard.h"
+#include "brigade/fsdp/sharded_tensor.h"
 #include "brigade/tests/support/local_ranks.h"
 #include "gmock/gmock.h"
 #include "gtest/gtest.h"
 
 namespace brigade {
-namespace {
+namespace sharded_model_test {
 
 using ::testing::ElementsAre;
 using ::testing::HasSubstr;
+using ::testing::Property;
 using testing::run_ranks;
+using ::testing::Throws;
 
 using Group = c10::intrusive_ptr<c10d::ProcessGroup>;
 
@@ -83,49 +91,6 @@ void expect_equal_parameters(const torch::nn::Module& plain,
   }
 }
 
-void expect_same_training(int num_ranks, FullyShardOptions options) {
-  run_ranks(num_ranks, [&](const Group& group) {
-    const int rank = group->getRank();
-    Net plain;
-    Net net;
-    torch::optim::AdamW plain_optimizer(plain->parameters(), 1e-2);
-    torch::optim::AdamW optimizer(net->parameters(), 1e-2);
-    const auto sharded = fully_shard(*net, group, options);
-    for (int step = 0; step < 4; ++step) {
-      plain_optimizer.zero_grad();
-      loss_of_all(plain, num_ranks, step).backward();
-      plain_optimizer.step();
-      optimizer.zero_grad();
-      const at::Tensor loss = sharded->forward(
-          [&] { return net->forward(data_of(rank, step)).square().mean(); });
-      loss.backward();
-      optimizer.step();
-    }
-    expect_equal_parameters(*plain, *net);
-    EXPECT_EQ(sharded->statistics().segments, 8);
-    EXPECT_LE(sharded->statistics().learned_segments, 4);
-  });
-}
-
-TEST(ShardedModelTest, TrainsAsOneProcess) {
-  expect_same_training(1, {});
-  expect_same_training(2, {});
-  expect_same_training(3, {});
-}
-
-TEST(ShardedModelTest, KeepsUnitsFromForwardToBackward) {
-  expect_same_training(2, {.reshard_after_forward = false});
-}
-
-TEST(ShardedModelTest, TrainsWithReplicas) {
-  expect_same_training(4, {.num_shards = 2});
-  expect_same_training(2, {.num_shards = 1});
-}
-
-TEST(ShardedModelTest, KeepsSlicesOnNeighbours) {
-  expect_same_training(4, {.reshard_to = 2});
-}
-
 TEST(ShardedModelTest, ReplaysWithoutRounds) {
   run_ranks(2, [](const Group& group) {
     Net net;
@@ -180,29 +145,6 @@ TEST(ShardedModelTest, RanksUseUnitsInOtherOrdersAndSkipThem) {
   });
 }
 
-TEST(ShardedModelTest, AccumulatesWithoutSynchronisation) {
-  run_ranks(2, [](const Group& group) {
-    Net plain;
-    Net net;
-    const auto sharded = fully_shard(*net, group);
-    for (int step = 0; step < 3; ++step) {
-      loss_of_all(plain, 2, step).backward();
-      sharded->set_synchronizes(step == 2);
-      const at::Tensor loss = sharded->forward([&] {
-        return net->forward(data_of(group->getRank(), step)).square().mean();
-      });
-      loss.backward();
-    }
-    const auto expected = plain->named_parameters();
-    for (const auto& item : net->named_parameters()) {
-      ASSERT_TRUE(item.value().grad().defined());
-      EXPECT_TRUE(torch::allclose(gather_whole(item.value().grad()),
-                                  expected[item.key()].grad(), 1e-5, 1e-6))
-          << item.key();
-    }
-  });
-}
-
 struct CountingHook : torch::autograd::PostAccumulateGradHook {
   explicit CountingHook(std::vector<bool>& had_gradient)
       : had_gradient(had_gradient) {}
@@ -230,99 +172,6 @@ TEST(ShardedModelTest, HooksAfterAccumulationRunOnceWithTheShardsGradient) {
   });
 }
 
-TEST(ShardedModelTest, AFailedForwardIsTheSameErrorOnAllRanks) {
-  run_ranks(3, [](const Group& group) {
-    const int rank = group->getRank();
-    Net net;
-    const auto sharded = fully_shard(*net, group);
-    const auto step = [&](bool fails) {
-      return sharded->forward([&] {
-        const at::Tensor x =
-            net->blocks[0]->as<Block>()->forward(data_of(rank, 0));
-        if (fails && rank == 1) throw std::runtime_error("no such token");
-        return net->forward(x).sum();
-      });
-    };
-    for (int i = 0; i < 3; ++i) {
-      try {
-        step(/*fails=*/true);
-        ADD_FAILURE() << "rank " << rank << " did not fail";
-      } catch (const std::exception& error) {
-        EXPECT_THAT(error.what(), HasSubstr("no such token"));
-        if (rank != 1) {
-          EXPECT_THAT(error.what(), HasSubstr("rank 1"));
-        }
-      }
-      step(/*fails=*/false).backward();
-      EXPECT_TRUE(net->head->weight.grad().defined());
-    }
-  });
-}
-
-TEST(ShardedModelTest, AFailedBackwardDeliversNothing) {
-  run_ranks(2, [](const Group& group) {
-    const int rank = group->getRank();
-    Net net;
-    const auto sharded = fully_shard(*net, group);
-    for (int i = 0; i < 3; ++i) {
-      const bool fails = i == 1;
-      const at::Tensor loss = sharded->forward([&] {
-        at::Tensor x = net->blocks[0]->as<Block>()->forward(data_of(rank, 0));
-        if (fails && rank == 0) {
-          x.register_hook([](const at::Tensor&) -> at::Tensor {
-            throw std::runtime_error("bad gradient");
-          });
-        }
-        return net->head(net->blocks[1]->as<Block>()->forward(x)).sum();
-      });
-      if (!fails) {
-        loss.backward();
-        EXPECT_TRUE(net->head->weight.grad().defined());
-        net->zero_grad();
-        continue;
-      }
-      EXPECT_ANY_THROW(loss.backward());
-      for (const at::Tensor& parameter : net->parameters()) {
-        EXPECT_FALSE(parameter.grad().defined());
-      }
-      EXPECT_TRUE(sharded->can_continue());
-    }
-  });
-}
-
-TEST(ShardedModelTest, ARankWithoutDataAddsZeros) {
-  run_ranks(2, [](const Group& group) {
-    const int rank = group->getRank();
-    Net plain;
-    Net net;
-    torch::optim::SGD plain_optimizer(plain->parameters(), 0.1);
-    torch::optim::SGD optimizer(net->parameters(), 0.1);
-    const auto sharded = fully_shard(*net, group);
-    for (int step = 0; step < 5; ++step) {
-      const bool has_data = rank == 0 || step < 2;
-      const int64_t count = sharded->num_ranks_with(has_data);
-      EXPECT_EQ(count, step < 2 ? 2 : 1);
-      plain_optimizer.zero_grad();
-      at::Tensor both = plain(data_of(0, step)).square().mean();
-      if (step < 2) both = both + plain(data_of(1, step)).square().mean();
-      (both / 2).backward();
-      plain_optimizer.step();
-      optimizer.zero_grad();
-      if (has_data) {
-        sharded
-            ->forward([&] {
-              return net->forward(data_of(rank, step)).square().mean();
-            })
-            .backward();
-      } else {
-        sharded->step_without_data();
-      }
-      optimizer.step();
-    }
-    expect_equal_parameters(*plain, *net);
-  });
-}
-
 TEST(ShardedModelTest, UnshardedParametersCanBeReadAndWritten) {
   run_ranks(2, [](const Group& group) {
     Net plain;
@@ -347,27 +196,70 @@ TEST(ShardedModelTest, UnshardedParametersCanBeReadAndWritten) {
   });
 }
 
-TEST(ShardedModelTest, ComputesInAnotherDtype) {
+// Opened for reading only.
+struct Opaque {
+  at::Tensor scores;
+};
+
+void collect_tensors(const Opaque& value, std::vector<at::Tensor>& found) {
+  found.push_back(value.scores);
+}
+
+struct ScaleImpl : torch::nn::Module {
+  at::Tensor weight = register_parameter("weight", torch::full({3}, 2.0F));
+};
+
+FullyShardOptions in_bfloat16() {
+  return {.param_dtype = at::kBFloat16, .output_dtype = at::kFloat};
+}
+
+TEST(ShardedModelTest, NestsOfInputsAndOutputsAreCast) {
   run_ranks(2, [](const Group& group) {
-    Net net;
-    const auto sharded =
-        fully_shard(*net, group,
-                    {.param_dtype = at::kBFloat16, .output_dtype = at::kFloat});
-    torch::optim::AdamW optimizer(net->parameters(), 1e-2);
-    for (int step = 0; step < 3; ++step) {
-      optimizer.zero_grad();
-      const at::Tensor out = sharded->forward(
-          [&](const at::Tensor& x) {
-            EXPECT_EQ(x.scalar_type(), at::kBFloat16);
-            return net->forward(x);
-          },
-          data_of(group->getRank(), step));
-      EXPECT_EQ(out.scalar_type(), at::kFloat);
-      out.square().mean().backward();
-      EXPECT_EQ(net->head->weight.scalar_type(), at::kFloat);
-      EXPECT_EQ(net->head->weight.grad().scalar_type(), at::kFloat);
-      optimizer.step();
-    }
+    ScaleImpl net;
+    const auto model = fully_shard(net, group, in_bfloat16());
+    const at::Tensor x = torch::tensor({{1.0F, 2.0F, -1.0F}}).requires_grad_();
+    const auto [scores, kept] = model->forward(
+        [&](const at::Tensor& in,
+            const std::map<std::string, at::Tensor>& others) {
+          EXPECT_EQ(in.scalar_type(), at::kBFloat16);
+          EXPECT_EQ(net.weight.scalar_type(), at::kBFloat16);
+          EXPECT_EQ(others.at("wide").scalar_type(), at::kBFloat16);
+          EXPECT_EQ(others.at("places").scalar_type(), at::kLong);
+          const at::Tensor y = in * net.weight;
+          EXPECT_EQ(y.scalar_type(), at::kBFloat16);
+          return std::pair(y,
+                           std::vector<at::Tensor>{others.at("places"), y + 1});
+        },
+        x,
+        std::map<std::string, at::Tensor>{
+            {"wide", torch::ones({3})},
+            {"places", torch::ones({3}, at::kLong)}});
+    EXPECT_EQ(scores.scalar_type(), at::kFloat);
+    EXPECT_EQ(kept[0].scalar_type(), at::kLong);
+    EXPECT_EQ(kept[1].scalar_type(), at::kFloat);
+    scores.sum().backward();
+    EXPECT_TRUE(at::equal(x.grad(), torch::full({1, 3}, 2.0F)));
+    EXPECT_EQ(net.weight.scalar_type(), at::kFloat);
+    EXPECT_EQ(net.weight.grad().scalar_type(), at::kFloat);
+  });
+}
+
+TEST(ShardedModelTest, AnOutputThatCantBeReplacedIsAnErrorOnAllRanks) {
+  run_ranks(2, [](const Group& group) {
+    ScaleImpl net;
+    const auto model = fully_shard(net, group, in_bfloat16());
+    const at::Tensor x = torch::ones({3});
+    EXPECT_THAT(
+        [&] {
+          model->forward(
+              [&](const at::Tensor& in) { return Opaque{in * net.weight}; }, x);
+        },
+        Throws<c10::ValueError>(Property(&c10::Error::what_without_backtrace,
+                                         HasSubstr("visit_tensors()"))));
+    model->forward([&] { return x.to(at::kBFloat16) * net.weight; })
+        .sum()
+        .backward();
+    EXPECT_TRUE(net.weight.grad().defined());
   });
 }
 
@@ -392,5 +284,5 @@ TEST(ShardedModelTest, NormsAndClippingAreGlobal) {
   });
 }
 
-}  // namespace
+}  // namespace sharded_model_test
 }  // namespace brigade

@@ -18,9 +18,12 @@
 #include <vector>
 
 #include "brigade/comm/errors/error_texts.h"
+#include "absl/strings/str_cat.h"
 #include "brigade/comm/errors/peer_error.h"
 #include "brigade/comm/process_group.h"
 #include "brigade/fsdp/fully_shard.h"
+#include "brigade/fsdp/reduction_hook.h"
+#include "brigade/fsdp/sharded_tensor.h"
 #include "brigade/hooks/checkpoint.h"
 #include "brigade/tests/support/local_ranks.h"
 #include "brigade/tests/support/process_ranks.h"
@@ -46,7 +49,6 @@ constexpr int kBlocks = 4;
 constexpr int64_t kSize = 5;
 
 enum class Fault {
-  kNone,
   kForward,
   kBackward,
   kHook,
@@ -54,7 +56,11 @@ enum class Fault {
   kOutOfMemory,
   kRecomputation,
   kProcess,
+  kNone,
 };
+constexpr const char* kFaults[] = {"Forward",    "Backward",    "Hook",
+                                   "HookFuture", "OutOfMemory", "Recomputation",
+                                   "Process"};
 
 enum class Situation {
   kLearning,
@@ -73,78 +79,11 @@ enum class Situation {
   kEvaluation,      // a forward without gradients before each step
   kUserCollective,  // in each forward, and before each backward
 };
-
-const char* name_of(Fault fault) {
-  switch (fault) {
-    case Fault::kNone:
-      return "None";
-    case Fault::kForward:
-      return "Forward";
-    case Fault::kBackward:
-      return "Backward";
-    case Fault::kHook:
-      return "Hook";
-    case Fault::kHookFuture:
-      return "HookFuture";
-    case Fault::kOutOfMemory:
-      return "OutOfMemory";
-    case Fault::kRecomputation:
-      return "Recomputation";
-    case Fault::kProcess:
-      return "Process";
-  }
-  return "";
-}
-
-const char* name_of(Situation situation) {
-  switch (situation) {
-    case Situation::kLearning:
-      return "Learning";
-    case Situation::kCursor:
-      return "Cursor";
-    case Situation::kCheckpointEach:
-      return "CheckpointEach";
-    case Situation::kCheckpointAll:
-      return "CheckpointAll";
-    case Situation::kReentrantAll:
-      return "ReentrantAll";
-    case Situation::kNoSync:
-      return "NoSync";
-    case Situation::kAfterNoSync:
-      return "AfterNoSync";
-    case Situation::kJoin:
-      return "Join";
-    case Situation::kJoinShadow:
-      return "JoinShadow";
-    case Situation::kMeshes:
-      return "Meshes";
-    case Situation::kReplicas:
-      return "Replicas";
-    case Situation::kChainedRoots:
-      return "ChainedRoots";
-    case Situation::kTwoRoots:
-      return "TwoRoots";
-    case Situation::kEvaluation:
-      return "Evaluation";
-    case Situation::kUserCollective:
-      return "UserCollective";
-  }
-  return "";
-}
-
-constexpr Fault kFaults[] = {Fault::kForward,     Fault::kBackward,
-                             Fault::kHook,        Fault::kHookFuture,
-                             Fault::kOutOfMemory, Fault::kRecomputation,
-                             Fault::kProcess};
-constexpr Situation kSituations[] = {
-    Situation::kLearning,       Situation::kCursor,
-    Situation::kCheckpointEach, Situation::kCheckpointAll,
-    Situation::kReentrantAll,   Situation::kNoSync,
-    Situation::kAfterNoSync,    Situation::kJoin,
-    Situation::kJoinShadow,     Situation::kMeshes,
-    Situation::kReplicas,       Situation::kChainedRoots,
-    Situation::kTwoRoots,       Situation::kEvaluation,
-    Situation::kUserCollective};
+constexpr const char* kSituations[] = {
+    "Learning",     "Cursor",     "CheckpointEach", "CheckpointAll",
+    "ReentrantAll", "NoSync",     "AfterNoSync",    "Join",
+    "JoinShadow",   "Meshes",     "Replicas",       "ChainedRoots",
+    "TwoRoots",     "Evaluation", "UserCollective"};
 
 bool is_checkpointed(Situation s) {
   return s == Situation::kCheckpointEach || s == Situation::kCheckpointAll ||
@@ -591,8 +530,10 @@ class ScenarioTest
 
 std::vector<std::tuple<Fault, Situation>> cells(bool ends_process) {
   std::vector<std::tuple<Fault, Situation>> all;
-  for (const Fault fault : kFaults) {
-    for (const Situation situation : kSituations) {
+  for (size_t i = 0; i < std::size(kFaults); ++i) {
+    for (size_t j = 0; j < std::size(kSituations); ++j) {
+      const auto fault = static_cast<Fault>(i);
+      const auto situation = static_cast<Situation>(j);
       if (exists(fault, situation) &&
           (fault == Fault::kProcess) == ends_process) {
         all.emplace_back(fault, situation);
@@ -604,8 +545,9 @@ std::vector<std::tuple<Fault, Situation>> cells(bool ends_process) {
 
 std::string name_of_cell(
     const ::testing::TestParamInfo<std::tuple<Fault, Situation>>& info) {
-  return std::string(name_of(std::get<0>(info.param))) + "In" +
-         name_of(std::get<1>(info.param));
+  const auto [fault, situation] = info.param;
+  return absl::StrCat(kFaults[static_cast<size_t>(fault)], "In",
+                      kSituations[static_cast<size_t>(situation)]);
 }
 
 INSTANTIATE_TEST_SUITE_P(, ScenarioTest, ::testing::ValuesIn(cells(false)),

@@ -13,7 +13,7 @@
 #include "brigade/fsdp/shard_operators.h"
 
 namespace brigade {
-namespace {
+namespace sharded_tensor_test {
 
 constexpr int kRanks = 2;
 
@@ -23,15 +23,6 @@ class ThreadRanks {
   class Group : public ShardGroup {
    public:
     Group(ThreadRanks& ranks, int rank) : ranks_(ranks), rank_(rank) {}
-    void all_reduce(at::Tensor& values, Op op) override {
-      ranks_.values_[static_cast<size_t>(rank_)] = values;
-      ranks_.barrier_.arrive_and_wait();
-      const at::Tensor all = torch::stack(ranks_.values_);
-      ranks_.barrier_.arrive_and_wait();
-      values = op == Op::kSum   ? all.sum(0).to(values.scalar_type())
-               : op == Op::kMax ? std::get<0>(all.max(0))
-                                : std::get<0>(all.min(0));
-    }
     at::Tensor all_gather(const at::Tensor& values) override {
       ranks_.values_[static_cast<size_t>(rank_)] = values;
       ranks_.barrier_.arrive_and_wait();
@@ -142,9 +133,9 @@ TEST(ShardedTensorTest, HasTheWholesShapeAndNoData) {
   EXPECT_EQ(sharded.numel(), 12);
   EXPECT_TRUE(torch::equal(shard_of(sharded)->local, torch::arange(6., 12.)));
   EXPECT_THAT(message_of([&] { sharded.data_ptr(); }),
-              testing::HasSubstr("is sharded"));
+              ::testing::HasSubstr("is sharded"));
   EXPECT_THAT(message_of([&] { sharded.storage().data(); }),
-              testing::HasSubstr("is sharded"));
+              ::testing::HasSubstr("is sharded"));
   EXPECT_EQ(shard_of(torch::ones(3)), nullptr);
 }
 
@@ -175,7 +166,7 @@ TEST(ShardedTensorTest, ParameterThatIsShardedTwiceIsNamed) {
   const auto parameter = torch::ones({3, 4});
   root.add(parameter, "weight");
   EXPECT_THAT(message_of([&] { shard_in_place(parameter, {.name = "tied"}); }),
-              testing::HasSubstr("'tied' is sharded already"));
+              ::testing::HasSubstr("'tied' is sharded already"));
 }
 
 TEST(ShardOperatorsTest, ElementwiseOperatorsRunOnPieces) {
@@ -211,8 +202,8 @@ TEST(ShardOperatorsTest, RefusesWhatNeedsTheWhole) {
            {"aten::rrelu", [&] { torch::rrelu(p, 0.1, 0.3, true); }},
            {"aten::mul.Tensor", [&] { p.mul(torch::ones({4})); }}}) {
     const std::string message = message_of(call);
-    EXPECT_THAT(message, testing::HasSubstr("blocks.0.weight")) << name;
-    EXPECT_THAT(message, testing::HasSubstr(name.substr(0, 9))) << name;
+    EXPECT_THAT(message, ::testing::HasSubstr("blocks.0.weight")) << name;
+    EXPECT_THAT(message, ::testing::HasSubstr(name.substr(0, 9))) << name;
   }
 }
 
@@ -221,7 +212,7 @@ TEST(ShardOperatorsTest, GradModeIsAnError) {
   const auto p = torch::ones({4}).requires_grad_();
   root.add(p, "bias");
   EXPECT_THAT(message_of([&] { p.mul(2); }),
-              testing::HasSubstr("not recorded by autograd"));
+              ::testing::HasSubstr("not recorded by autograd"));
   EXPECT_EQ(message_of([&] { torch::zeros_like(p); }), "");
   EXPECT_EQ(message_of([&] { p.detach().mul(2); }), "");
 }
@@ -300,7 +291,7 @@ TEST(ShardOperatorsTest, UsesInAForwardUnshard) {
   EXPECT_TRUE(torch::equal(loss, expected));
   EXPECT_TRUE(torch::equal(weight.grad(), reference.grad()));
   EXPECT_EQ(shard_of(weight.grad()), nullptr);
-  EXPECT_THAT(root.unsharded, testing::SizeIs(testing::Ge(2)));
+  EXPECT_THAT(root.unsharded, ::testing::SizeIs(::testing::Ge(2)));
 }
 
 TEST(ShardOperatorsTest, WritesInAForwardAreRefused) {
@@ -309,10 +300,10 @@ TEST(ShardOperatorsTest, WritesInAForwardAreRefused) {
   root.add(weight, "weight");
   root.is_open = true;
   EXPECT_THAT(message_of([&] { weight.mul_(2); }),
-              testing::HasSubstr("writes to parameter 'weight'"));
+              ::testing::HasSubstr("writes to parameter 'weight'"));
   const auto state = sharded_copy(torch::ones({4, 4}), 0);
   EXPECT_THAT(message_of([&] { weight.mul(state); }),
-              testing::HasSubstr("belongs to no unit"));
+              ::testing::HasSubstr("belongs to no unit"));
 }
 
 // `made_before`: the optimizer is made of the parameter before it is sharded.
@@ -367,5 +358,5 @@ TEST(ShardOperatorsTest, OptimizersStepPieces) {
                                                 /*made_before=*/false);
 }
 
-}  // namespace
+}  // namespace sharded_tensor_test
 }  // namespace brigade

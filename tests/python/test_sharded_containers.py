@@ -91,7 +91,7 @@ def test_units_of_containers_equal_one_process(rank, form):
     assert statistics["learned_segments"] <= 2
     assert statistics["all_gathers"] == 4 * (4 + 3)
     assert statistics["reductions"] == 4 * 4
-    assert statistics["peak_buffer_bytes"] == statistics["planned_buffer_bytes"]
+    assert statistics["peak_buffer_bytes"] == statistics["buffer_bytes"]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -11,9 +11,9 @@
 #include <vector>
 
 #include "brigade/comm/recording_group.h"
-#include "brigade/fsdp/buffer_memory.h"
 #include "brigade/fsdp/reduction_hook.h"
 #include "brigade/fsdp/segmented_model.h"
+#include "brigade/fsdp/unshard_buffers.h"
 #include "brigade/hooks/autograd_node.h"
 #include "brigade/tests/simulated_device/lost_calls.h"
 #include "brigade/tests/support/simulated_device/stream_test.h"
@@ -262,7 +262,7 @@ TEST_F(LostGatherCallsTest, SlicesAreCopiedAfterTheGather) {
         arm();
         parts.loss({0, 1});
       },
-      {.reshard_to = kNeighbours}, /*some=*/true);
+      {.reshard_after_forward = kNeighbours}, /*some=*/true);
 }
 
 // A unit on a mesh of its own.
@@ -407,7 +407,7 @@ using LostMemoryCallsTest = LostCallsTest;
 // Memory that was given up comes back when it is asked for again.
 TEST_F(LostMemoryCallsTest, NewMemoryIsAfterWhoHadItBefore) {
   const auto program = [&] {
-    BufferMemory memory(simulated::device());
+    UnshardBuffers memory(simulated::device());
     const c10::Stream a = stream_named("a");
     const c10::Stream b = stream_named("b");
     simulated::synchronize_all();
@@ -418,7 +418,7 @@ TEST_F(LostMemoryCallsTest, NewMemoryIsAfterWhoHadItBefore) {
       lease.last_use.wait();
       lease.bytes.fill_(1);
       memory.release(std::move(lease), StreamPoint::now(simulated::device()));
-      memory.drop_extra();
+      memory.shrink_to(0);
       return address;
     };
     arm();
@@ -430,7 +430,7 @@ TEST_F(LostMemoryCallsTest, NewMemoryIsAfterWhoHadItBefore) {
 
 TEST_F(LostMemoryCallsTest, MemoryEndsAfterWhoHadIt) {
   expect_needed("group waits for a", [&] {
-    BufferMemory memory(simulated::device());
+    UnshardBuffers memory(simulated::device());
     const c10::StreamGuard on_a(stream_named("a"));
     Lease lease = memory.acquire(512);
     lease.last_use.wait();

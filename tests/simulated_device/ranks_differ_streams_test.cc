@@ -152,8 +152,7 @@ class RanksDifferStreamsTest
   static int world_size() { return std::get<0>(GetParam()); }
   static FullyShardOptions options() {
     return {.prefetch_depth = std::get<1>(GetParam()),
-            .max_reducing = std::get<2>(GetParam()),
-            .failure_patience = std::chrono::seconds(10)};
+            .max_reducing = std::get<2>(GetParam())};
   }
   // `programs`: by step.
   static void expect_one_process(const std::vector<Programs>& programs,

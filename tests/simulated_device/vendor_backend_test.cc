@@ -15,7 +15,6 @@
 #include "brigade/comm/group/group_info.h"
 #include "brigade/comm/process_group.h"
 #include "brigade/comm/subgroup.h"
-#include "brigade/fsdp/checkpoint_model.h"
 #include "brigade/fsdp/segmented_model.h"
 #include "brigade/reducer/reducer.h"
 #include "brigade/tests/simulated_device/host_backend.h"

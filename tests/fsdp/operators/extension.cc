@@ -19,15 +19,12 @@ class Ranks {
   explicit Ranks(int num_ranks)
       : values_(static_cast<size_t>(num_ranks)), barrier_(num_ranks) {}
 
-  at::Tensor all_reduce(int rank, const at::Tensor& values,
-                        brigade::ShardGroup::Op op) {
-    using Op = brigade::ShardGroup::Op;
+  at::Tensor all_gather(int rank, const at::Tensor& values) {
     values_[static_cast<size_t>(rank)] = values;
     barrier_.arrive_and_wait();
-    const at::Tensor all = at::stack(values_);
+    at::Tensor all = at::stack(values_);
     barrier_.arrive_and_wait();
-    if (op == Op::kSum) return all.sum(0).to(values.scalar_type());
-    return op == Op::kMax ? std::get<0>(all.max(0)) : std::get<0>(all.min(0));
+    return all;
   }
   // A rank that has ended, or failed, keeps no other waiting.
   void leave() { barrier_.arrive_and_drop(); }
@@ -41,8 +38,8 @@ class RankGroup : public brigade::ShardGroup {
  public:
   RankGroup(std::shared_ptr<Ranks> ranks, int rank)
       : ranks_(std::move(ranks)), rank_(rank) {}
-  void all_reduce(at::Tensor& values, Op op) override {
-    values = ranks_->all_reduce(rank_, values, op);
+  at::Tensor all_gather(const at::Tensor& values) override {
+    return ranks_->all_gather(rank_, values);
   }
 
  private:

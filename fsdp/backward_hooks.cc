@@ -1,12 +1,11 @@
-#include "brigade/fsdp/post_accumulate_hooks.h"
+#include "brigade/fsdp/backward_hooks.h"
 
 #include <torch/csrc/autograd/function.h>
-#include <torch/csrc/autograd/function_hook.h>
 #include <torch/csrc/autograd/variable.h>
 
 #include <algorithm>
-#include <exception>
-#include <memory>
+#include <map>
+#include <mutex>
 #include <utility>
 
 #include "brigade/hooks/backward_end.h"
@@ -14,6 +13,53 @@
 
 namespace brigade {
 namespace {
+
+// The open segments of one backward.
+class OpenSegments {
+ public:
+  struct Segment {
+    std::weak_ptr<void> owner;
+    std::function<void()> on_end;
+    std::function<void()> on_abandoned;
+  };
+
+  void add(Segment segment) {
+    const std::lock_guard lock(mutex_);
+    open_.push_back(std::move(segment));
+  }
+
+  void end() {
+    for_each_from_the_last([this](const Segment& segment) {
+      try {
+        segment.on_end();
+      } catch (...) {
+        abandon();
+        throw;
+      }
+    });
+  }
+
+  void abandon() {
+    for_each_from_the_last(
+        [](const Segment& segment) { segment.on_abandoned(); });
+  }
+
+ private:
+  template <typename Use>
+  void for_each_from_the_last(const Use& use) {
+    std::unique_lock lock(mutex_);
+    while (!open_.empty()) {
+      const Segment last = std::move(open_.back());
+      open_.pop_back();
+      lock.unlock();
+      if (const auto owner = last.owner.lock()) use(last);
+      lock.lock();
+    }
+  }
+
+  std::mutex mutex_;
+  std::vector<Segment> open_;
+};
 
 ErrorTaker take_error = nullptr;
 
@@ -53,6 +99,30 @@ void call_hooks(const std::vector<at::Tensor>& tensors) {
 
 }  // namespace
 
+void end_with_backward(std::weak_ptr<void> owner, std::function<void()> on_end,
+                       std::function<void()> on_abandoned) {
+  static std::mutex mutex;
+  static std::map<int, std::weak_ptr<OpenSegments>> of_backwards;
+  std::shared_ptr<OpenSegments> segments;
+  bool is_first = false;
+  {
+    const std::lock_guard lock(mutex);
+    std::erase_if(of_backwards,
+                  [](const auto& item) { return item.second.expired(); });
+    std::weak_ptr<OpenSegments>& of_this = of_backwards[running_backward_id()];
+    segments = of_this.lock();
+    is_first = segments == nullptr;
+    if (is_first) of_this = segments = std::make_shared<OpenSegments>();
+  }
+  segments->add({.owner = std::move(owner),
+                 .on_end = std::move(on_end),
+                 .on_abandoned = std::move(on_abandoned)});
+  if (!is_first) return;
+  watch_backward_end(
+      segments, [segments] { segments->end(); },
+      [segments] { segments->abandon(); });
+}
+
 void set_error_taker(ErrorTaker taker) { take_error = taker; }
 
 HiddenPostAccumulateHooks::HiddenPostAccumulateHooks(
@@ -80,13 +150,12 @@ bool has_post_accumulate_hooks(const at::Tensor& tensor) {
                              [](const auto& hook) { return is_users(*hook); });
 }
 
-void call_hooks_behind_backward(std::vector<at::Tensor> tensors) {
+void call_hooks_after_backward(std::vector<at::Tensor> tensors) {
   if (running_backward_id() < 0) return call_hooks(tensors);
   const auto shared =
-      std::make_shared<const std::vector<at::Tensor>>(std::move(tensors));
-  const auto owner = std::make_shared<char>();
+      std::make_shared<std::vector<at::Tensor>>(std::move(tensors));
   watch_backward_end(
-      owner, [shared, owner] { call_hooks(*shared); }, [] {});
+      shared, [shared] { call_hooks(*shared); }, [] {});
 }
 
 }  // namespace brigade
