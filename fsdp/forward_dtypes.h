@@ -10,8 +10,7 @@
 #include <optional>
 #include <utility>
 
-#include "brigade/hooks/forward_argument.h"
-#include "brigade/hooks/tensor_casts.h"
+#include "brigade/hooks/nested_tensors.h"
 
 namespace brigade {
 
@@ -22,7 +21,7 @@ struct ForwardDtypes {
 };
 
 // What `forward` returns for these inputs, both cast: inputs in the nests of
-// hooks/forward_argument.h, outputs in those of hooks/tensor_casts.h.
+// hooks/nested_tensors.h, outputs in those of hooks/nested_tensors.h.
 //
 // Errors: those of `forward`; cast_tensors()'.
 template <typename Forward, typename... Inputs>

@@ -14,7 +14,7 @@
 #include "brigade/fsdp/backward_ends.h"
 #include "brigade/fsdp/digest.h"
 #include "brigade/hooks/backward_end.h"
-#include "brigade/hooks/output_watch.h"
+#include "brigade/hooks/output_hooks.h"
 
 namespace brigade {
 namespace {
@@ -110,7 +110,10 @@ void SegmentedModel::make_hooks() {
   show_compute_dtypes(true);  // accumulators expect what they have now
   const std::vector<std::vector<at::Tensor>> replicas = {hooked_};
   hooks_ = std::make_unique<GradientHooks>(
-      replicas, [](VariableIndex, bool) {}, *this);
+      replicas, [](VariableIndex, bool) {},
+      [this](VariableIndex variable, const at::Tensor& gradient) {
+        take(variable, gradient);
+      });
   show_compute_dtypes(false);
   for (size_t i = 0; i < hooked_.size(); ++i) {
     hooked_[i].set_requires_grad(was_trained[i] != 0);

@@ -48,7 +48,7 @@
 #include "brigade/fsdp/forward_dtypes.h"
 #include "brigade/fsdp/fully_shard_options.h"
 #include "brigade/fsdp/sharding_timeline.h"
-#include "brigade/hooks/output_tensors.h"
+#include "brigade/hooks/nested_tensors.h"
 #include "brigade/observing/stall_watch.h"
 
 namespace brigade {

@@ -6,7 +6,7 @@
 #include <utility>
 
 #include "brigade/hooks/backward_end.h"
-#include "brigade/hooks/output_watch.h"
+#include "brigade/hooks/output_hooks.h"
 
 namespace brigade {
 

@@ -14,7 +14,7 @@
 #include "brigade/comm/errors/describe_tensor.h"
 #include "brigade/comm/errors/shortened_list.h"
 #include "brigade/comm_hooks/gradient_layout.h"
-#include "brigade/hooks/prefetch.h"
+#include "brigade/hooks/gradient_hooks.h"
 
 namespace brigade {
 namespace {

@@ -61,7 +61,6 @@ enum class Situation {
   kCursor,
   kCheckpointEach,  // one around each block
   kCheckpointAll,   // one around four blocks
-  kReentrantAll,    // the same, reentrant
   kNoSync,          // fails in a backward that accumulates
   kAfterNoSync,     // fails in the one that reduces
   kJoin,            // the last rank has no data
@@ -106,8 +105,6 @@ const char* name_of(Situation situation) {
       return "CheckpointEach";
     case Situation::kCheckpointAll:
       return "CheckpointAll";
-    case Situation::kReentrantAll:
-      return "ReentrantAll";
     case Situation::kNoSync:
       return "NoSync";
     case Situation::kAfterNoSync:
@@ -139,16 +136,14 @@ constexpr Fault kFaults[] = {Fault::kForward,     Fault::kBackward,
 constexpr Situation kSituations[] = {
     Situation::kLearning,       Situation::kCursor,
     Situation::kCheckpointEach, Situation::kCheckpointAll,
-    Situation::kReentrantAll,   Situation::kNoSync,
-    Situation::kAfterNoSync,    Situation::kJoin,
-    Situation::kJoinShadow,     Situation::kMeshes,
-    Situation::kReplicas,       Situation::kChainedRoots,
-    Situation::kTwoRoots,       Situation::kEvaluation,
-    Situation::kUserCollective};
+    Situation::kNoSync,         Situation::kAfterNoSync,
+    Situation::kJoin,           Situation::kJoinShadow,
+    Situation::kMeshes,         Situation::kReplicas,
+    Situation::kChainedRoots,   Situation::kTwoRoots,
+    Situation::kEvaluation,     Situation::kUserCollective};
 
 bool is_checkpointed(Situation s) {
-  return s == Situation::kCheckpointEach || s == Situation::kCheckpointAll ||
-         s == Situation::kReentrantAll;
+  return s == Situation::kCheckpointEach || s == Situation::kCheckpointAll;
 }
 
 bool exists(Fault fault, Situation situation) {
@@ -244,8 +239,6 @@ struct NetImpl : torch::nn::Module {
       };
       if (situation == Situation::kCheckpointAll) {
         x = checkpoint(all, x);
-      } else if (situation == Situation::kReentrantAll) {
-        x = checkpoint({.reentrant = true}, all, x);
       } else {
         x = all(x);
       }

@@ -164,13 +164,10 @@ TEST_P(OtherFsdpStreamsTest, PassesGradientsToAHookOfOnesOwn) {
 }
 
 TEST_P(OtherFsdpStreamsTest, ComputesAgainInBackward) {
-  for (const bool reentrant : {false, true}) {
-    SCOPED_TRACE(reentrant);
-    ShardedProgram again = program();
-    again.checkpoint = {.reentrant = reentrant, .preserve_rng_state = false};
-    on_every_layout(options(), again,
-                    [](ShardedTraining& training) { train(training, 3); });
-  }
+  ShardedProgram again = program();
+  again.checkpoint = {.preserve_rng_state = false};
+  on_every_layout(options(), again,
+                  [](ShardedTraining& training) { train(training, 3); });
 }
 
 // Ranks of some, and all of them in other rows.
