@@ -15,21 +15,20 @@
 #include <string>
 #include <utility>
 
-#include "brigade/comm_hooks/hook_result.h"
 #include "brigade/comm_hooks/hook_traits.h"
 #include "brigade/python_bindings/exit_wait.h"
 
 namespace brigade {
 
 class PythonCommHook final : public c10d::PythonCommHook,
-                             public ThrowsOwnErrors,
-                             public HasHookName {
+                             public CommHookExtension {
  public:
   PythonCommHook(py::object state, py::object hook, std::string name)
       : c10d::PythonCommHook(std::move(state), std::move(hook)),
         name_(std::move(name)) {}
 
   std::string hook_name() const override { return name_; }
+  bool throws_own_errors() const override { return true; }
 
   c10::intrusive_ptr<c10::ivalue::Future> runHook(
       c10d::GradBucket& bucket) override {

@@ -1,5 +1,5 @@
 // A comm hook behind which optimizers written in Python step while backward
-// goes on (comm_hooks/step_in_backward.h).
+// goes on (comm_hooks/comm_hooks.h).
 //
 // This adds what calling Python from the threads of a process group takes: the
 // GIL, and that the interpreter doesn't exit before the steps are made.
@@ -15,7 +15,7 @@
 #include <memory>
 #include <torch/csrc/distributed/c10d/comm.hpp>
 
-#include "brigade/comm_hooks/step_in_backward.h"
+#include "brigade/comm_hooks/comm_hooks.h"
 
 namespace brigade {
 

@@ -8,7 +8,6 @@
 #define BRIGADE_PYTHON_BINDINGS_REDUCED_PRECISION_HOOK_H_
 
 #include <memory>
-#include <string>
 #include <torch/csrc/distributed/c10d/comm.hpp>
 #include <utility>
 
@@ -16,38 +15,22 @@
 
 namespace brigade {
 
-class ReducedPrecisionHook final : public c10d::CommHookInterface,
-                                   public DeclaresWireFormat,
-                                   public ThrowsOwnErrors,
-                                   public HasHookName {
+class ReducedPrecisionHook final : public WrappingHook {
  public:
   // REQUIRES: `hook` is not null, `dtype` is a floating-point one.
   ReducedPrecisionHook(std::shared_ptr<c10d::CommHookInterface> hook,
                        at::ScalarType dtype)
-      : hook_(std::move(hook)), traits_(traits_of(*hook_)), dtype_(dtype) {}
+      : WrappingHook(std::move(hook)), dtype_(dtype) {}
 
-  c10::intrusive_ptr<c10::ivalue::Future> runHook(
-      c10d::GradBucket& bucket) override {
-    return hook_->runHook(bucket);
-  }
-  at::Tensor parseHookResult(const c10::IValue& result) override {
-    return hook_->parseHookResult(result);
-  }
   // Gradients that are no real numbers stay what they are.
   WireFormat wire_format(at::ScalarType gradient_dtype) const override {
     return {.dtype =
                 c10::isFloatingType(gradient_dtype) ? dtype_ : gradient_dtype};
   }
-
-  std::string hook_name() const override { return traits_.name; }
-
-  bool fails_by_network_only() const override {
-    return traits_.fails_by_network_only;
-  }
+  bool sums_in_order() const override { return false; }
+  bool throws_own_errors() const override { return true; }
 
  private:
-  const std::shared_ptr<c10d::CommHookInterface> hook_;
-  const HookTraits traits_;  // of hook_
   const at::ScalarType dtype_;
 };
 

@@ -6,8 +6,8 @@
 #include <utility>
 #include <vector>
 
-#include "brigade/comm_hooks/then_collective.h"
-#include "brigade/hooks/output_tie.h"
+#include "brigade/comm_hooks/chained_collectives.h"
+#include "brigade/hooks/output_hooks.h"
 #include "brigade/python_bindings/registrations.h"
 
 namespace brigade {

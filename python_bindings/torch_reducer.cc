@@ -11,7 +11,7 @@
 #include "absl/strings/str_join.h"
 #include "brigade/comm/errors/message_of.h"
 #include "brigade/comm_hooks/averaging_hook.h"
-#include "brigade/comm_hooks/hook_result.h"
+#include "brigade/comm_hooks/comm_hooks.h"
 #include "brigade/comm_hooks/hook_traits.h"
 #include "brigade/observing/steady_time.h"
 #include "brigade/python_bindings/python_stepping_hook.h"

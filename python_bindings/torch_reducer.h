@@ -28,8 +28,8 @@
 #include <vector>
 
 #include "brigade/comm_hooks/averaging_hook.h"
+#include "brigade/comm_hooks/comm_hooks.h"
 #include "brigade/comm_hooks/ordered_all_reduce.h"
-#include "brigade/comm_hooks/step_in_backward.h"
 #include "brigade/python_bindings/awaited_futures.h"
 #include "brigade/reducer/reducer.h"
 

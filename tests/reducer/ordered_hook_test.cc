@@ -1,6 +1,6 @@
 // Gradients that are summed in the order of the ranks, by a Reducer.
 
-#include "brigade/comm_hooks/averaging_hook.h"
+#include "brigade/comm_hooks/comm_hooks.h"
 
 #include <torch/torch.h>
 

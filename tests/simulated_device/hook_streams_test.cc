@@ -10,11 +10,9 @@
 #include <utility>
 #include <vector>
 
-#include "brigade/comm_hooks/averaging_hook.h"
-#include "brigade/comm_hooks/function_hook.h"
+#include "brigade/comm_hooks/comm_hooks.h"
 #include "brigade/comm_hooks/routing_hook.h"
-#include "brigade/comm_hooks/step_in_backward.h"
-#include "brigade/comm_hooks/then_collective.h"
+#include "brigade/comm_hooks/chained_collectives.h"
 #include "brigade/tests/simulated_device/streamed_training.h"
 #include "brigade/tests/support/simulated_device/stream_test.h"
 #include "gtest/gtest.h"

@@ -14,9 +14,7 @@
 #include <vector>
 
 #include "absl/strings/str_cat.h"
-#include "brigade/comm_hooks/averaging_hook.h"
-#include "brigade/comm_hooks/function_hook.h"
-#include "brigade/comm_hooks/weighted_mean_hook.h"
+#include "brigade/comm_hooks/comm_hooks.h"
 #include "brigade/tests/simulated_device/streamed_training.h"
 #include "brigade/tests/support/simulated_device/stream_test.h"
 #include "gmock/gmock.h"
@@ -248,15 +246,6 @@ void half_precision_on_the_wire(const StreamLayout& layout,
                                 ReducerOptions options) {
   StreamedTraining training(layout);
   options.comm_hook = fp16_hook(training.recording().group());
-  training.make_reducer(std::move(options));
-  train(training, [&](int s) { training.step(s); });
-}
-
-void weighted_mean(const StreamLayout& layout, ReducerOptions options) {
-  StreamedTraining training(layout);
-  auto hook = std::make_shared<WeightedMeanHook>(training.recording().group());
-  hook->set_weight(2);
-  options.comm_hook = std::move(hook);
   training.make_reducer(std::move(options));
   train(training, [&](int s) { training.step(s); });
 }
@@ -647,7 +636,6 @@ const Scenario kScenarios[] = {
     {"StaticGraph", static_graph},
     {"Shadowed", shadowed},
     {"HalfPrecisionOnTheWire", half_precision_on_the_wire},
-    {"WeightedMean", weighted_mean},
     {"HookWithAContinuation", hook_with_a_continuation},
     {"HookChanged", hook_changed},
     {"Timed", timed},
