@@ -11,7 +11,6 @@
 
 #include "absl/strings/str_cat.h"
 #include "brigade/ddp/distributed_data_parallel.h"
-#include "brigade/ddp/join.h"
 #include "brigade/tests/simulated_device/host_backend.h"
 #include "brigade/tests/support/local_ranks.h"
 #include "brigade/tests/support/simulated_device/stream_test.h"
@@ -55,7 +54,7 @@ TORCH_MODULE(CountingModule);
 
 struct Mode {
   JoinDivisor divisor;
-  BufferMode buffers;
+  bool broadcasts_buffers;
   bool views;
   bool finds_unused;
 };
@@ -70,7 +69,7 @@ Tensors train(const Group& group, c10::Device device, const Inputs& inputs,
       {.reducer = {.bucket_caps_bytes = {64},
                    .find_unused_parameters = mode.finds_unused,
                    .gradient_as_bucket_view = mode.views},
-       .buffer_mode = mode.buffers});
+       .broadcast_buffers = mode.broadcasts_buffers});
   const int rank = group->getRank();
   const auto train_on = [&](int num_steps) {
     for (int step = 0; step < num_steps; ++step) {
@@ -90,10 +89,10 @@ Tensors train(const Group& group, c10::Device device, const Inputs& inputs,
   return found;
 }
 
-class UnevenJoinTest
-    : public simulated::StreamTest,
-      public ::testing::WithParamInterface<
-          std::tuple<Inputs, JoinDivisor, BufferMode, bool, bool>> {};
+class UnevenJoinTest : public simulated::StreamTest,
+                       public ::testing::WithParamInterface<
+                           std::tuple<Inputs, JoinDivisor, bool, bool, bool>> {
+};
 
 TEST_P(UnevenJoinTest, IsWhatCpusGet) {
   const auto& [inputs, divisor, buffers, views, finds_unused] = GetParam();
@@ -122,9 +121,7 @@ INSTANTIATE_TEST_SUITE_P(
     ::testing::Combine(
         ::testing::Values(Inputs{1, 4}, Inputs{3, 0}, Inputs{1, 3, 2}),
         ::testing::Values(JoinDivisor::kWorldSize, JoinDivisor::kRanksWithData),
-        ::testing::Values(BufferMode::kNone, BufferMode::kBeforeForward,
-                          BufferMode::kAfterForward),
-        ::testing::Bool(), ::testing::Bool()));
+        ::testing::Bool(), ::testing::Bool(), ::testing::Bool()));
 
 }  // namespace uneven_join_test
 }  // namespace brigade
