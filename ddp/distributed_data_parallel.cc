@@ -120,7 +120,6 @@ class ReplicatedModule::State {
  public:
   State(AnyModule module, Group group, Options options);
 
-  void before_forward();
   void run(c10::function_ref<std::vector<at::Tensor>()> forward);
   void sync_buffers();
 
@@ -145,6 +144,7 @@ class ReplicatedModule::State {
   std::unique_ptr<Reducer> reducer_;
 
  private:
+  void before_forward();
   std::vector<NamedTensor> buffers() const;
   bool sends_buffers() const;
   void broadcast_buffers();

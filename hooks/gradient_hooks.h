@@ -91,7 +91,6 @@ class GradientHooks {
 
  private:
   friend class ReadyHook;
-  friend class TakingHook;
 
   struct Registration {
     NodePtr accumulator;
