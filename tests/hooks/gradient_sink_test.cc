@@ -147,20 +147,6 @@ TEST_F(GradientSinkTest, HooksOnTheTensorRunBeforeAndPostHooksBehind) {
               ElementsAre("tensor hook", "take 0", "no grad", "ready 0"));
 }
 
-TEST_F(GradientSinkTest, GradientsComeInTheParametersPrecision) {
-  const std::vector<at::Tensor> parameters = {leaf({1, 2}, at::kBFloat16),
-                                              leaf({1, 2}, at::kDouble)};
-  Recorder recorder;
-  const GradientHooks hooks(std::array{parameters}, std::ref(recorder),
-                            sink_of(recorder));
-  for (const at::Tensor& parameter : parameters) {
-    (parameter.to(at::kFloat) * 5).sum().backward();
-  }
-  ASSERT_EQ(recorder.taken.size(), 2u);
-  EXPECT_EQ(recorder.taken[0].scalar_type(), at::kBFloat16);
-  EXPECT_EQ(recorder.taken[1].scalar_type(), at::kDouble);
-}
-
 TEST_F(GradientSinkTest, UnderCreateGraphAGradientHasAHistory) {
   const at::Tensor loss = (parameters_[0] * parameters_[0]).sum();
   loss.backward({}, /*retain_graph=*/true);
