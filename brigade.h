@@ -11,18 +11,14 @@
 
 // Data parallelism: a module, or gradients of one's own.
 #include "brigade/ddp/distributed_data_parallel.h"
-#include "brigade/ddp/distributed_replicas.h"
-#include "brigade/ddp/join.h"
-#include "brigade/ddp/no_sync.h"
 #include "brigade/ddp/optimizer_broadcast.h"
 #include "brigade/planning/bucket_plan.h"
 #include "brigade/planning/plan_by_size.h"
 #include "brigade/reducer/reducer.h"
 
-// Comm hooks.
-#include "brigade/comm_hooks/averaging_hook.h"
-#include "brigade/comm_hooks/function_hook.h"
-#include "brigade/comm_hooks/then_collective.h"
+// Comm hooks, and outputs that a loss may leave out.
+#include "brigade/comm_hooks/comm_hooks.h"
+#include "brigade/hooks/output_hooks.h"
 
 // Sharding.
 #include "brigade/fsdp/fully_shard.h"

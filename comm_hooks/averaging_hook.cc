@@ -7,7 +7,9 @@
 
 #include "brigade/comm/ordered/host_sums.h"
 #include "brigade/comm/streams/futures.h"
-#include "brigade/comm_hooks/hook_result.h"
+#include "brigade/comm_hooks/comm_hooks.h"
+#include "brigade/comm_hooks/hook_traits.h"
+#include "brigade/comm_hooks/ordered_all_reduce.h"
 
 namespace brigade {
 
@@ -62,25 +64,21 @@ WireFormat AveragingHook::wire_format(at::ScalarType gradient_dtype) const {
           .scale = ordered_ ? 1.0 : 1.0 / divisor()};
 }
 
-std::shared_ptr<AveragingHook> all_reduce_hook(
+CommHookPtr all_reduce_hook(
     const c10::intrusive_ptr<c10d::ProcessGroup>& group) {
   return std::make_shared<AveragingHook>(group);
 }
 
-std::shared_ptr<AveragingHook> fp16_hook(
-    const c10::intrusive_ptr<c10d::ProcessGroup>& group) {
+CommHookPtr fp16_hook(const c10::intrusive_ptr<c10d::ProcessGroup>& group) {
   return std::make_shared<AveragingHook>(group, at::kHalf);
 }
 
-std::shared_ptr<AveragingHook> bf16_hook(
-    const c10::intrusive_ptr<c10d::ProcessGroup>& group) {
+CommHookPtr bf16_hook(const c10::intrusive_ptr<c10d::ProcessGroup>& group) {
   return std::make_shared<AveragingHook>(group, at::kBFloat16);
 }
 
-std::shared_ptr<AveragingHook> ordered_hook(
-    const c10::intrusive_ptr<c10d::ProcessGroup>& group,
-    const OrderedOptions& options) {
-  auto ordered = std::make_shared<OrderedAllReduce>(group, options);
+CommHookPtr ordered_hook(const c10::intrusive_ptr<c10d::ProcessGroup>& group) {
+  auto ordered = std::make_shared<OrderedAllReduce>(group);
   ordered->connect();
   return std::make_shared<AveragingHook>(group, std::nullopt,
                                          std::move(ordered));
@@ -96,8 +94,7 @@ std::shared_ptr<AveragingHook> default_hook(
   return hook;
 }
 
-std::shared_ptr<AveragingHook> sum_hook(
-    const c10::intrusive_ptr<c10d::ProcessGroup>& group) {
+CommHookPtr sum_hook(const c10::intrusive_ptr<c10d::ProcessGroup>& group) {
   auto hook = std::make_shared<AveragingHook>(group);
   hook->divide_by([] { return 1.0; });
   return hook;

@@ -1,7 +1,8 @@
-// The built-in comm hooks: averaging all-reduces, in the gradients' own dtype
-// or in a smaller one on the wire, by the group, in memory that its ranks
-// share, or in the order of the ranks. The divisor may change from iteration to
-// iteration: the world size, or the number of ranks that still have data.
+// The class of the built-in comm hooks of comm_hooks.h: averaging all-reduces,
+// in the gradients' own dtype or in a smaller one on the wire, by the group, in
+// memory that its ranks share, or in the order of the ranks. The divisor may
+// change from iteration to iteration: the world size, or the number of ranks
+// that still have data.
 //
 // Thread safety: one call at a time.
 
@@ -14,15 +15,14 @@
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 #include <torch/csrc/distributed/c10d/comm.hpp>
 
-#include "brigade/comm_hooks/group_reference.h"
 #include "brigade/comm_hooks/hook_traits.h"
-#include "brigade/comm_hooks/ordered_all_reduce.h"
 
 namespace brigade {
 
+class OrderedAllReduce;
+
 class AveragingHook final : public c10d::CommHookInterface,
-                            public DeclaresWireFormat,
-                            public TakesHostSums {
+                            public CommHookExtension {
  public:
   // `wire_dtype`: nullopt for the gradients' own; gradients that are not
   // floating-point numbers of more than its size are not compressed. Complex
@@ -56,6 +56,8 @@ class AveragingHook final : public c10d::CommHookInterface,
   c10::intrusive_ptr<c10::ivalue::Future> runHook(
       c10d::GradBucket& bucket) override;
   at::Tensor parseHookResult(const c10::IValue& result) override;
+  bool declares_wire_format() const override { return true; }
+  bool fails_by_network_only() const override { return true; }
   WireFormat wire_format(at::ScalarType gradient_dtype) const override;
   bool lets_go_of_buffer() const override { return true; }
   bool sums_in_order() const override { return ordered_ != nullptr; }
@@ -77,42 +79,11 @@ class AveragingHook final : public c10d::CommHookInterface,
   mutable double divisor_;
 };
 
-// Gradients in their own dtype, by the group.
-std::shared_ptr<AveragingHook> all_reduce_hook(
-    const c10::intrusive_ptr<c10d::ProcessGroup>& group);
-
-// Half the bytes of float32. Divides before the cast, so that a sum overflows
-// only where the average does. Range: 6e-8 to 65504; larger gradients become
-// infinite.
-//
-// Source: torch.distributed's fp16_compress_hook. Differs: it casts first and
-// divides the half-precision numbers.
-std::shared_ptr<AveragingHook> fp16_hook(
-    const c10::intrusive_ptr<c10d::ProcessGroup>& group);
-
-// Half the bytes of float32, with its range and 8 bits of precision.
-std::shared_ptr<AveragingHook> bf16_hook(
-    const c10::intrusive_ptr<c10d::ProcessGroup>& group);
-
-// Averages whose bits do not depend on the buckets: an element is summed in the
-// order of the ranks, whatever it travels with, and divided once. Collective.
-// ReducerOptions::reproducible is the same without a hook of one's own, and
-// refuses gradients that can't be summed so when the reducer is made; here,
-// sparse ones are a ValueError in backward. Errors: as OrderedCollectives'.
-std::shared_ptr<AveragingHook> ordered_hook(
-    const c10::intrusive_ptr<c10d::ProcessGroup>& group,
-    const OrderedOptions& options = {});
-
 // What a reducer does that was given no hook. Arguments: as AveragingHook's.
 std::shared_ptr<AveragingHook> default_hook(
     const c10::intrusive_ptr<c10d::ProcessGroup>& group,
     std::optional<at::ScalarType> wire_dtype = std::nullopt,
     std::shared_ptr<OrderedAllReduce> ordered = nullptr);
-
-// Adds up over ranks and divides by nothing. Several local replicas are
-// averaged before that.
-std::shared_ptr<AveragingHook> sum_hook(
-    const c10::intrusive_ptr<c10d::ProcessGroup>& group);
 
 }  // namespace brigade
 

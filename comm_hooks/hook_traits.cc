@@ -1,5 +1,7 @@
 #include "brigade/comm_hooks/hook_traits.h"
 
+#include <c10/util/Exception.h>
+
 #include "absl/strings/str_cat.h"
 
 namespace brigade {
@@ -11,32 +13,60 @@ at::ScalarType HookTraits::wire_dtype(at::ScalarType gradient_dtype) const {
 }
 
 HookTraits traits_of(c10d::CommHookInterface& hook) {
-  const auto* wire_format = dynamic_cast<const DeclaresWireFormat*>(&hook);
-  const auto* stepping = dynamic_cast<const StepsParameters*>(&hook);
-  const auto* named = dynamic_cast<const HasHookName*>(&hook);
-  auto* host_sums = dynamic_cast<TakesHostSums*>(&hook);
-  if (host_sums != nullptr && !host_sums->takes_host_sums()) {
-    host_sums = nullptr;
-  }
+  auto* const extension = dynamic_cast<CommHookExtension*>(&hook);
+  if (extension == nullptr) return {.hook = &hook};
   return {
       .hook = &hook,
-      .wire_format = wire_format,
-      .listener = dynamic_cast<IterationListener*>(&hook),
-      .host_sums = host_sums,
-      .fails_by_network_only =
-          wire_format != nullptr && wire_format->fails_by_network_only(),
-      .lets_go_of_buffer =
-          wire_format != nullptr && wire_format->lets_go_of_buffer(),
-      .sums_in_order = wire_format != nullptr && wire_format->sums_in_order(),
-      .throws_own_errors =
-          dynamic_cast<const ThrowsOwnErrors*>(&hook) != nullptr,
-      .steps_parameters = stepping != nullptr && stepping->steps_parameters(),
-      .name = named == nullptr ? "" : named->hook_name()};
+      .wire_format = extension->declares_wire_format() ? extension : nullptr,
+      .listener = extension,
+      .host_sums = extension->takes_host_sums() ? extension : nullptr,
+      .fails_by_network_only = extension->fails_by_network_only(),
+      .lets_go_of_buffer = extension->lets_go_of_buffer(),
+      .sums_in_order = extension->sums_in_order(),
+      .throws_own_errors = extension->throws_own_errors(),
+      .steps_parameters = extension->steps_parameters(),
+      .name = extension->hook_name()};
 }
 
 std::string describe(const HookTraits& hook) {
   return hook.name.empty() ? "the comm hook"
                            : absl::StrCat("comm hook ", hook.name);
+}
+
+WireFormat WrappingHook::wire_format(at::ScalarType gradient_dtype) const {
+  return traits_.wire_format == nullptr
+             ? WireFormat{.dtype = gradient_dtype}
+             : traits_.wire_format->wire_format(gradient_dtype);
+}
+
+at::Tensor tensor_of_hook_result(const c10::IValue& result) {
+  if (result.isNone()) return {};
+  at::Tensor tensor;
+  if (result.isTensor()) {
+    tensor = result.toTensor();
+  } else if (result.isTensorList()) {
+    const auto tensors = result.toTensorList();
+    TORCH_CHECK_TYPE(
+        tensors.size() == 1,
+        "a comm hook's future must hold one tensor, got a list of ",
+        tensors.size(), ".\nReturn a future of the reduced bucket.");
+    tensor = tensors.get(0);
+  } else if (result.isPyObject()) {  // of a process group written in Python
+    const auto tensors = result.toPyObjectHolder()->extractTensors();
+    TORCH_CHECK_TYPE(
+        tensors.size() == 1,
+        "a comm hook's future must hold one tensor, got a Python object with ",
+        tensors.size(), ".\nReturn a future of the reduced bucket.");
+    tensor = tensors.front();
+  } else {
+    TORCH_CHECK_TYPE(false, "a comm hook's future must hold a tensor, got ",
+                     result.tagKind(),
+                     ".\nReturn a future of the reduced bucket.");
+  }
+  TORCH_CHECK_TYPE(tensor.defined(),
+                   "a comm hook's future must hold a tensor, got an undefined "
+                   "one.\nReturn a future of the reduced bucket.");
+  return tensor;
 }
 
 }  // namespace brigade

@@ -24,7 +24,7 @@
 
 #include "brigade/comm/group/group_info.h"
 #include "brigade/comm/ordered/ordered_collectives.h"
-#include "brigade/comm_hooks/group_reference.h"
+#include "brigade/comm_hooks/hook_traits.h"
 
 namespace brigade {
 

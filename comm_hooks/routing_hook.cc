@@ -6,7 +6,6 @@
 #include <algorithm>
 #include <utility>
 
-#include "brigade/comm_hooks/hook_result.h"
 #include "brigade/comm_hooks/hook_traits.h"
 
 namespace brigade {
@@ -14,7 +13,7 @@ namespace {
 
 // Does by hand what the reducer does while it packs for one hook. The buffer of
 // complex gradients holds reals.
-void apply_wire_format(const DeclaresWireFormat& declared,
+void apply_wire_format(const CommHookExtension& declared,
                        c10d::GradBucket& bucket) {
   const at::NoGradGuard no_grad;
   at::Tensor& buffer = bucket.getBufferRef();
@@ -64,7 +63,7 @@ c10::intrusive_ptr<c10::ivalue::Future> RoutingHook::runHook(
     c10d::GradBucket& bucket) {
   const size_t route = route_of(bucket);
   const HookPtr& hook = hooks_[route];
-  if (const DeclaresWireFormat* declared = traits_[route].wire_format) {
+  if (const CommHookExtension* declared = traits_[route].wire_format) {
     apply_wire_format(*declared, bucket);
   }
   const auto arrived = hook->runHook(bucket);

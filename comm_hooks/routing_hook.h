@@ -30,8 +30,7 @@ struct Route {
 // A hook that declares a wire format finds it, at the price of one more pass
 // over the bucket than if it were the only hook.
 class RoutingHook final : public c10d::CommHookInterface,
-                          public IterationListener,
-                          public StepsParameters {
+                          public CommHookExtension {
  public:
   // Errors: ValueError if a hook is null.
   RoutingHook(std::shared_ptr<c10d::CommHookInterface> hook,

@@ -1,14 +1,15 @@
-// Every knob of data parallelism over whole copies of a module.
+// Every option of data parallelism over whole copies of a module.
 
 #ifndef BRIGADE_DDP_DATA_PARALLEL_OPTIONS_H_
 #define BRIGADE_DDP_DATA_PARALLEL_OPTIONS_H_
+
+#include <c10/core/ScalarType.h>
 
 #include <optional>
 #include <string>
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 #include <vector>
 
-#include "brigade/ddp/buffer_sync.h"
 #include "brigade/reducer/reducer_options.h"
 
 namespace brigade {
@@ -54,17 +55,14 @@ struct DistributedDataParallelOptions {
   // order, each once. Names are taken from the module unless given.
   ReducerOptions reducer = {};
 
-  BufferMode buffer_mode = BufferMode::kBeforeForward;
-  BufferHook buffer_hook = nullptr;  // null: broadcast
+  // A forward that will be reduced begins with the buffers of rank 0, or of the
+  // lowest rank with data while ranks join: one collective per dtype. If false,
+  // each rank keeps its own; sync_buffers() makes them equal when asked.
+  bool broadcast_buffers = true;
 
-  // Names of parameters and buffers that each rank (and each local replica)
-  // keeps to itself: not compared, not made equal, not reduced.
+  // Names of parameters and buffers that each rank keeps to itself: not
+  // compared, not made equal, not reduced.
   std::vector<std::string> ignored = {};
-
-  // Names of parameters that travel together behind all others, in one bucket
-  // per dtype, device and group: many small ones that are in no hurry. Buckets
-  // are not rebuilt then unless `reducer` says so, which ends the delay.
-  std::vector<std::string> delayed = {};
 
   // Averaged over their own groups, in buckets of their own. Launches stay in
   // one order on all ranks, across groups. Other parameters travel by
@@ -75,6 +73,21 @@ struct DistributedDataParallelOptions {
 
   // Unset: forward runs in the parameters' own precision.
   std::optional<MixedPrecision> mixed_precision = std::nullopt;
+};
+
+// What gradients are divided by while some ranks have no data.
+enum class JoinDivisor {
+  kWorldSize,      // inputs of equal size keep their weight to the end
+  kRanksWithData,  // the average over what there is
+};
+
+// Equal on all ranks.
+struct JoinOptions {
+  JoinDivisor divide_by = JoinDivisor::kWorldSize;
+
+  // Training ends when the first rank runs out: every rank throws. Makes each
+  // forward wait for the count.
+  bool end_early = false;
 };
 
 }  // namespace brigade

@@ -1,6 +1,5 @@
 // Data-parallel training of any LibTorch module: one copy per rank, gradients
-// averaged while backward runs. join.h trains on uneven inputs,
-// distributed_replicas.h over several copies in one process.
+// averaged while backward runs.
 //
 // Example:
 //
@@ -14,19 +13,110 @@
 //     optimizer.step();
 //   }
 //
+// Ranks with unequally many batches put the loop into join().
+//
 // Thread safety: one call at a time.
 
 #ifndef BRIGADE_DDP_DISTRIBUTED_DATA_PARALLEL_H_
 #define BRIGADE_DDP_DISTRIBUTED_DATA_PARALLEL_H_
 
-#include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
-#include <utility>
+#include <ATen/core/Tensor.h>
+#include <c10/util/FunctionRef.h>
+#include <torch/nn/module.h>
+#include <torch/script.h>
 
-#include "brigade/ddp/module_access.h"
-#include "brigade/ddp/no_sync.h"
-#include "brigade/ddp/replicated_module.h"
+#include <functional>
+#include <memory>
+#include <optional>
+#include <span>
+#include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
+#include <type_traits>
+#include <utility>
+#include <vector>
+
+#include "brigade/ddp/data_parallel_options.h"
+#include "brigade/hooks/nested_tensors.h"
+#include "brigade/reducer/reducer.h"
 
 namespace brigade {
+
+// The part of DistributedDataParallel that does not depend on the module's
+// type: keeps the copies of one module on all ranks equal.
+class ReplicatedModule {
+ public:
+  // Collective. Verifies that all ranks hold the same module, then gives every
+  // rank the parameters and buffers of rank 0, but for ignored ones and those
+  // of parameter groups.
+  //
+  // Errors: ValueError on every rank if one has no parameter that requires a
+  // gradient, or options that name what it does not have, or if parameters or
+  // buffers differ across ranks in number, name, shape, strides, dtype or
+  // requires_grad; and what Reducer's constructor throws.
+  ReplicatedModule(std::shared_ptr<const torch::nn::Module> module,
+                   c10::intrusive_ptr<c10d::ProcessGroup> group,
+                   DistributedDataParallelOptions options);
+  ReplicatedModule(torch::jit::Module module,
+                   c10::intrusive_ptr<c10d::ProcessGroup> group,
+                   DistributedDataParallelOptions options);
+  ~ReplicatedModule();
+  ReplicatedModule(const ReplicatedModule&) = delete;
+  ReplicatedModule& operator=(const ReplicatedModule&) = delete;
+
+  // Calls `forward`, which returns the tensors in its outputs. The reducer is
+  // prepared for a backward through them, unless gradients are not being
+  // recorded or not synchronized. Collective then: every rank calls it equally
+  // often.
+  //
+  // Errors: RuntimeError if the module got other parameters since it was
+  // wrapped; what `forward`, Reducer::meet_peers() and
+  // Reducer::prepare_for_backward() throw. In mixed precision RuntimeError if
+  // `forward` writes to a parameter, which would be lost, or freezes or
+  // unfreezes one.
+  void run_forward(c10::function_ref<std::vector<at::Tensor>()> forward);
+
+  // Of mixed precision: what floating-point arguments are cast to.
+  std::optional<at::ScalarType> forward_dtype() const;
+
+  // While off, backward accumulates gradients on this rank only.
+  bool synchronizes() const;
+  void set_synchronizes(bool value);
+
+  // Collective, not in forward or backward: gives every rank the buffers of
+  // rank 0, or of the lowest rank with data while ranks join. They differ when
+  // training ends, since they are made equal before forwards, and then updated
+  // by each rank.
+  //
+  // Errors: what Reducer::meet_peers() throws; PeerError, and
+  // reducer().can_continue() is false then.
+  void sync_buffers();
+
+  Reducer& reducer();
+
+ private:
+  friend void join(std::span<ReplicatedModule* const> models,
+                   const std::function<void()>& loop, JoinOptions options);
+
+  class State;
+  const std::unique_ptr<State> state_;
+};
+
+// Until it ends, gradients accumulate without being reduced. Scopes may nest;
+// each restores what it found. Must not outlive the module.
+class NoSync {
+ public:
+  explicit NoSync(ReplicatedModule& module)
+      : module_(module), was_on_(module.synchronizes()) {
+    module_.set_synchronizes(false);
+  }
+  ~NoSync() { module_.set_synchronizes(was_on_); }
+
+  NoSync(const NoSync&) = delete;
+  NoSync& operator=(const NoSync&) = delete;
+
+ private:
+  ReplicatedModule& module_;
+  const bool was_on_;
+};
 
 // `Module`: a module holder (torch::nn::Linear, or yours by TORCH_MODULE), a
 // std::shared_ptr of a module, or a torch::jit::Module. It is shared, not
@@ -41,10 +131,10 @@ class DistributedDataParallel {
                           c10::intrusive_ptr<c10d::ProcessGroup> group,
                           DistributedDataParallelOptions options = {})
       : module_(std::move(module)),
-        replicated_({replica_of(module_)}, std::move(group),
-                    std::move(options)) {}
+        replicated_(base_of(module_), std::move(group), std::move(options)) {}
 
-  // The module's forward, with any arguments and result. The backward that
+  // The module's forward, with any arguments and result; a script module takes
+  // its arguments one by one, or as one vector of IValues. The backward that
   // follows averages gradients over the group, unless inside no_sync() or a
   // NoGradGuard. Collective then: every rank calls it equally often. Evaluate
   // on one rank under a NoGradGuard, which communicates nothing.
@@ -53,10 +143,17 @@ class DistributedDataParallel {
   // throw.
   template <typename... Args>
   auto forward(Args&&... args) {
-    return replicated_.run_forward([&] {
-      return call_module(
-          module_, replicated_.argument(std::forward<Args>(args)).get()...);
+    const auto run = [&] {
+      return call(ForwardArgument<Args>(std::forward<Args>(args),
+                                        replicated_.forward_dtype())
+                      .get()...);
+    };
+    std::optional<decltype(run())> outputs;
+    replicated_.run_forward([&] {
+      outputs.emplace(run());
+      return tensors_of(*outputs);
     });
+    return *std::move(outputs);
   }
 
   template <typename... Args>
@@ -80,12 +177,82 @@ class DistributedDataParallel {
   // kRanksWithData. Give a hook to the constructor instead.
   Reducer& reducer() { return replicated_.reducer(); }
 
-  Joinable& joinable() { return replicated_; }
+  ReplicatedModule& replicated() { return replicated_; }
 
  private:
+  static constexpr bool kIsScript =
+      std::is_base_of_v<torch::jit::Module, Module>;
+
+  static auto base_of(const Module& module) {
+    if constexpr (kIsScript) {
+      return static_cast<const torch::jit::Module&>(module);
+    } else if constexpr (requires { module.ptr(); }) {
+      return std::shared_ptr<const torch::nn::Module>(module.ptr());
+    } else {
+      return std::shared_ptr<const torch::nn::Module>(module);
+    }
+  }
+
+  template <typename... Args>
+  auto call(Args&&... args) {
+    if constexpr (!kIsScript) {
+      return module_->forward(std::forward<Args>(args)...);
+    } else if constexpr (sizeof...(Args) == 1 &&
+                         (std::is_same_v<std::remove_cvref_t<Args>,
+                                         std::vector<c10::IValue>> &&
+                          ...)) {
+      return module_.forward(std::forward<Args>(args)...);
+    } else {
+      return module_.forward(
+          std::vector<c10::IValue>{c10::IValue(std::forward<Args>(args))...});
+    }
+  }
+
   Module module_;
   ReplicatedModule replicated_;
 };
+
+// Trains on uneven inputs: ranks that have run out shadow their peers.
+//
+//   DistributedDataParallel model(net, group);
+//   join(model, [&] {
+//     for (const auto& [input, target] : batches_of_this_rank) {
+//       optimizer.zero_grad();
+//       loss(model(input), target).backward();
+//       optimizer.step();
+//     }
+//   });
+//
+// Collective. Calls `loop`. When it has returned, a rank launches whatever its
+// peers launch, on zeros, until all loops have returned. Then every rank gets
+// the model of the lowest rank that had data last. States of optimizers are not
+// copied (optimizer_broadcast.h does that). What `loop` throws passes through,
+// and this rank shadows nobody; its peers learn of it as they do without
+// join(). An error of an iteration ends join() on every rank: a loop that
+// catches one and goes on trains with nobody.
+//
+// With several models, of one process group, the first one announces
+// iterations; in every iteration each is used, in the order of the list, one
+// being done before the next one begins. A forward that will be reduced is
+// followed by its backward.
+//
+// Source: torch.distributed.algorithms.join. Differs: model and buffers are
+// those of the lowest rank that has data, there of the highest.
+//
+// Errors: ValueError if there is no model, if they are of several groups, if
+// one has parameter groups, if ranks with data are to be counted under a comm
+// hook that averages by itself, or if ranks give other options; RuntimeError if
+// one is being joined already, if one is used before the first of the list, and
+// on every rank if one runs out and training ends early; what the models throw.
+void join(std::span<ReplicatedModule* const> models,
+          const std::function<void()>& loop, JoinOptions options = {});
+
+template <typename Module>
+void join(DistributedDataParallel<Module>& model,
+          const std::function<void()>& loop, JoinOptions options = {}) {
+  ReplicatedModule* const models[] = {&model.replicated()};
+  join(std::span<ReplicatedModule* const>(models), loop, options);
+}
 
 }  // namespace brigade
 

@@ -2,8 +2,8 @@
 //
 // Each iteration begins with one all-reduce of 4 bytes per rank, and 8 for the
 // options: ranks with data put a 1 in their place, the others take part with
-// zeros. So every rank
-// knows who has data, who had it last, and by how many to divide.
+// zeros. So every rank knows who has data, who had it last, and by how many to
+// divide.
 //
 // Thread safety: one call at a time.
 
@@ -16,21 +16,9 @@
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 #include <vector>
 
+#include "brigade/ddp/data_parallel_options.h"
+
 namespace brigade {
-
-// What gradients are divided by while some ranks have no data.
-enum class JoinDivisor {
-  kWorldSize,      // inputs of equal size keep their weight to the end
-  kRanksWithData,  // the average over what there is
-};
-
-struct JoinOptions {
-  JoinDivisor divide_by = JoinDivisor::kWorldSize;
-
-  // Training ends when the first rank runs out: every rank throws. Makes each
-  // forward wait for the count.
-  bool end_early = false;
-};
 
 class JoinSession {
  public:

@@ -1,6 +1,18 @@
 #include "brigade/ddp/module_tensors.h"
 
+#include <c10/util/Exception.h>
+
+#include <algorithm>
+#include <exception>
 #include <unordered_set>
+#include <utility>
+
+#include "absl/strings/str_cat.h"
+#include "brigade/comm/agreement.h"
+#include "brigade/comm/errors/error_texts.h"
+#include "brigade/comm/errors/peer_error.h"
+#include "brigade/comm/group/group_collectives.h"
+#include "brigade/comm/group/group_info.h"
 
 namespace brigade {
 namespace {
@@ -21,24 +33,80 @@ std::vector<NamedTensor> list_once(const Entries& entries, NameOf name_of,
   return tensors;
 }
 
-}  // namespace
-
-ModuleTensors tensors_of_module(const torch::nn::Module& module) {
-  const auto name_of = [](const auto& item) { return item.key(); };
-  const auto tensor_of = [](const auto& item) { return item.value(); };
-  return {
-      .module_name = module.name(),
-      .parameters = list_once(module.named_parameters(), name_of, tensor_of),
-      .buffers = list_once(module.named_buffers(), name_of, tensor_of)};
+std::vector<std::string> describe(const std::vector<NamedTensor>& tensors) {
+  std::vector<std::string> lines;
+  lines.reserve(tensors.size());
+  for (const auto& [name, tensor] : tensors) {
+    lines.push_back(describe_tensor(name, tensor) +
+                    (tensor.requires_grad() ? ", requires_grad" : ""));
+  }
+  return lines;
 }
 
-ModuleTensors tensors_of_module(const torch::jit::Module& module) {
+absl::Status check_something_to_train(const ModuleTensors& module) {
+  if (std::ranges::any_of(module.parameters, [](const NamedTensor& parameter) {
+        return parameter.tensor.requires_grad();
+      })) {
+    return absl::OkStatus();
+  }
+  return absl::InvalidArgumentError(absl::StrCat(
+      "module ", module.module_name,
+      " has no parameter that requires a gradient, so there is nothing to "
+      "reduce; use it without DistributedDataParallel"));
+}
+
+}  // namespace
+
+ModuleTensors tensors_of_module(const AnyModule& module) {
+  if (const auto* nn =
+          std::get_if<std::shared_ptr<const torch::nn::Module>>(&module)) {
+    const auto name_of = [](const auto& item) { return item.key(); };
+    const auto tensor_of = [](const auto& item) { return item.value(); };
+    return {
+        .module_name = (*nn)->name(),
+        .parameters = list_once((*nn)->named_parameters(), name_of, tensor_of),
+        .buffers = list_once((*nn)->named_buffers(), name_of, tensor_of)};
+  }
+  const auto& script = std::get<torch::jit::Module>(module);
   const auto name_of = [](const auto& item) { return item.name; };
   const auto tensor_of = [](const auto& item) { return item.value; };
   return {
-      .module_name = module.type()->repr_str(),
-      .parameters = list_once(module.named_parameters(), name_of, tensor_of),
-      .buffers = list_once(module.named_buffers(), name_of, tensor_of)};
+      .module_name = script.type()->repr_str(),
+      .parameters = list_once(script.named_parameters(), name_of, tensor_of),
+      .buffers = list_once(script.named_buffers(), name_of, tensor_of)};
+}
+
+void verify_module(const ModuleTensors& module,
+                   const c10::intrusive_ptr<c10d::ProcessGroup>& group,
+                   absl::Status local_status) {
+  TORCH_CHECK_VALUE(group,
+                    "DistributedDataParallel needs a process group, got null.\n"
+                    "Make one with init_process_group(), or with "
+                    "single_process_group() for a world of 1.");
+  if (local_status.ok()) local_status = check_something_to_train(module);
+  if (!module.parameters.empty()) {
+    suggest_control_device(group, module.parameters.front().tensor.device());
+  }
+  require_agreement(group, "parameter", describe(module.parameters),
+                    local_status);
+  require_agreement(group, "buffer", describe(module.buffers),
+                    absl::OkStatus());
+}
+
+void broadcast_from(int source, std::span<const NamedTensor> tensors,
+                    const char* what,
+                    const c10::intrusive_ptr<c10d::ProcessGroup>& group) {
+  std::vector<at::Tensor> to_send;
+  to_send.reserve(tensors.size());
+  for (const NamedTensor& named : tensors) to_send.push_back(named.tensor);
+  try {
+    broadcast_tensors(group, to_send, source);
+  } catch (...) {
+    throw_peer_error(absl::StrCat("DistributedDataParallel: broadcasting ",
+                                  tensors.size(), " ", what, " from rank ",
+                                  source, " to rank ", group->getRank()),
+                     std::current_exception());
+  }
 }
 
 }  // namespace brigade

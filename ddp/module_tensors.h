@@ -1,5 +1,5 @@
-// The tensors of a module, with their names: what data parallelism needs to
-// know of it.
+// The tensors of a module, with their names: lists them, compares them across
+// ranks, and gives all ranks the values of one.
 //
 // Thread safety: reads the module; nothing may change it meanwhile.
 
@@ -9,10 +9,21 @@
 #include <torch/nn/module.h>
 #include <torch/script.h>
 
+#include <memory>
+#include <span>
 #include <string>
+#include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
+#include <variant>
 #include <vector>
 
+#include "absl/status/status.h"
+
 namespace brigade {
+
+// A module of either kind. An nn::Module changes its buffers in place and may
+// be given parameters; a script module may replace its buffers.
+using AnyModule =
+    std::variant<std::shared_ptr<const torch::nn::Module>, torch::jit::Module>;
 
 struct NamedTensor {
   std::string name;  // "features.0.weight"
@@ -27,8 +38,25 @@ struct ModuleTensors {
   std::vector<NamedTensor> buffers;
 };
 
-ModuleTensors tensors_of_module(const torch::nn::Module& module);
-ModuleTensors tensors_of_module(const torch::jit::Module& module);
+ModuleTensors tensors_of_module(const AnyModule& module);
+
+// Collective. Checked here and not by the reducer, so that a frozen or missing
+// parameter is told apart from one that merely has another place among the
+// trainable ones. `local_status`: what this rank has found wrong before.
+//
+// Errors: ValueError on every rank alike, if there is no group, a rank's status
+// is not OK, nothing is to be trained, or ranks differ.
+void verify_module(const ModuleTensors& module,
+                   const c10::intrusive_ptr<c10d::ProcessGroup>& group,
+                   absl::Status local_status);
+
+// Collective: afterwards every rank has the values of rank `source`. `what`
+// names the tensors in errors. A world of 1 communicates nothing.
+//
+// Errors: PeerError if the network fails.
+void broadcast_from(int source, std::span<const NamedTensor> tensors,
+                    const char* what,
+                    const c10::intrusive_ptr<c10d::ProcessGroup>& group);
 
 }  // namespace brigade
 

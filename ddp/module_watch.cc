@@ -1,7 +1,9 @@
 #include "brigade/ddp/module_watch.h"
 
 #include <algorithm>
+#include <memory>
 #include <utility>
+#include <variant>
 
 namespace brigade {
 namespace {
@@ -21,32 +23,36 @@ bool is_thawed(const RegisteredParameter& parameter) {
 
 }  // namespace
 
-void append_registrations(const torch::nn::Module& module,
-                          Registrations& found) {
+void ModuleWatch::append(const torch::nn::Module& module,
+                         Registrations& found) {
   for (const auto& entry : OwnParameters::of(module)) {
     found.push_back(entry.value().unsafeGetTensorImpl());
   }
-  for (const auto& child : module.children()) {
-    append_registrations(*child, found);
-  }
+  for (const auto& child : module.children()) append(*child, found);
 }
 
-ModuleWatch::ModuleWatch(ModuleView view, const ModuleTensors& tensors,
+ModuleWatch::ModuleWatch(AnyModule module, const ModuleTensors& tensors,
                          std::vector<std::string> ignored)
-    : view_(std::move(view)), module_name_(tensors.module_name) {
+    : module_(std::move(module)), module_name_(tensors.module_name) {
   wrapped_.ignored = std::move(ignored);
   for (const auto& [name, tensor] : tensors.parameters) {
     (tensor.requires_grad() ? wrapped_.reduced : wrapped_.frozen)
         .push_back({name, tensor});
   }
-  if (view_.registrations) view_.registrations(remembered_);
+  list_registrations();
+  remembered_ = present_;
+}
+
+void ModuleWatch::list_registrations() {
+  present_.clear();
+  if (const auto* nn =
+          std::get_if<std::shared_ptr<const torch::nn::Module>>(&module_)) {
+    append(**nn, present_);
+  }
 }
 
 void ModuleWatch::check() {
-  if (view_.registrations) {
-    present_.clear();
-    view_.registrations(present_);
-  }
+  list_registrations();
   if (present_ == remembered_ &&
       std::ranges::none_of(wrapped_.frozen, is_thawed)) {
     return;
@@ -56,9 +62,11 @@ void ModuleWatch::check() {
 }
 
 std::vector<RegisteredParameter> ModuleWatch::present_parameters() const {
-  if (!view_.parameters) return wrapped_.reduced;  // they can't change
+  if (std::holds_alternative<torch::jit::Module>(module_)) {
+    return wrapped_.reduced;  // they can't change
+  }
   std::vector<RegisteredParameter> present;
-  for (const auto& [name, tensor] : view_.parameters()) {
+  for (const auto& [name, tensor] : tensors_of_module(module_).parameters) {
     present.push_back({name, tensor});
   }
   return present;

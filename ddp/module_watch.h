@@ -10,9 +10,7 @@
 #define BRIGADE_DDP_MODULE_WATCH_H_
 
 #include <ATen/core/Tensor.h>
-#include <torch/nn/module.h>
 
-#include <functional>
 #include <string>
 #include <vector>
 
@@ -21,33 +19,26 @@
 
 namespace brigade {
 
-// What is registered in a module now, without touching the tensors: one entry
-// per registration, in an order that only registrations change.
-using Registrations = std::vector<const c10::TensorImpl*>;
-
-void append_registrations(const torch::nn::Module& module,
-                          Registrations& found);
-
-// How to look at a module again. Empty functions: it does not change.
-struct ModuleView {
-  std::function<void(Registrations&)> registrations;
-  std::function<std::vector<NamedTensor>()> parameters;
-};
-
 class ModuleWatch {
  public:
   // `tensors`: of the module as it was wrapped, whose parameters are without
   // ignored ones.
-  ModuleWatch(ModuleView view, const ModuleTensors& tensors,
+  ModuleWatch(AnyModule module, const ModuleTensors& tensors,
               std::vector<std::string> ignored);
 
   // Costs some nanoseconds per parameter. Errors: check_parameters()'.
   void check();
 
  private:
+  // What is registered now: one entry per registration, in an order that only
+  // registrations change. None of a script module, which keeps its parameters.
+  using Registrations = std::vector<const c10::TensorImpl*>;
+
+  static void append(const torch::nn::Module& module, Registrations& found);
+  void list_registrations();
   std::vector<RegisteredParameter> present_parameters() const;
 
-  const ModuleView view_;
+  const AnyModule module_;
   const std::string module_name_;
   WrappedParameters wrapped_;
   Registrations remembered_;

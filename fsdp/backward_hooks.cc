@@ -9,7 +9,7 @@
 #include <utility>
 
 #include "brigade/hooks/backward_end.h"
-#include "brigade/hooks/ready_hook.h"
+#include "brigade/hooks/gradient_hooks.h"
 
 namespace brigade {
 namespace {
@@ -69,11 +69,6 @@ auto accumulator_of(const at::Tensor& tensor) {
   return torch::autograd::impl::try_get_grad_accumulator(tensor);
 }
 
-// Those of GradientHooks are not a user's.
-bool is_users(const torch::autograd::FunctionPostHook& hook) {
-  return dynamic_cast<const ReadyHook*>(&hook) == nullptr;
-}
-
 void call_hooks(const std::vector<at::Tensor>& tensors) {
   std::exception_ptr first;
   const auto attempt = [&](const auto& call) {
@@ -90,7 +85,7 @@ void call_hooks(const std::vector<at::Tensor>& tensors) {
     const auto accumulator = accumulator_of(tensor);
     if (!accumulator) continue;
     for (const auto& hook : accumulator->post_hooks()) {
-      if (!is_users(*hook)) continue;
+      if (is_gradient_hook(*hook)) continue;  // not a user's
       attempt([&] { (*hook)({}, {tensor.grad()}); });
     }
   }
@@ -146,8 +141,9 @@ bool has_post_accumulate_hooks(const at::Tensor& tensor) {
   }
   const auto accumulator = accumulator_of(tensor);
   return accumulator &&
-         std::ranges::any_of(accumulator->post_hooks(),
-                             [](const auto& hook) { return is_users(*hook); });
+         std::ranges::any_of(accumulator->post_hooks(), [](const auto& hook) {
+           return !is_gradient_hook(*hook);
+         });
 }
 
 void call_hooks_after_backward(std::vector<at::Tensor> tensors) {

@@ -27,13 +27,13 @@
 #include <c10/core/ScalarType.h>
 
 #include <memory>
+#include <string>
 
-#include "brigade/comm_hooks/hook_traits.h"
 #include "brigade/fsdp/shard_transport.h"
 
 namespace brigade {
 
-class ReductionHook : public HasHookName {
+class ReductionHook {
  public:
   using FuturePtr = ShardTransport::FuturePtr;
 
@@ -59,6 +59,9 @@ class ReductionHook : public HasHookName {
   // are scaled before, and the scale is 1.
   virtual FuturePtr reduce(ShardTransport& transport,
                            const Reduction& reduction) = 0;
+
+  // Has a name for messages, by which ranks are compared.
+  virtual std::string hook_name() const = 0;
 
   // Whether what goes wrong in reduce() or its future is the network's doing.
   virtual bool fails_by_network_only() const { return false; }

@@ -10,11 +10,11 @@
 #include "absl/strings/str_join.h"
 #include "brigade/comm/close_group.h"
 #include "brigade/comm/errors/error_texts.h"
+#include "brigade/comm/errors/peer_error.h"
 #include "brigade/fsdp/backward_hooks.h"
 #include "brigade/fsdp/flat_shard.h"
-#include "brigade/comm/errors/peer_error.h"
 #include "brigade/hooks/backward_end.h"
-#include "brigade/hooks/output_watch.h"
+#include "brigade/hooks/output_hooks.h"
 
 namespace brigade {
 namespace {
@@ -108,7 +108,10 @@ void SegmentedModel::make_hooks() {
   show_compute_dtypes(true);  // accumulators expect what they have now
   const std::vector<std::vector<at::Tensor>> replicas = {hooked_};
   hooks_ = std::make_unique<GradientHooks>(
-      replicas, [](VariableIndex, bool) {}, *this);
+      replicas, [](VariableIndex, bool) {},
+      [this](VariableIndex variable, const at::Tensor& gradient) {
+        take(variable, gradient);
+      });
   show_compute_dtypes(false);
   for (size_t i = 0; i < hooked_.size(); ++i) {
     hooked_[i].set_requires_grad(was_trained[i] != 0);

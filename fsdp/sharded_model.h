@@ -49,9 +49,8 @@
 #include "brigade/checkpoint/checkpoint.h"
 #include "brigade/fsdp/fully_shard_options.h"
 #include "brigade/fsdp/sharding_timeline.h"
-#include "brigade/hooks/forward_argument.h"
-#include "brigade/hooks/output_tensors.h"
-#include "brigade/hooks/tensor_casts.h"
+#include "brigade/hooks/nested_tensors.h"
+#include "brigade/observing/stall_watch.h"
 
 namespace brigade {
 

@@ -1,15 +1,13 @@
-// Tells when the gradient of a parameter has been accumulated.
+// Tells when the gradient of a parameter has been accumulated, or takes it in
+// place of `.grad`.
 //
 // Each parameter's gradient accumulator gets a post-hook that calls the
 // listener after `.grad` holds the parameter's gradient of this backward, or a
-// sink has taken it. The hooks live as long as this object: its destructor
-// takes them off the accumulators, even while a graph that leads to them is
-// alive.
+// sink has taken it. The accumulators are kept alive here: autograd holds them
+// weakly, and a hook dies with its accumulator. The destructor takes the hooks
+// off, even while a graph that leads to them is alive.
 //
-// The accumulators are kept alive here. Autograd holds them weakly, and a hook
-// dies with its accumulator.
-//
-// Thread safety: the listener is called on whichever thread runs the
+// Thread safety: listener and sink are called on whichever thread runs the
 // accumulator, on several at once for parameters of several devices. Construct
 // and destroy while no backward through the parameters is running.
 
@@ -17,56 +15,59 @@
 #define BRIGADE_HOOKS_GRADIENT_HOOKS_H_
 
 #include <ATen/core/Tensor.h>
-#include <c10/util/FunctionRef.h>
 #include <torch/csrc/autograd/function.h>
 
 #include <atomic>
-#include <concepts>
-#include <cstddef>
 #include <cstdint>
-#include <memory>
+#include <functional>
 #include <optional>
 #include <span>
 #include <vector>
 
 #include "brigade/hooks/autograd_node.h"
-#include "brigade/hooks/ready_hook.h"
-#include "brigade/hooks/taking_hook.h"
 #include "brigade/planning/variable_index.h"
 
 namespace brigade {
 
+// Throws RuntimeError that says what to do instead: compiled autograd runs a
+// graph of its own, in which hooks of C++ have no place.
+[[noreturn]] void refuse_compiled_autograd();
+
+// Whether it is a post-hook of GradientHooks.
+bool is_gradient_hook(const torch::autograd::FunctionPostHook& hook);
+
+// For a pass over tensors that is at the i-th: prefetches those that follow.
+void prefetch_after(std::span<const at::Tensor> tensors, size_t i);
+
 class GradientHooks {
  public:
-  // `replicas[r]` holds the parameters of local replica r, equally many each.
+  // Called for each gradient. `variable`: the place in `replicas`.
+  // `is_defined`: false if backward reached the parameter with an undefined
+  // gradient, which changes nothing in `.grad` and is not taken by a sink. What
+  // it throws comes out of backward().
+  using Listener = std::function<void(VariableIndex variable, bool is_defined)>;
+
+  // Takes a gradient in place of `.grad`, which stays as it is: summed over the
+  // uses of the parameter in this backward, in the accumulator's precision,
+  // after the user's hooks on the tensor. `gradient`: of the shape of the
+  // parameter, defined, of any layout, and with a history under create_graph.
+  // It may be part of a tensor of the user's: it is not to be written. Called
+  // on the thread that calls the listener next, with the accumulator's stream
+  // current. What it throws comes out of backward(), and the listener is not
+  // called then.
   //
-  // `listener(variable, is_defined)` is called for each gradient. `variable`:
-  // its place in `replicas`. `is_defined`: false if backward reached the
-  // parameter with an undefined gradient, which changes nothing in `.grad` and
-  // is not taken by a sink. What it throws comes out of backward(). Each hook
-  // has a copy: what it refers to outlives this object.
+  // Not taken: undefined gradients, and those that autograd::grad returns.
+  // Hooks that users put on a tensor to run after accumulation still run, and
+  // find `.grad` without this gradient.
+  using Sink =
+      std::function<void(VariableIndex variable, const at::Tensor& gradient)>;
+
+  // `replicas[r]` holds the parameters of local replica r, equally many each.
+  // `sink`: null for none.
   //
   // REQUIRES: every parameter is a leaf that requires a gradient.
-  template <typename Listener>
-  requires std::invocable<const Listener&, VariableIndex, bool> GradientHooks(
-      std::span<const std::vector<at::Tensor>> replicas,
-      const Listener& listener) {
-    add(replicas, listener, nullptr);
-  }
-
-  // The same, where `sink` takes each gradient in place of `.grad`: see
-  // taking_hook.h. REQUIRES: `sink` outlives this object.
-  template <typename Listener, TakesGradients Sink>
-  requires std::invocable<const Listener&, VariableIndex, bool> GradientHooks(
-      std::span<const std::vector<at::Tensor>> replicas,
-      const Listener& listener, Sink& sink) {
-    const auto make_taking = [&](ReadyHook& ready) {
-      return std::unique_ptr<torch::autograd::FunctionPreHook>(
-          std::make_unique<TakingHook<Sink>>(sink, ready));
-    };
-    const c10::function_ref<MakeTaking> made_by = make_taking;
-    add(replicas, listener, &made_by);
-  }
+  GradientHooks(std::span<const std::vector<at::Tensor>> replicas,
+                Listener listener, Sink sink = nullptr);
   ~GradientHooks();
 
   // From here on the listener is told nothing. Not to be called during a
@@ -89,41 +90,20 @@ class GradientHooks {
   GradientHooks& operator=(const GradientHooks&) = delete;
 
  private:
+  friend class ReadyHook;
+
   struct Registration {
     NodePtr accumulator;
     uintptr_t key;
     const torch::autograd::FunctionPreHook* taking;  // null without a sink
   };
-  using MakeReady = std::unique_ptr<ReadyHook>(
-      std::byte* place, VariableIndex variable,
-      const torch::autograd::Node* accumulator, const at::Tensor& parameter);
-  using MakeTaking =
-      std::unique_ptr<torch::autograd::FunctionPreHook>(ReadyHook& ready);
 
-  // `make_taking`: null without a sink.
-  template <typename Listener>
-  void add(std::span<const std::vector<at::Tensor>> replicas,
-           const Listener& listener,
-           const c10::function_ref<MakeTaking>* make_taking) {
-    using Hook = ReadyHookFor<Listener>;
-    static_assert(alignof(Hook) <= __STDCPP_DEFAULT_NEW_ALIGNMENT__);
-    add(
-        replicas, sizeof(Hook),
-        [&](std::byte* place, VariableIndex variable,
-            const torch::autograd::Node* accumulator,
-            const at::Tensor& parameter) -> std::unique_ptr<ReadyHook> {
-          return std::unique_ptr<ReadyHook>(new (place) Hook(
-              listener, variable, accumulator, parameter, last_called_));
-        },
-        make_taking);
-  }
-  void add(std::span<const std::vector<at::Tensor>> replicas,
-           size_t bytes_per_hook, c10::function_ref<MakeReady> make_ready,
-           const c10::function_ref<MakeTaking>* make_taking);
+  void add(const at::Tensor& parameter, VariableIndex variable);
 
-  std::unique_ptr<std::byte[]> hooks_;       // memory, one after the other
+  const Listener listener_;
+  const Sink sink_;
   std::vector<Registration> registrations_;  // as accumulators()
-  std::atomic<ReadyHook*> last_called_ = nullptr;
+  std::atomic<class ReadyHook*> last_called_ = nullptr;
 };
 
 }  // namespace brigade

@@ -1,30 +1,18 @@
-// Finds the parameters that a backward can not reach.
+// Finds the parameters that a backward can't reach.
 //
-// Walks the autograd graph from the outputs of a forward towards its leaves.
-// What is reached may still get no gradient: an output may be left out of the
-// loss, a function may return an undefined gradient.
-//
-// Example:
+// Walks the autograd graph from the outputs of a forward towards its leaves,
+// without recursion. What is reached may still get no gradient: an output may
+// be left out of the loss, a function may return an undefined gradient. A
+// reentrant checkpoint (torch.utils.checkpoint's) hides its graph until
+// backward runs it again: parameters used only inside of one are unreached.
 //
 //   GraphSearch search(accumulators);
 //   at::Tensor output = net->forward(input);
 //   for (size_t parameter : search.unreached(std::array{output})) ...
 //
-// To know:
-// - Each call walks. That a parameter is unreached is known only when every
-//   node that is reached has been looked at: nodes are made anew by each
-//   forward, and graphs that took another parameter may be alike in all else.
-//   So a result can't be reused for a graph that seems to be the last one
-//   again; only what is derived from it, where repeated(). A walk takes
-//   0.03-0.1 us per parameter. A caller that expects all parameters to be used
-//   may leave it out and call only if a backward ends without some gradients;
-//   the graph must then have been retained by its outputs. In a static
-//   graph nothing is searched.
-// - A reentrant checkpoint hides its graph until backward runs it again:
-//   parameters used only inside of one are unreached. A checkpoint of the other
-//   kind hides nothing.
-// - The walk takes no recursion and, once its memory fits the graph, allocates
-//   nothing. It keeps no node alive.
+// Each call walks, 0.03-0.1 us per parameter. Nodes are made anew by each
+// forward, and graphs that took another parameter may be alike in all else: a
+// result can't be reused for a graph that seems to be the last one again.
 //
 // Thread safety: none. Backwards through the graph may run at the same time.
 
@@ -40,15 +28,10 @@
 #include <span>
 #include <vector>
 
-#include "brigade/hooks/autograd_node.h"
-#include "brigade/hooks/node_marks.h"
-
 namespace brigade {
 
 class GraphSearch {
  public:
-  using Root = NodePtr;
-
   // `accumulators`: the gradient accumulator of each parameter, for instance
   // GradientHooks::accumulators(). They are known by their address.
   //
@@ -56,6 +39,7 @@ class GraphSearch {
   //
   // Errors: ValueError if one is null or listed twice.
   explicit GraphSearch(std::span<torch::autograd::Node* const> accumulators);
+  ~GraphSearch();
 
   // Parameters that no path from `outputs` leads to, ascending, as indices in
   // the list given to the constructor. A parameter that is an output itself is
@@ -63,24 +47,18 @@ class GraphSearch {
   // call.
   std::span<const size_t> unreached(std::span<const at::Tensor> outputs);
 
-  // The same from nodes: grad_fn of each output, or the accumulator of a leaf.
-  // Null ones are passed over.
-  std::span<const size_t> unreached(std::span<const Root> roots);
-
   // True if the last call's result equals that of the call before it; false
   // after the first.
   bool repeated() const { return repeated_; }
 
-  size_t num_parameters() const { return reached_in_walk_.size(); }
-
  private:
-  void start();
+  class NodeMarks;
+
   // These return whether all parameters have been reached.
   bool meet(torch::autograd::Node* node);
   bool walk();
-  std::span<const size_t> finish(bool all_reached);
 
-  NodeMarks marks_;
+  const std::unique_ptr<NodeMarks> marks_;
   std::vector<uint32_t> reached_in_walk_;  // by parameter: the last such walk
   size_t num_unreached_ = 0;
   std::vector<torch::autograd::Node*> to_visit_;

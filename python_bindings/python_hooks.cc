@@ -19,7 +19,6 @@
 #include <utility>
 
 #include "brigade/comm/backends/end_on_own_thread.h"
-#include "brigade/comm_hooks/hook_result.h"
 #include "brigade/comm_hooks/hook_traits.h"
 
 namespace brigade {
@@ -99,14 +98,14 @@ bool is_any_thread_busy() {
 
 // Adds to c10d's class that errors of Python code are raised unchanged.
 class PythonCommHook final : public c10d::PythonCommHook,
-                             public ThrowsOwnErrors,
-                             public HasHookName {
+                             public CommHookExtension {
  public:
   PythonCommHook(py::object state, py::object hook, std::string name)
       : c10d::PythonCommHook(std::move(state), std::move(hook)),
         name_(std::move(name)) {}
 
   std::string hook_name() const override { return name_; }
+  bool throws_own_errors() const override { return true; }
 
   FuturePtr runHook(c10d::GradBucket& bucket) override {
     return awaited_at_exit(c10d::PythonCommHook::runHook(bucket));
@@ -137,34 +136,7 @@ py::object returning_future(py::object hook, const std::string& name) {
   });
 }
 
-// Another hook, with its traits.
-class WrappingHook : public c10d::CommHookInterface,
-                     public DeclaresWireFormat,
-                     public HasHookName {
- public:
-  explicit WrappingHook(CommHookPtr hook)
-      : hook_(std::move(hook)), traits_(traits_of(*hook_)) {}
-
-  FuturePtr runHook(c10d::GradBucket& bucket) override {
-    return hook_->runHook(bucket);
-  }
-  at::Tensor parseHookResult(const c10::IValue& result) override {
-    return hook_->parseHookResult(result);
-  }
-  bool fails_by_network_only() const override {
-    return traits_.fails_by_network_only;
-  }
-  std::string hook_name() const override { return traits_.name; }
-
- protected:
-  const HookTraits& traits() const { return traits_; }
-
- private:
-  const CommHookPtr hook_;
-  const HookTraits traits_;  // of hook_
-};
-
-class ReducedPrecisionHook final : public WrappingHook, public ThrowsOwnErrors {
+class ReducedPrecisionHook final : public WrappingHook {
  public:
   ReducedPrecisionHook(CommHookPtr hook, at::ScalarType dtype)
       : WrappingHook(std::move(hook)), dtype_(dtype) {}
@@ -174,32 +146,21 @@ class ReducedPrecisionHook final : public WrappingHook, public ThrowsOwnErrors {
     return {.dtype =
                 c10::isFloatingType(gradient_dtype) ? dtype_ : gradient_dtype};
   }
+  bool sums_in_order() const override { return false; }
+  bool throws_own_errors() const override { return true; }
 
  private:
   const at::ScalarType dtype_;
 };
 
 // Wraps the result of step_in_backward().
-class PythonSteppingHook : public WrappingHook, public IterationListener {
+class PythonSteppingHook final : public WrappingHook {
  public:
   using WrappingHook::WrappingHook;
 
   FuturePtr runHook(c10d::GradBucket& bucket) override {
     return awaited_at_exit(WrappingHook::runHook(bucket));
   }
-  WireFormat wire_format(at::ScalarType gradient_dtype) const override {
-    return traits().wire_format->wire_format(gradient_dtype);
-  }
-  bool sums_in_order() const override { return traits().sums_in_order; }
-  void iteration_begins(bool has_data) override {
-    traits().listener->iteration_begins(has_data);
-  }
-};
-
-class SteppingHookWithOwnErrors final : public PythonSteppingHook,
-                                        public ThrowsOwnErrors {
- public:
-  using PythonSteppingHook::PythonSteppingHook;
 };
 
 }  // namespace
@@ -226,13 +187,8 @@ ParameterStep python_step(py::object step) {
 
 CommHookPtr python_stepping_hook(CommHookPtr hook, ParameterStep step,
                                  ParameterFilter is_stepped) {
-  const bool has_own_errors = traits_of(*hook).throws_own_errors;
-  auto stepping =
-      step_in_backward(std::move(hook), std::move(step), std::move(is_stepped));
-  if (has_own_errors) {
-    return std::make_shared<SteppingHookWithOwnErrors>(std::move(stepping));
-  }
-  return std::make_shared<PythonSteppingHook>(std::move(stepping));
+  return std::make_shared<PythonSteppingHook>(step_in_backward(
+      std::move(hook), std::move(step), std::move(is_stepped)));
 }
 
 CommHookPtr reduced_precision_hook(CommHookPtr hook, at::ScalarType dtype) {

@@ -14,7 +14,7 @@
 #include <string>
 #include <torch/csrc/distributed/c10d/comm.hpp>
 
-#include "brigade/comm_hooks/step_in_backward.h"
+#include "brigade/comm_hooks/comm_hooks.h"
 
 namespace brigade {
 

@@ -15,8 +15,8 @@
 #include <utility>
 #include <vector>
 
-#include "brigade/comm_hooks/then_collective.h"
-#include "brigade/hooks/output_tie.h"
+#include "brigade/comm_hooks/chained_collectives.h"
+#include "brigade/hooks/output_hooks.h"
 #include "brigade/planning/plan_by_size.h"
 #include "brigade/python_bindings/logger.h"
 #include "brigade/python_bindings/python_hooks.h"

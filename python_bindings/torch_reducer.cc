@@ -12,10 +12,10 @@
 #include "absl/strings/str_join.h"
 #include "brigade/comm/errors/error_texts.h"
 #include "brigade/comm_hooks/averaging_hook.h"
-#include "brigade/comm_hooks/hook_result.h"
+#include "brigade/comm_hooks/comm_hooks.h"
 #include "brigade/comm_hooks/hook_traits.h"
 #include "brigade/hooks/backward_end.h"
-#include "brigade/hooks/output_watch.h"
+#include "brigade/hooks/output_hooks.h"
 #include "brigade/observing/timeline_recorder.h"
 #include "brigade/python_bindings/python_hooks.h"
 

@@ -12,7 +12,7 @@
 #include "brigade/comm/errors/error_texts.h"
 #include "brigade/comm/errors/peer_error.h"
 #include "brigade/hooks/backward_end.h"
-#include "brigade/hooks/output_watch.h"
+#include "brigade/hooks/output_hooks.h"
 
 namespace brigade {
 namespace {

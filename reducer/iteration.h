@@ -20,8 +20,7 @@
 #include <utility>
 #include <vector>
 
-#include "brigade/comm_hooks/continuation_watch.h"
-#include "brigade/comm_hooks/then_collective.h"
+#include "brigade/comm_hooks/chained_collectives.h"
 #include "brigade/planning/launch_order.h"
 #include "brigade/planning/ready_variables.h"
 #include "brigade/reducer/backward_membership.h"

@@ -13,7 +13,7 @@
 #include "absl/strings/str_join.h"
 #include "brigade/comm/errors/error_texts.h"
 #include "brigade/comm_hooks/gradient_layout.h"
-#include "brigade/hooks/prefetch.h"
+#include "brigade/hooks/gradient_hooks.h"
 
 namespace brigade {
 namespace {

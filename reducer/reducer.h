@@ -40,7 +40,7 @@
 #include <torch/csrc/distributed/c10d/comm.hpp>
 #include <vector>
 
-#include "brigade/hooks/output_tensors.h"
+#include "brigade/hooks/nested_tensors.h"
 #include "brigade/observing/timeline.h"
 #include "brigade/planning/bucket_plan.h"
 #include "brigade/reducer/last_error.h"

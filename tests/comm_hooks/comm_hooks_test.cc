@@ -1,3 +1,5 @@
+#include "brigade/comm_hooks/comm_hooks.h"
+
 #include <torch/torch.h>
 
 #include <functional>
@@ -8,76 +10,62 @@
 #include <vector>
 
 #include "brigade/comm/process_group.h"
-#include "brigade/comm_hooks/averaging_hook.h"
-#include "brigade/comm_hooks/function_hook.h"
-#include "brigade/comm_hooks/hook_result.h"
 #include "brigade/comm_hooks/hook_traits.h"
 #include "brigade/comm_hooks/routing_hook.h"
-#include "brigade/comm_hooks/step_in_backward.h"
 #include "gmock/gmock.h"
 #include "gtest/gtest.h"
 
 namespace brigade {
 namespace {
 
-using ::testing::HasSubstr;
+HookTraits traits_in(const CommHookPtr& hook) { return traits_of(*hook); }
 
 TEST(AllReduceHookTest, DeclaresScaleAndDtype) {
   const auto group = single_process_group();
-  EXPECT_EQ(all_reduce_hook(group)->wire_format(at::kFloat),
+  const CommHookPtr hook = all_reduce_hook(group);
+  EXPECT_EQ(traits_in(hook).wire_format->wire_format(at::kFloat),
             (WireFormat{.dtype = at::kFloat, .scale = 1.0}));
-  EXPECT_EQ(fp16_hook(group)->wire_format(at::kFloat).dtype, at::kHalf);
-  EXPECT_EQ(bf16_hook(group)->wire_format(at::kDouble).dtype, at::kBFloat16);
+  EXPECT_EQ(traits_in(bf16_hook(group)).name, "");
 }
 
 TEST(AllReduceHookTest, DoesNotCompressWhatItCannot) {
-  const auto group = single_process_group();
-  EXPECT_EQ(fp16_hook(group)->wire_format(at::kComplexFloat).dtype,
-            at::kComplexFloat);
-  EXPECT_EQ(fp16_hook(group)->wire_format(at::kBFloat16).dtype, at::kBFloat16);
+  const CommHookPtr hook = fp16_hook(single_process_group());
+  const HookTraits traits = traits_in(hook);
+  EXPECT_EQ(traits.wire_dtype(at::kFloat), at::kHalf);
+  EXPECT_EQ(traits.wire_dtype(at::kComplexFloat), at::kComplexFloat);
+  EXPECT_EQ(traits.wire_dtype(at::kBFloat16), at::kBFloat16);
+  EXPECT_TRUE(traits.fails_by_network_only);
+  EXPECT_TRUE(traits.lets_go_of_buffer);
+  EXPECT_FALSE(traits.throws_own_errors);
 }
 
 TEST(AllReduceHookTest, RefusesNoGroup) {
   EXPECT_THROW(all_reduce_hook(nullptr), c10::ValueError);
 }
 
-TEST(HookTraitsTest, OfABuiltInHook) {
-  const std::shared_ptr<AveragingHook> hook = fp16_hook(single_process_group());
-  const HookTraits traits = traits_of(*hook);
-  EXPECT_EQ(traits.hook, hook.get());
-  EXPECT_EQ(traits.wire_format, hook.get());
-  EXPECT_EQ(traits.wire_dtype(at::kFloat), at::kHalf);
-  EXPECT_EQ(traits.listener, nullptr);
-  EXPECT_TRUE(traits.fails_by_network_only);
-  EXPECT_TRUE(traits.lets_go_of_buffer);
-  EXPECT_FALSE(traits.throws_own_errors);
-  EXPECT_EQ(traits.name, "");
-}
-
-class EverythingAHookCanSay final : public c10d::CommHookInterface,
-                                    public IterationListener,
-                                    public HasHookName,
-                                    public ThrowsOwnErrors {
+class HookWithAName final : public c10d::CommHookInterface,
+                            public CommHookExtension {
  public:
   c10::intrusive_ptr<c10::ivalue::Future> runHook(c10d::GradBucket&) override {
     return nullptr;
   }
   at::Tensor parseHookResult(const c10::IValue&) override { return {}; }
-  void iteration_begins(bool) override {}
-  std::string hook_name() const override { return "everything"; }
+  bool throws_own_errors() const override { return true; }
+  std::string hook_name() const override { return "named"; }
 };
 
-TEST(HookTraitsTest, OfAUsersHook) {
-  EverythingAHookCanSay hook;
-  const HookTraits traits = traits_of(hook);
-  EXPECT_EQ(traits.wire_format, nullptr);
-  EXPECT_EQ(traits.wire_dtype(at::kFloat), at::kFloat);
-  EXPECT_EQ(traits.listener, &hook);
-  EXPECT_FALSE(traits.fails_by_network_only);
-  EXPECT_FALSE(traits.lets_go_of_buffer);
-  EXPECT_TRUE(traits.throws_own_errors);
-  EXPECT_FALSE(traits.steps_parameters);
-  EXPECT_EQ(traits.name, "everything");
+TEST(HookTraitsTest, OfAUsersHookAndOfOneAroundIt) {
+  const auto hook = std::make_shared<HookWithAName>();
+  WrappingHook around(hook);
+  EXPECT_EQ(traits_in(hook).wire_format, nullptr);
+  EXPECT_EQ(traits_of(around).wire_dtype(at::kFloat), at::kFloat);
+  for (const HookTraits& traits : {traits_in(hook), traits_of(around)}) {
+    EXPECT_FALSE(traits.fails_by_network_only);
+    EXPECT_FALSE(traits.lets_go_of_buffer);
+    EXPECT_TRUE(traits.throws_own_errors);
+    EXPECT_FALSE(traits.steps_parameters);
+    EXPECT_EQ(traits.name, "named");
+  }
 }
 
 TEST(HookTraitsTest, WhatIsRoutedToAHookThatStepsIsStepped) {
@@ -91,9 +79,7 @@ TEST(HookTraitsTest, WhatIsRoutedToAHookThatStepsIsStepped) {
 }
 
 // A continuation is dropped on a thread of the group that the hook may own.
-using HookAroundAnother =
-    std::function<std::shared_ptr<c10d::CommHookInterface>(
-        std::shared_ptr<c10d::CommHookInterface>)>;
+using HookAroundAnother = std::function<CommHookPtr(CommHookPtr)>;
 
 class ContinuationTest : public ::testing::TestWithParam<HookAroundAnother> {};
 
@@ -117,7 +103,7 @@ TEST_P(ContinuationTest, DoesNotOwnTheHookItGoesOnBehind) {
 
 INSTANTIATE_TEST_SUITE_P(Hooks, ContinuationTest,
                          ::testing::Values(
-                             [](std::shared_ptr<c10d::CommHookInterface> hook) {
+                             [](CommHookPtr hook) {
                                return step_in_backward(
                                    std::move(hook),
                                    [](const at::Tensor& parameter) {
@@ -125,7 +111,7 @@ INSTANTIATE_TEST_SUITE_P(Hooks, ContinuationTest,
                                      target.add_(1);
                                    });
                              },
-                             [](std::shared_ptr<c10d::CommHookInterface> hook) {
+                             [](CommHookPtr hook) {
                                return std::make_shared<RoutingHook>(
                                    std::move(hook), std::vector<Route>{});
                              }));

@@ -33,37 +33,12 @@ float seen_after_two_steps(const Group& group,
   return module->seen.item<float>();
 }
 
-TEST(BuffersTest, AreThoseOfRank0BeforeOrAfterForwardOrEachRanksOwn) {
+TEST(BuffersTest, AreThoseOfRank0BeforeForwardOrEachRanksOwn) {
   run_ranks(3, [](const Group& group) {
     const float own = group->getRank() + 1;
     EXPECT_EQ(seen_after_two_steps(group, {}), 1 + own);
-    EXPECT_EQ(
-        seen_after_two_steps(group, {.buffer_mode = BufferMode::kAfterForward}),
-        2);
-    EXPECT_EQ(seen_after_two_steps(group, {.buffer_mode = BufferMode::kNone}),
+    EXPECT_EQ(seen_after_two_steps(group, {.broadcast_buffers = false}),
               2 * own);
-  });
-}
-
-TEST(BuffersTest, AreHandedToAHookInsteadOfBeingBroadcast) {
-  run_ranks(2, [](const Group& group) {
-    std::vector<std::string> names;
-    const BufferHook average = [&](std::span<const NamedTensor> buffers,
-                                   int source) {
-      EXPECT_EQ(source, 0);
-      for (const auto& [name, tensor] : buffers) {
-        names.push_back(name);
-        std::vector<at::Tensor> tensors = {tensor};
-        group->allreduce(tensors)->wait();
-        tensor.div_(2);
-      }
-    };
-    // 0, then 1 and 2, then 1.5 + 1 and 1.5 + 2, averaged each time.
-    EXPECT_EQ(
-        seen_after_two_steps(group, {.buffer_mode = BufferMode::kAfterForward,
-                                     .buffer_hook = average}),
-        3);
-    EXPECT_EQ(names, (std::vector<std::string>{"seen", "seen"}));
   });
 }
 
@@ -91,22 +66,28 @@ TEST(BuffersTest, AreNotSyncedBesideTheBucketOfAPeerThatGoesOn) {
   });
 }
 
-// One rank's loss throws, and it goes on with its next forward: where ranks
-// meet for the buffers, it meets peers that are in backward.
-TEST(BuffersTest, AFailedLossOfOneRankIsAnErrorOnAllAndForgotten) {
-  for (const BufferMode mode :
-       {BufferMode::kBeforeForward, BufferMode::kAfterForward}) {
+// One rank's loss or forward throws, and it goes on with its next forward:
+// where ranks meet for the buffers, it meets peers that are in backward.
+TEST(BuffersTest, AFailureOfOneRankIsAnErrorOnAllAndForgotten) {
+  for (const bool in_forward : {false, true}) {
     run_ranks(3, [&](const Group& group) {
       const int rank = group->getRank();
       ToyModule module;
-      DistributedDataParallel model(module, group, {.buffer_mode = mode});
+      DistributedDataParallel model(module, group);
       for (int round = 0; round < 3; ++round) {
-        const at::Tensor loss = model(kAll, rank, round);
         try {
-          if (rank == 1) {
+          module->fails = in_forward && rank == 1;
+          if (module->fails) {
+            EXPECT_THROW(model(kAll, rank, round), std::domain_error);
+            module->fails = false;
             model(kAll, rank, round);
           } else {
-            loss.backward();
+            const at::Tensor loss = model(kAll, rank, round);
+            if (rank == 1) {
+              model(kAll, rank, round);
+            } else {
+              loss.backward();
+            }
           }
           ADD_FAILURE() << "no error on rank " << rank;
         } catch (const c10::Error& error) {
@@ -127,48 +108,19 @@ TEST(BuffersTest, AFailedLossOfOneRankIsAnErrorOnAllAndForgotten) {
   }
 }
 
-TEST(BuffersTest, AFailedForwardOfOneRankIsAnErrorOnAllAndForgotten) {
-  run_ranks(3, [](const Group& group) {
-    const int rank = group->getRank();
-    ToyModule module;
-    DistributedDataParallel model(module, group);
-    for (int round = 0; round < 3; ++round) {
-      if (rank == 1) {
-        module->fails = true;
-        EXPECT_THROW(model(kAll, rank, round), std::domain_error);
-        module->fails = false;
-        EXPECT_THROW(model(kAll, rank, round), c10::Error);
-      } else {
-        EXPECT_THROW(model(kAll, rank, round).backward(), c10::Error);
-      }
-      EXPECT_TRUE(model.reducer().can_continue());
-      module->toy.zero_grad();
-      model(kAll, rank, round).backward();
-      for (const size_t i : kAll) {
-        EXPECT_TRUE(at::equal(module->toy.parameters[i].grad(),
-                              module->toy.average(i, 3, round)));
-      }
-      module->toy.zero_grad();
-    }
-  });
-}
-
 // It is for the sake of buffers that ranks meet at a forward.
 TEST(BuffersTest, WhereThereAreNoneARankMayRunAForwardMore) {
-  for (const BufferMode mode :
-       {BufferMode::kBeforeForward, BufferMode::kAfterForward}) {
-    run_ranks(2, [&](const Group& group) {
-      torch::nn::Linear module(
-          torch::nn::LinearOptions(/*in_features=*/1, 1).bias(false));
-      DistributedDataParallel model(module, group, {.buffer_mode = mode});
-      for (int s = 0; s < 3; ++s) {
-        if (group->getRank() == 0) model(at::ones({1, 1}));
-        module->zero_grad();
-        model(at::full({1, 1}, 1.0 + group->getRank())).sum().backward();
-        EXPECT_EQ(module->weight.grad().item<float>(), 1.5);
-      }
-    });
-  }
+  run_ranks(2, [&](const Group& group) {
+    torch::nn::Linear module(
+        torch::nn::LinearOptions(/*in_features=*/1, 1).bias(false));
+    DistributedDataParallel model(module, group);
+    for (int s = 0; s < 3; ++s) {
+      if (group->getRank() == 0) model(at::ones({1, 1}));
+      module->zero_grad();
+      model(at::full({1, 1}, 1.0 + group->getRank())).sum().backward();
+      EXPECT_EQ(module->weight.grad().item<float>(), 1.5);
+    }
+  });
 }
 
 TEST(IgnoredNamesTest, AreNeitherComparedNorMadeEqualNorReduced) {

@@ -212,10 +212,8 @@ TEST(DistributedDataParallelTest, BroadcastsBuffersBeforeForwardsItReduces) {
   for (const bool broadcast : {true, false}) {
     run_ranks(2, [&](const Group& group) {
       Net net = make_net(3);
-      DistributedDataParallel model(
-          net, group,
-          {.buffer_mode =
-               broadcast ? BufferMode::kBeforeForward : BufferMode::kNone});
+      DistributedDataParallel model(net, group,
+                                    {.broadcast_buffers = broadcast});
       net->eval();
       net->norm->running_mean.fill_(group->getRank());
       {
@@ -232,17 +230,6 @@ TEST(DistributedDataParallelTest, BroadcastsBuffersBeforeForwardsItReduces) {
                 broadcast ? 0 : group->getRank());
     });
   }
-}
-
-TEST(DistributedDataParallelTest, DoesNotPrepareWithoutGradients) {
-  Net net = make_net(3);
-  DistributedDataParallel model(net, single_process_group());
-  {
-    const at::NoGradGuard no_grad;
-    model(input_of(0, 0), 1.0);
-  }
-  loss_of(net->forward(input_of(0, 0), 1.0)).backward();
-  EXPECT_EQ(model.reducer().statistics().reduced, 0);
 }
 
 TEST(DistributedDataParallelTest, WrapsHoldersPointersAndSequentials) {
@@ -306,15 +293,6 @@ TEST(DistributedDataParallelTest, RecoversBeforeItBroadcastsBuffers) {
   });
 }
 
-TEST(DistributedDataParallelTest, ForgetsAForwardThatNoSyncFollows) {
-  Net net = make_net(3);
-  DistributedDataParallel model(net, single_process_group());
-  model(input_of(0, 0), 1.0);  // no backward: a validation, say
-  const NoSync no_sync = model.no_sync();
-  loss_of(model(input_of(0, 0), 1.0)).backward();
-  EXPECT_EQ(model.reducer().statistics().reduced, 0);
-}
-
 TEST(DistributedDataParallelTest, NamesTheModuleThatHasNothingToReduce) {
   run_ranks(2, [](const Group& group) {
     Net net = make_net(3);
@@ -346,14 +324,6 @@ TEST(DistributedDataParallelTest, NamesWhatDiffersBetweenRanks) {
                   AllOf(HasSubstr("norm.extra"), HasSubstr("rank 1")));
     }
   });
-}
-
-TEST(DistributedDataParallelTest, PassesExceptionsOfForwardAndStaysUsable) {
-  Net net = make_net(3);
-  DistributedDataParallel model(net, single_process_group());
-  EXPECT_THROW(model(at::ones({5, 9}), 1.0), c10::Error);
-  loss_of(model(input_of(0, 0), 1.0)).backward();
-  EXPECT_EQ(model.reducer().statistics().reduced, 1);
 }
 
 }  // namespace

@@ -3,23 +3,17 @@
 #include <algorithm>
 #include <chrono>
 #include <functional>
-#include <limits>
 #include <memory>
 #include <stdexcept>
 #include <string>
 #include <torch/csrc/distributed/c10d/PrefixStore.hpp>
-#include <unordered_map>
 #include <utility>
 #include <vector>
 
 #include "brigade/comm/process_group.h"
-#include "brigade/comm_hooks/averaging_hook.h"
-#include "brigade/comm_hooks/function_hook.h"
+#include "brigade/comm_hooks/comm_hooks.h"
 #include "brigade/comm_hooks/routing_hook.h"
-#include "brigade/comm_hooks/step_in_backward.h"
-#include "brigade/comm_hooks/weighted_mean_hook.h"
 #include "brigade/ddp/distributed_data_parallel.h"
-#include "brigade/ddp/join.h"
 #include "brigade/tests/ddp/toy_module.h"
 #include "brigade/tests/support/local_ranks.h"
 #include "gmock/gmock.h"
@@ -28,7 +22,6 @@
 namespace brigade {
 namespace hooks_in_training_test {
 
-using ::testing::ElementsAre;
 using ::testing::HasSubstr;
 using testing::Order;
 using testing::run_ranks;
@@ -38,17 +31,6 @@ using testing::ToyModule;
 using Group = c10::intrusive_ptr<c10d::ProcessGroup>;
 
 const Order kAll = {0, 1, 2, 3};
-
-// sum over ranks of weight x gradient, divided by `divisor`.
-at::Tensor combined(const ToyModel& toy, size_t parameter, int step,
-                    const std::vector<double>& weights, double divisor) {
-  at::Tensor sum = at::zeros_like(toy.parameters[parameter]).detach();
-  for (size_t rank = 0; rank < weights.size(); ++rank) {
-    sum = sum +
-          toy.gradient(parameter, static_cast<int>(rank), step) * weights[rank];
-  }
-  return sum / divisor;
-}
 
 TEST(SumHookTest, AddsUp) {
   run_ranks(3, [](const Group& group) {
@@ -60,72 +42,8 @@ TEST(SumHookTest, AddsUp) {
       model(kAll, group->getRank(), s).backward();
       for (const size_t i : kAll) {
         EXPECT_TRUE(at::equal(module->toy.parameters[i].grad(),
-                              combined(module->toy, i, s, {1, 1, 1}, 1)));
+                              module->toy.average(i, 3, s) * 3));
       }
-    }
-  });
-}
-
-TEST(WeightedMeanHookTest, WeighsEachIterationAnew) {
-  const std::vector<std::vector<double>> weights = {
-      {1, 1, 2}, {5, 0, 3}, {0.5, 0.25, 0.25}};
-  run_ranks(3, [&](const Group& group) {
-    const int rank = group->getRank();
-    const auto hook = std::make_shared<WeightedMeanHook>(group);
-    ToyModule module;
-    DistributedDataParallel model(
-        module, group,
-        {.reducer = {.bucket_caps_bytes = {1}, .comm_hook = hook}});
-    for (int s = 0; s < 3; ++s) {
-      module->toy.zero_grad();
-      hook->set_weight(weights[s][rank]);
-      model(kAll, rank, s).backward();
-      for (const size_t i : kAll) {
-        const double sum = weights[s][0] + weights[s][1] + weights[s][2];
-        EXPECT_TRUE(at::equal(module->toy.parameters[i].grad(),
-                              combined(module->toy, i, s, weights[s], sum)))
-            << "parameter " << i << " step " << s;
-      }
-    }
-  });
-}
-
-TEST(WeightedMeanHookTest, WeighsRanksThatHaveJoinedNothing) {
-  run_ranks(2, [](const Group& group) {
-    const int rank = group->getRank();
-    const auto hook = std::make_shared<WeightedMeanHook>(group);
-    ToyModule module;
-    DistributedDataParallel model(module, group,
-                                  {.reducer = {.comm_hook = hook}});
-    join(model, [&] {
-      for (int s = 0; s < 1 + rank; ++s) {
-        module->toy.zero_grad();
-        hook->set_weight(3 - 2 * rank);
-        model(kAll, rank, s).backward();
-        const at::Tensor expected =
-            s == 0 ? combined(module->toy, 1, s, {3, 1}, 4)
-                   : combined(module->toy, 1, s, {0, 1}, 1);
-        EXPECT_TRUE(at::equal(module->toy.parameters[1].grad(), expected));
-      }
-    });
-    EXPECT_EQ(model.reducer().statistics().reduced, 2);
-  });
-}
-
-TEST(WeightedMeanHookTest, RefusesWeightsWithoutAMean) {
-  run_ranks(2, [](const Group& group) {
-    const auto hook = std::make_shared<WeightedMeanHook>(group);
-    EXPECT_THROW(hook->set_weight(-1), c10::ValueError);
-    EXPECT_THROW(hook->set_weight(std::numeric_limits<double>::infinity()),
-                 c10::ValueError);
-    DistributedDataParallel model(ToyModule(), group,
-                                  {.reducer = {.comm_hook = hook}});
-    hook->set_weight(0);
-    try {
-      model(kAll, 0, 0).backward();
-      ADD_FAILURE() << "no error on rank " << group->getRank();
-    } catch (const c10::Error& error) {
-      EXPECT_THAT(error.what(), HasSubstr("add up to 0"));
     }
   });
 }
@@ -135,8 +53,7 @@ void sgd_step(const at::Tensor& parameter) {
   target.sub_(parameter.grad(), 0.25);
 }
 
-using HookOf =
-    std::function<std::shared_ptr<c10d::CommHookInterface>(const Group&)>;
+using HookOf = std::function<CommHookPtr(const Group&)>;
 
 TEST(StepInBackwardTest, TrainsAsAnOptimizerAfterBackward) {
   const HookOf averaging = [](const Group& group) {
@@ -195,39 +112,6 @@ TEST(StepInBackwardTest, StepsABucketWhileBackwardGoesOn) {
       [&](const at::Tensor&) { has_changed = !at::equal(last, before); });
   model(Order{3, 2, 1, 0}, 0, 0).backward();
   EXPECT_TRUE(has_changed);
-}
-
-// An optimizer of LibTorch's per parameter.
-TEST(StepInBackwardTest, StepsOptimizersOfLibTorch) {
-  const auto group = single_process_group();
-  const auto options = torch::optim::SGDOptions(0.5).momentum(0.5);
-  ToyModule module;
-  ToyModule reference;
-  std::unordered_map<const c10::TensorImpl*, std::unique_ptr<torch::optim::SGD>>
-      optimizers;
-  for (const at::Tensor& p : module->toy.parameters) {
-    optimizers.emplace(p.unsafeGetTensorImpl(),
-                       std::make_unique<torch::optim::SGD>(
-                           std::vector<at::Tensor>{p}, options));
-  }
-  const auto step = [&](const at::Tensor& parameter) {
-    optimizers.at(parameter.unsafeGetTensorImpl())->step();
-  };
-  DistributedDataParallel model(
-      module, group,
-      {.reducer = {.comm_hook =
-                       step_in_backward(all_reduce_hook(group), step)}});
-  torch::optim::SGD optimizer(reference->parameters(), options);
-  for (int s = 0; s < 3; ++s) {
-    model(kAll, 0, s).backward();
-    reference->toy.zero_grad();
-    reference->forward(kAll, 0, s).backward();
-    optimizer.step();
-    for (const size_t i : kAll) {
-      EXPECT_TRUE(
-          at::equal(module->toy.parameters[i], reference->toy.parameters[i]));
-    }
-  }
 }
 
 TEST(StepInBackwardTest, ThrowsOutOfBackwardWhatAStepThrowsAndGoesOn) {
@@ -311,12 +195,8 @@ TEST(StepInBackwardTest, NeedsAHookAndAStep) {
                c10::ValueError);
 }
 
-// After one rank has failed in the middle of a backward, under hooks of one
-// collective per bucket, of two, or of a user's.
+// After one rank has failed in the middle of a backward.
 TEST(HookFailureTest, TrainingGoesOnAfterABackwardOfOneRankThrew) {
-  const HookOf weighted = [](const Group& group) {
-    return std::make_shared<WeightedMeanHook>(group);
-  };
   const HookOf own = [](const Group& group) {
     return make_comm_hook([group](c10d::GradBucket& bucket) {
       std::vector<at::Tensor> first = {at::ones({1})};
@@ -330,7 +210,7 @@ TEST(HookFailureTest, TrainingGoesOnAfterABackwardOfOneRankThrew) {
     return std::make_shared<RoutingHook>(all_reduce_hook(group),
                                          std::vector<Route>());
   };
-  for (const HookOf& hook : {weighted, own, routing}) {
+  for (const HookOf& hook : {own, routing}) {
     for (const bool finds_unused : {false, true}) {
       run_ranks(3, [&](const Group& group) {
         const int rank = group->getRank();
@@ -390,26 +270,6 @@ TEST(HookFailureTest, ParametersStayEqualUnderStepsInBackward) {
       std::vector<at::Tensor> sum = {p.detach().clone()};
       group->allreduce(sum)->wait();
       EXPECT_TRUE(at::equal(sum[0], p * 2)) << "rank " << rank;
-    }
-  });
-}
-
-TEST(WeightedMeanHookTest, TellsRanksThatHaveJoinedThatThereIsNoMean) {
-  run_ranks(2, [](const Group& group) {
-    const int rank = group->getRank();
-    const auto hook = std::make_shared<WeightedMeanHook>(group);
-    DistributedDataParallel model(ToyModule(), group,
-                                  {.reducer = {.comm_hook = hook}});
-    try {
-      join(model, [&] {
-        for (int s = 0; s < rank; ++s) {
-          hook->set_weight(0);
-          model(kAll, rank, s).backward();
-        }
-      });
-      ADD_FAILURE() << "no error on rank " << rank;
-    } catch (const c10::Error& error) {
-      EXPECT_THAT(error.what(), HasSubstr("add up to 0"));
     }
   });
 }
@@ -519,30 +379,13 @@ TEST(ParameterGroupsTest, AreCheckedOnEveryRank) {
         wrap({.reducer = {.reproducible = true},
               .parameter_groups = {{.names = {"p0"}, .group = group}}}),
         c10::ValueError);
-    EXPECT_THROW(wrap({.delayed = {bad ? "seen" : "p0"}}), c10::ValueError);
+    EXPECT_THROW(wrap({.parameter_groups = {{.names = {bad ? "seen" : "p0"},
+                                             .group = group}}}),
+                 c10::ValueError);
     EXPECT_THROW(
-        wrap({.reducer = {.bucket_plan = {{0, 1, 2, 3}}}, .delayed = {"p0"}}),
+        wrap({.reducer = {.bucket_plan = {{0, 1, 2, 3}}},
+              .parameter_groups = {{.names = {"p0"}, .group = group}}}),
         c10::ValueError);
-  });
-}
-
-TEST(DelayedParametersTest, TravelTogetherBehindAllOthers) {
-  run_ranks(2, [](const Group& group) {
-    ToyModule module;
-    DistributedDataParallel model(
-        module, group,
-        {.reducer = {.bucket_caps_bytes = {1}}, .delayed = {"p3", "p1"}});
-    for (int s = 0; s < 3; ++s) {
-      module->toy.zero_grad();
-      model(kAll, group->getRank(), s).backward();
-      for (const size_t i : kAll) {
-        EXPECT_TRUE(at::equal(module->toy.parameters[i].grad(),
-                              module->toy.average(i, 2, s)));
-      }
-      EXPECT_THAT(
-          model.reducer().plan().buckets(),
-          ElementsAre(ElementsAre(2), ElementsAre(0), ElementsAre(3, 1)));
-    }
   });
 }
 

@@ -1,5 +1,3 @@
-#include "brigade/ddp/join.h"
-
 #include <torch/torch.h>
 
 #include <algorithm>
@@ -9,7 +7,7 @@
 #include <vector>
 
 #include "brigade/comm/process_group.h"
-#include "brigade/comm_hooks/function_hook.h"
+#include "brigade/comm_hooks/comm_hooks.h"
 #include "brigade/ddp/distributed_data_parallel.h"
 #include "brigade/tests/ddp/toy_module.h"
 #include "brigade/tests/support/local_ranks.h"
@@ -230,15 +228,6 @@ TEST(JoinLoopTest, EndsEarlyOnEveryRankAndNamesWhoRanOut) {
   });
 }
 
-TEST(JoinLoopTest, EndsAsUsualWhenAllRunOutTogether) {
-  run_ranks(2, [](const Group& group) {
-    DistributedDataParallel model(ToyModule(), group);
-    join(model, [&] { train(model, Graph::kFixed, group->getRank(), 2); },
-         {.end_early = true});
-    EXPECT_EQ(model.reducer().statistics().reduced, 2);
-  });
-}
-
 TEST(JoinLoopTest, LetsExceptionsOfTheLoopPass) {
   run_ranks(2, [](const Group& group) {
     DistributedDataParallel model(ToyModule(), group);
@@ -281,78 +270,36 @@ TEST(JoinLoopTest, AnErrorOfOneRankEndsItOnAll) {
   });
 }
 
-// Rank 1's forward throws, and its loop goes on as if nothing had happened.
-TEST(JoinLoopTest, ARankAheadOfAForwardDoesNotMeetOneBehindIt) {
-  run_ranks(2, [](const Group& group) {
+TEST(JoinLoopTest, TrainsWithEachRanksOwnBuffers) {
+  const Inputs inputs = {1, 4, 2};
+  Reference reference(inputs.size());
+  reference.train(Graph::kFixed, inputs, JoinDivisor::kWorldSize);
+  run_ranks(3, [&](const Group& group) {
     ToyModule module;
-    DistributedDataParallel model(module, group,
-                                  {.buffer_mode = BufferMode::kAfterForward});
+    DistributedDataParallel model(module, group, {.broadcast_buffers = false});
     const int rank = group->getRank();
-    EXPECT_THROW(join(model,
-                      [&] {
-                        if (rank == 1) {
-                          module->fails = true;
-                          EXPECT_THROW(model(Order{0}, rank, 0),
-                                       std::domain_error);
-                          module->fails = false;
-                        }
-                        train(model, Graph::kFixed, rank, 1);
-                      }),
-                 c10::Error)
-        << "rank " << rank;
-    join(model, [&] { train(model, Graph::kFixed, rank, 1 + rank); });
+    join(model, [&] { train(model, Graph::kFixed, rank, inputs[rank]); });
+    reference.expect_equal_parameters(module, "rank " + std::to_string(rank));
+    EXPECT_EQ(module->seen.item<float>(), 8);
   });
 }
-
-class JoinBuffersTest : public ::testing::TestWithParam<BufferMode> {};
-
-TEST_P(JoinBuffersTest, TrainsWithBuffersMadeEqualAtAnyTimeOrNever) {
-  const Inputs inputs = {1, 4, 2};
-  for (const bool by_hook : {false, true}) {
-    Reference reference(inputs.size());
-    reference.train(Graph::kFixed, inputs, JoinDivisor::kWorldSize);
-    run_ranks(3, [&](const Group& group) {
-      DistributedDataParallelOptions options = {.buffer_mode = GetParam()};
-      if (by_hook) {
-        options.buffer_hook = [&group](std::span<const NamedTensor> buffers,
-                                       int source) {
-          std::vector<at::Tensor> tensors = {buffers.front().tensor};
-          group->broadcast(tensors, {.rootRank = source})->wait();
-        };
-      }
-      ToyModule module;
-      DistributedDataParallel model(module, group, options);
-      const int rank = group->getRank();
-      join(model, [&] { train(model, Graph::kFixed, rank, inputs[rank]); });
-      reference.expect_equal_parameters(module, "rank " + std::to_string(rank));
-      const float last = GetParam() == BufferMode::kAfterForward ? 7 : 8;
-      EXPECT_EQ(module->seen.item<float>(), last);
-    });
-  }
-}
-
-INSTANTIATE_TEST_SUITE_P(Modes, JoinBuffersTest,
-                         ::testing::Values(BufferMode::kNone,
-                                           BufferMode::kBeforeForward,
-                                           BufferMode::kAfterForward));
 
 TEST(JoinLoopTest, RanksGiveTheSameOptions) {
   run_ranks(2, [](const Group& group) {
     DistributedDataParallel model(ToyModule(), group);
     EXPECT_THROW(join(model, [] {}, {.end_early = group->getRank() == 0}),
                  c10::ValueError);
-    EXPECT_THROW(DistributedDataParallel(
-                     ToyModule(), group,
-                     {.buffer_mode = group->getRank() == 0
-                                         ? BufferMode::kNone
-                                         : BufferMode::kBeforeForward}),
-                 c10::ValueError);
+    EXPECT_THROW(
+        DistributedDataParallel(ToyModule(), group,
+                                {.broadcast_buffers = group->getRank() == 0}),
+        c10::ValueError);
   });
 }
 
 TEST(JoinLoopTest, NeedsSomethingToJoinAndJoinsItOnce) {
   DistributedDataParallel model(ToyModule(), single_process_group());
-  EXPECT_THROW(join(std::span<Joinable* const>(), [] {}), c10::ValueError);
+  EXPECT_THROW(join(std::span<ReplicatedModule* const>(), [] {}),
+               c10::ValueError);
   EXPECT_THROW(join(model, [&] { join(model, [] {}); }), c10::Error);
   join(model, [&] { train(model, Graph::kFixed, 0, 1); });
 }
@@ -404,8 +351,8 @@ TEST(JoinLoopTest, KeepsSeveralModelsInStep) {
     DistributedDataParallel model(first, group);
     DistributedDataParallel other(
         second, group, {.reducer = {.find_unused_parameters = true}});
-    Joinable* const both[] = {&model.joinable(), &other.joinable()};
-    join(std::span<Joinable* const>(both), [&] {
+    ReplicatedModule* const both[] = {&model.replicated(), &other.replicated()};
+    join(std::span<ReplicatedModule* const>(both), [&] {
       for (int s = 0; s < inputs[rank]; ++s) {
         model(uses_of(Graph::kFixed, rank, s), rank, s).backward();
         step_with(*first);

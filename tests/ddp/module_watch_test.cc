@@ -54,13 +54,6 @@ TEST_F(ModuleWatchTest, NamesAParameterThatWasAdded) {
   EXPECT_THAT(error_of_forward(model), HasSubstr("added: 'offset'. "));
 }
 
-TEST_F(ModuleWatchTest, NamesTheParametersOfAModuleThatWasAdded) {
-  auto model = wrap();
-  net_->register_module("more", torch::nn::Linear(2, 2));
-  EXPECT_THAT(error_of_forward(model),
-              HasSubstr("added: 'more.weight', 'more.bias'. "));
-}
-
 TEST_F(ModuleWatchTest, NamesTheParametersOfAModuleThatWasReplaced) {
   auto model = wrap();
   net_->replace_module("linear", torch::nn::Linear(2, 2));

@@ -20,10 +20,10 @@
 #include "brigade/bucket_sweep/sweep.h"
 #include "brigade/checkpoint/checkpoint.h"
 #include "brigade/comm/process_group.h"
-#include "brigade/comm_hooks/function_hook.h"
+#include "brigade/comm_hooks/comm_hooks.h"
 #include "brigade/ddp/distributed_data_parallel.h"
-#include "brigade/ddp/join.h"
 #include "brigade/fsdp/fully_shard.h"
+#include "brigade/fsdp/sharded_model.h"
 
 struct Given {
   using Batch = std::pair<at::Tensor, at::Tensor>;

@@ -48,7 +48,6 @@ class PlanMaker {
   Plan make() {
     draw_model();
     draw_options();
-    may_reenter_ = draw_.chance(0.3);
     do_ranks_differ_ = draw_.chance(0.5);
     const double change = draw_.one_of({0.0, 0.2, 1.0});  // of paths, per step
     for (int i = 0; i < 3; ++i) paths_.push_back(draw_paths());
@@ -115,10 +114,7 @@ class PlanMaker {
                                .uses_norm = draw_.chance(0.7),
                                .uses_inner = draw_.chance(0.7)});
       }
-      if (draw_.chance(0.3)) {
-        group.checkpoint = may_reenter_ ? CallGroup::Checkpoint::kReentrant
-                                        : CallGroup::Checkpoint::kDefault;
-      }
+      group.is_checkpointed = draw_.chance(0.3);
       path.groups.push_back(std::move(group));
     }
     path.uses_rare = draw_.chance(0.3);
@@ -249,19 +245,16 @@ class PlanMaker {
         add(Kind::kReduce);
         break;
       case 6:  // twice through one graph
-        if (may_reenter_) return add_step(0);
         add_forward();
         add_backward({0}, 0, /*retains=*/true);
         add_backward({0}, 0);
         break;
       case 7:  // two losses
-        if (may_reenter_) return add_step(3);
         add_forward();
         add_backward({0}, 0, /*retains=*/true);
         add_backward({0}, 1);
         break;
       case 8:
-        if (may_reenter_) return add_step(9);
         add_forward();
         add(Kind::kInputGradient).forwards = {0};
         add_backward({0});
@@ -312,7 +305,6 @@ class PlanMaker {
 
   Draw draw_;
   Plan plan_ = {};
-  bool may_reenter_ = false;
   bool do_ranks_differ_ = false;
   std::vector<Paths> paths_;
   size_t num_open_ = 0;
@@ -352,10 +344,7 @@ std::string describe(const Operation& op) {
     text << " |";
     for (const CallGroup& group : op.paths[rank].groups) {
       text << " ";
-      if (group.checkpoint != CallGroup::Checkpoint::kNone) {
-        text << (group.checkpoint == CallGroup::Checkpoint::kDefault ? "C"
-                                                                     : "R");
-      }
+      if (group.is_checkpointed) text << "C";
       for (const Call& call : group.calls) {
         text << call.block << (call.uses_norm ? "n" : "")
              << (call.uses_inner ? "i" : "");

@@ -31,9 +31,8 @@ struct Call {
 
 // Calls in one checkpoint, or none.
 struct CallGroup {
-  enum class Checkpoint { kNone, kDefault, kReentrant };
   std::vector<Call> calls;
-  Checkpoint checkpoint;
+  bool is_checkpointed;
 };
 
 struct Path {

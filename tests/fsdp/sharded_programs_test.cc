@@ -118,17 +118,7 @@ struct NetImpl : torch::nn::Module {
         for (const Call& c : calls) y = block(c.block)->run(y, c);
         return y;
       };
-      switch (group.checkpoint) {
-        case CallGroup::Checkpoint::kNone:
-          x = call(x);
-          break;
-        case CallGroup::Checkpoint::kDefault:
-          x = checkpoint(call, x);
-          break;
-        case CallGroup::Checkpoint::kReentrant:
-          x = checkpoint({.reentrant = true}, call, x);
-          break;
-      }
+      x = group.is_checkpointed ? checkpoint(call, x) : call(x);
       if (at_group) at_group(1, x);
     }
     if (path.uses_rare) x = x + rare;

@@ -17,8 +17,8 @@
 #include <tuple>
 #include <vector>
 
-#include "brigade/comm/errors/error_texts.h"
 #include "absl/strings/str_cat.h"
+#include "brigade/comm/errors/error_texts.h"
 #include "brigade/comm/errors/peer_error.h"
 #include "brigade/comm/process_group.h"
 #include "brigade/fsdp/fully_shard.h"
@@ -67,7 +67,6 @@ enum class Situation {
   kCursor,
   kCheckpointEach,  // one around each block
   kCheckpointAll,   // one around four blocks
-  kReentrantAll,    // the same, reentrant
   kNoSync,          // fails in a backward that accumulates
   kAfterNoSync,     // fails in the one that reduces
   kJoin,            // the last rank has no data
@@ -80,14 +79,12 @@ enum class Situation {
   kUserCollective,  // in each forward, and before each backward
 };
 constexpr const char* kSituations[] = {
-    "Learning",     "Cursor",     "CheckpointEach", "CheckpointAll",
-    "ReentrantAll", "NoSync",     "AfterNoSync",    "Join",
-    "JoinShadow",   "Meshes",     "Replicas",       "ChainedRoots",
-    "TwoRoots",     "Evaluation", "UserCollective"};
+    "Learning",     "Cursor",   "CheckpointEach", "CheckpointAll", "NoSync",
+    "AfterNoSync",  "Join",     "JoinShadow",     "Meshes",        "Replicas",
+    "ChainedRoots", "TwoRoots", "Evaluation",     "UserCollective"};
 
 bool is_checkpointed(Situation s) {
-  return s == Situation::kCheckpointEach || s == Situation::kCheckpointAll ||
-         s == Situation::kReentrantAll;
+  return s == Situation::kCheckpointEach || s == Situation::kCheckpointAll;
 }
 
 bool exists(Fault fault, Situation situation) {
@@ -183,8 +180,6 @@ struct NetImpl : torch::nn::Module {
       };
       if (situation == Situation::kCheckpointAll) {
         x = checkpoint(all, x);
-      } else if (situation == Situation::kReentrantAll) {
-        x = checkpoint({.reentrant = true}, all, x);
       } else {
         x = all(x);
       }

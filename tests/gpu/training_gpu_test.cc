@@ -11,7 +11,7 @@
 #include <vector>
 
 #include "brigade/comm/process_group.h"
-#include "brigade/comm_hooks/averaging_hook.h"
+#include "brigade/comm_hooks/comm_hooks.h"
 #include "brigade/ddp/distributed_data_parallel.h"
 #include "brigade/tests/gpu/busy_device.h"
 #include "gtest/gtest.h"

@@ -2,37 +2,16 @@
 
 #include <array>
 #include <functional>
-#include <map>
 #include <memory>
-#include <optional>
 #include <stdexcept>
 #include <string>
-#include <thread>
-#include <tuple>
-#include <variant>
 #include <vector>
 
 #include "brigade/hooks/backward_end.h"
 #include "brigade/hooks/gradient_hooks.h"
-#include "brigade/hooks/output_tensors.h"
-#include "brigade/hooks/output_tie.h"
-#include "brigade/hooks/output_watch.h"
+#include "brigade/hooks/output_hooks.h"
 #include "gmock/gmock.h"
 #include "gtest/gtest.h"
-
-namespace mine {
-
-struct Output {
-  at::Tensor logits;
-  at::Tensor features;
-};
-
-void collect_tensors(const Output& output, std::vector<at::Tensor>& found) {
-  found.push_back(output.logits);
-  found.push_back(output.features);
-}
-
-}  // namespace mine
 
 namespace brigade {
 namespace hooks_test {
@@ -104,14 +83,6 @@ TEST(GradientHooksTest, TellsOfWhichReplica) {
               ElementsAre(VariableIndex{.replica = 1, .parameter = 0}));
   EXPECT_EQ(hooks.accumulators()[2],
             torch::autograd::impl::grad_accumulator(replicas[1][0]).get());
-}
-
-TEST(GradientHooksTest, TellsOnceOfAParameterUsedTwice) {
-  const std::vector<at::Tensor> parameters = {parameter()};
-  Listener listener(parameters);
-  GradientHooks hooks(std::array{parameters}, std::ref(listener));
-  (parameters[0] * parameters[0] + parameters[0]).sum().backward();
-  EXPECT_THAT(listener.ready, ElementsAre(0));
 }
 
 TEST(GradientHooksTest, LeavesTheAccumulatorWhileAGraphIsAlive) {
@@ -285,29 +256,6 @@ TEST(OutputTieTest, TensorsWithoutHistoryAreLeftAlone) {
   EXPECT_EQ(tied[1].grad_fn(), tied[4].grad_fn());
   const at::NoGradGuard no_grad;
   EXPECT_TRUE(tie_outputs(std::array{one, other})[0].is_same(one));
-}
-
-TEST(OutputTensorsTest, FindsTensorsInAnyNest) {
-  const at::Tensor a = torch::ones({1});
-  const at::Tensor b = torch::ones({2});
-  EXPECT_EQ(tensors_of(a).size(), 1);
-  EXPECT_EQ(tensors_of(at::Tensor()).size(), 0);
-  EXPECT_EQ(tensors_of(std::vector<at::Tensor>{a, b}).size(), 2);
-  EXPECT_EQ(tensors_of(std::make_tuple(a, 3, std::vector{b, a})).size(), 3);
-  EXPECT_EQ((tensors_of(std::map<std::string, at::Tensor>{{"a", a}, {"b", b}})
-                 .size()),
-            2);
-  EXPECT_EQ(tensors_of(std::optional<at::Tensor>(a)).size(), 1);
-  EXPECT_EQ((tensors_of(std::variant<int, at::Tensor>(a)).size()), 1);
-  EXPECT_EQ(tensors_of(std::string("text")).size(), 0);
-  EXPECT_EQ(tensors_of(42).size(), 0);
-  EXPECT_EQ(tensors_of(mine::Output{a, b}).size(), 2);
-  EXPECT_EQ(
-      (tensors_of(std::vector{mine::Output{a, b}, mine::Output{b, a}}).size()),
-      4);
-  const c10::IValue nested = c10::ivalue::Tuple::create(
-      {a, c10::IValue(std::vector<at::Tensor>{b, a}), 3});
-  EXPECT_EQ(tensors_of(nested).size(), 3);
 }
 
 }  // namespace hooks_test

@@ -10,7 +10,7 @@
 #include <vector>
 
 #include "brigade/comm_hooks/averaging_hook.h"
-#include "brigade/comm_hooks/step_in_backward.h"
+#include "brigade/comm_hooks/comm_hooks.h"
 #include "brigade/reducer/reducer.h"
 #include "brigade/tests/reducer/failing.h"
 #include "brigade/tests/reducer/step.h"

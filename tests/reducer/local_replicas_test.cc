@@ -5,7 +5,7 @@
 #include <vector>
 
 #include "brigade/comm/process_group.h"
-#include "brigade/comm_hooks/function_hook.h"
+#include "brigade/comm_hooks/comm_hooks.h"
 #include "brigade/reducer/reducer.h"
 #include "brigade/tests/reducer/toy_model.h"
 #include "brigade/tests/support/local_ranks.h"

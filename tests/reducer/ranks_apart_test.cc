@@ -13,7 +13,7 @@
 #include <utility>
 #include <vector>
 
-#include "brigade/comm_hooks/function_hook.h"
+#include "brigade/comm_hooks/comm_hooks.h"
 #include "brigade/reducer/reducer.h"
 #include "brigade/tests/reducer/failing.h"
 #include "brigade/tests/reducer/step.h"

@@ -14,7 +14,7 @@
 #include "brigade/comm/errors/peer_error.h"
 #include "brigade/comm/process_group.h"
 #include "brigade/comm/recording_group.h"
-#include "brigade/comm_hooks/function_hook.h"
+#include "brigade/comm_hooks/comm_hooks.h"
 #include "brigade/reducer/reducer.h"
 #include "brigade/tests/reducer/failing.h"
 #include "brigade/tests/reducer/step.h"

@@ -14,8 +14,7 @@
 
 #include "brigade/comm/process_group.h"
 #include "brigade/comm/recording_group.h"
-#include "brigade/comm_hooks/averaging_hook.h"
-#include "brigade/comm_hooks/function_hook.h"
+#include "brigade/comm_hooks/comm_hooks.h"
 #include "brigade/tests/reducer/step.h"
 #include "brigade/tests/reducer/toy_model.h"
 #include "brigade/tests/support/local_ranks.h"

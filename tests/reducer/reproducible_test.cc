@@ -9,7 +9,7 @@
 #include <vector>
 
 #include "brigade/comm/process_group.h"
-#include "brigade/comm_hooks/averaging_hook.h"
+#include "brigade/comm_hooks/comm_hooks.h"
 #include "brigade/reducer/reducer.h"
 #include "brigade/tests/reducer/failing.h"
 #include "brigade/tests/reducer/step.h"

@@ -17,7 +17,7 @@
 #include <vector>
 
 #include "absl/strings/str_cat.h"
-#include "brigade/comm_hooks/function_hook.h"
+#include "brigade/comm_hooks/comm_hooks.h"
 #include "brigade/observing/stall_watch.h"
 #include "brigade/reducer/reducer.h"
 #include "brigade/tests/reducer/toy_model.h"

@@ -10,7 +10,7 @@
 
 #include "brigade/comm/process_group.h"
 #include "brigade/comm/recording_group.h"
-#include "brigade/hooks/output_tie.h"
+#include "brigade/hooks/output_hooks.h"
 #include "brigade/reducer/reducer.h"
 #include "brigade/tests/reducer/step.h"
 #include "brigade/tests/reducer/toy_model.h"

@@ -9,8 +9,8 @@
 #include <vector>
 
 #include "brigade/comm/process_group.h"
-#include "brigade/comm_hooks/function_hook.h"
-#include "brigade/hooks/output_tie.h"
+#include "brigade/comm_hooks/comm_hooks.h"
+#include "brigade/hooks/output_hooks.h"
 #include "brigade/observing/timeline_recorder.h"
 #include "brigade/reducer/reducer.h"
 #include "brigade/tests/reducer/toy_model.h"

@@ -12,7 +12,6 @@
 
 #include "absl/strings/str_cat.h"
 #include "brigade/ddp/distributed_data_parallel.h"
-#include "brigade/ddp/join.h"
 #include "brigade/reducer/reducer.h"
 #include "brigade/tests/simulated_device/host_backend.h"
 #include "brigade/tests/support/local_ranks.h"

@@ -6,7 +6,6 @@
 #include <utility>
 
 #include "brigade/ddp/distributed_data_parallel.h"
-#include "brigade/ddp/join.h"
 #include "brigade/tests/simulated_device/streamed_training.h"
 #include "brigade/tests/support/simulated_device/stream_test.h"
 #include "gtest/gtest.h"

@@ -151,12 +151,9 @@ TEST_P(OtherFsdpStreamsTest, AddsUpInTheOrderOfTheRanks) {
 }
 
 TEST_P(OtherFsdpStreamsTest, ComputesAgainInBackward) {
-  for (const bool reentrant : {false, true}) {
-    SCOPED_TRACE(reentrant);
-    ShardedProgram again = program();
-    again.checkpoint = {.reentrant = reentrant, .preserve_rng_state = false};
-    expect_training(options(), again);
-  }
+  ShardedProgram again = program();
+  again.checkpoint = {.preserve_rng_state = false};
+  expect_training(options(), again);
 }
 
 // Ranks of some, and all of them in other rows.

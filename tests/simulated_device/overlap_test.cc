@@ -13,8 +13,8 @@
 #include "brigade/comm/backends/identical_ranks_backend.h"
 #include "brigade/comm/streams/futures.h"
 #include "brigade/comm/streams/streams.h"
-#include "brigade/comm_hooks/function_hook.h"
-#include "brigade/comm_hooks/weighted_mean_hook.h"
+#include "brigade/comm_hooks/comm_hooks.h"
+#include "brigade/comm_hooks/hook_traits.h"
 #include "brigade/reducer/reducer.h"
 #include "brigade/tests/support/simulated_device/stream_test.h"
 #include "gtest/gtest.h"
@@ -138,10 +138,6 @@ class OverlapTest : public simulated::StreamTest {
 };
 
 TEST_F(OverlapTest, OfBuckets) { EXPECT_TRUE(goes_on_beside(nullptr)); }
-
-TEST_F(OverlapTest, OfBucketsBehindTheirWeights) {
-  EXPECT_TRUE(goes_on_beside(std::make_shared<WeightedMeanHook>(group_)));
-}
 
 TEST_F(OverlapTest, NoneWhereAHookAsksForItsFutureInBackward) {
   const Group group = group_;

@@ -16,11 +16,10 @@
 
 #include "absl/strings/str_cat.h"
 #include "brigade/comm_hooks/averaging_hook.h"
-#include "brigade/comm_hooks/function_hook.h"
+#include "brigade/comm_hooks/chained_collectives.h"
+#include "brigade/comm_hooks/comm_hooks.h"
+#include "brigade/comm_hooks/hook_traits.h"
 #include "brigade/comm_hooks/routing_hook.h"
-#include "brigade/comm_hooks/step_in_backward.h"
-#include "brigade/comm_hooks/then_collective.h"
-#include "brigade/comm_hooks/weighted_mean_hook.h"
 #include "brigade/tests/simulated_device/streamed_training.h"
 #include "brigade/tests/support/simulated_device/stream_test.h"
 #include "gmock/gmock.h"
@@ -224,13 +223,6 @@ void finalized_elsewhere(StreamedTraining& training, ReducerOptions options) {
 void half_precision_on_the_wire(StreamedTraining& training,
                                 ReducerOptions options) {
   options.comm_hook = fp16_hook(training.recording().group());
-  train(training, std::move(options));
-}
-
-void weighted_mean(StreamedTraining& training, ReducerOptions options) {
-  auto hook = std::make_shared<WeightedMeanHook>(training.recording().group());
-  hook->set_weight(2);
-  options.comm_hook = std::move(hook);
   train(training, std::move(options));
 }
 
@@ -520,7 +512,6 @@ const Scenario kScenarios[] = {
     {"Shadowed", shadowed},
     {"FinalizedElsewhere", finalized_elsewhere},
     {"HalfPrecisionOnTheWire", half_precision_on_the_wire},
-    {"WeightedMean", weighted_mean},
     {"SecondCollectives", second_collectives},
     {"Routes", routes},
     {"StepsInBackward", steps_in_backward},

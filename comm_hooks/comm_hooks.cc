@@ -1,4 +1,4 @@
-#include "brigade/comm_hooks/step_in_backward.h"
+#include "brigade/comm_hooks/comm_hooks.h"
 
 #include <ATen/ops/view_as_complex.h>
 #include <c10/core/GradMode.h>
@@ -7,7 +7,6 @@
 
 #include <algorithm>
 #include <exception>
-#include <string>
 #include <tuple>
 #include <utility>
 #include <vector>
@@ -20,6 +19,27 @@ namespace brigade {
 namespace {
 
 using Future = c10::ivalue::Future;
+
+class FunctionHook final : public c10d::CommHookInterface,
+                           public CommHookExtension {
+ public:
+  FunctionHook(CommHookFunction function, std::string name)
+      : function_(std::move(function)), name_(std::move(name)) {}
+
+  std::string hook_name() const override { return name_; }
+
+  HookFuturePtr runHook(c10d::GradBucket& bucket) override {
+    return function_(bucket);
+  }
+
+  at::Tensor parseHookResult(const c10::IValue& result) override {
+    return tensor_of_hook_result(result);
+  }
+
+ private:
+  const CommHookFunction function_;
+  const std::string name_;
+};
 
 // Complex buckets may come back as pairs of reals.
 at::Tensor flat_result(const at::Tensor& result, const at::Tensor& parameter) {
@@ -73,23 +93,16 @@ std::vector<c10::weak_intrusive_ptr<c10::StorageImpl>> storages_of(
   return storages;
 }
 
-class SteppingHook final : public c10d::CommHookInterface,
-                           public DeclaresWireFormat,
-                           public HasHookName,
-                           public IterationListener,
-                           public StepsParameters,
-                           public TakesHostSums {
+class SteppingHook final : public WrappingHook {
  public:
-  SteppingHook(std::shared_ptr<c10d::CommHookInterface> hook,
-               ParameterStep step, ParameterFilter is_stepped)
-      : hook_(std::move(hook)),
-        traits_(traits_of(*hook_)),
+  SteppingHook(CommHookPtr hook, ParameterStep step, ParameterFilter is_stepped)
+      : WrappingHook(std::move(hook)),
         step_(std::move(step)),
         is_stepped_(std::move(is_stepped)) {}
 
-  c10::intrusive_ptr<Future> runHook(c10d::GradBucket& bucket) override {
+  HookFuturePtr runHook(c10d::GradBucket& bucket) override {
     const bool steps = steps_parameters_of(bucket);
-    const c10::intrusive_ptr<Future> arrived = hook_->runHook(bucket);
+    const HookFuturePtr arrived = hook_->runHook(bucket);
     if (!arrived || !has_data_ || !steps) return arrived;
     // Whoever waits for the future also waits for what the steps wrote. The
     // hook is not owned: it may own a group, and would end on its thread.
@@ -109,21 +122,6 @@ class SteppingHook final : public c10d::CommHookInterface,
     return result.isNone() ? at::Tensor() : hook_->parseHookResult(result);
   }
 
-  // Without a format of its own, `hook_` gets raw gradients.
-  WireFormat wire_format(at::ScalarType gradient_dtype) const override {
-    return traits_.wire_format == nullptr
-               ? WireFormat{.dtype = gradient_dtype}
-               : traits_.wire_format->wire_format(gradient_dtype);
-  }
-
-  bool fails_by_network_only() const override {
-    return traits_.fails_by_network_only;
-  }
-
-  bool sums_in_order() const override { return traits_.sums_in_order; }
-
-  std::string hook_name() const override { return traits_.name; }
-
   bool steps_parameters() const override { return true; }
 
   bool takes_host_sums() const override { return traits_.host_sums != nullptr; }
@@ -134,7 +132,7 @@ class SteppingHook final : public c10d::CommHookInterface,
 
   void iteration_begins(bool has_data) override {
     has_data_ = has_data;
-    if (traits_.listener) traits_.listener->iteration_begins(has_data);
+    WrappingHook::iteration_begins(has_data);
   }
 
  private:
@@ -153,8 +151,6 @@ class SteppingHook final : public c10d::CommHookInterface,
     return steps;
   }
 
-  const std::shared_ptr<c10d::CommHookInterface> hook_;
-  const HookTraits traits_;  // of hook_
   const ParameterStep step_;
   const ParameterFilter is_stepped_;  // null: all are
   bool has_data_ =
@@ -163,9 +159,13 @@ class SteppingHook final : public c10d::CommHookInterface,
 
 }  // namespace
 
-std::shared_ptr<c10d::CommHookInterface> step_in_backward(
-    std::shared_ptr<c10d::CommHookInterface> hook, ParameterStep step,
-    ParameterFilter is_stepped) {
+CommHookPtr make_comm_hook(CommHookFunction function, std::string name) {
+  TORCH_CHECK_VALUE(function, "make_comm_hook needs a function, got none");
+  return std::make_shared<FunctionHook>(std::move(function), std::move(name));
+}
+
+CommHookPtr step_in_backward(CommHookPtr hook, ParameterStep step,
+                             ParameterFilter is_stepped) {
   TORCH_CHECK_VALUE(hook,
                     "step_in_backward needs a comm hook, got null.\nGive it "
                     "all_reduce_hook(group).");

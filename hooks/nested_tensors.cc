@@ -1,12 +1,12 @@
-#include "brigade/hooks/tensor_casts.h"
+#include "brigade/hooks/nested_tensors.h"
 
 #include <ATen/core/Dict.h>
 #include <ATen/core/List.h>
 #include <c10/util/Exception.h>
 
-#include <vector>
-
 namespace brigade {
+namespace nested_tensors_detail {
+namespace {
 
 at::Tensor in_precision(const at::Tensor& tensor, at::ScalarType dtype) {
   return tensor.defined() && tensor.is_floating_point() ? tensor.to(dtype)
@@ -30,8 +30,9 @@ c10::IValue in_precision(const c10::IValue& value, at::ScalarType dtype) {
   if (value.isList()) {
     const c10::impl::GenericList list = value.toList();
     c10::impl::GenericList cast(list.elementType());
-    for (const c10::IValue& part : list)
+    for (const c10::IValue& part : list) {
       cast.push_back(in_precision(part, dtype));
+    }
     return cast;
   }
   if (value.isGenericDict()) {
@@ -45,21 +46,43 @@ c10::IValue in_precision(const c10::IValue& value, at::ScalarType dtype) {
   return value;
 }
 
-namespace tensor_casts_detail {
+}  // namespace
 
-void require_cast(std::span<const at::Tensor> tensors, at::ScalarType dtype) {
-  for (const at::Tensor& tensor : tensors) {
-    TORCH_CHECK_VALUE(
-        !tensor.is_floating_point() || tensor.scalar_type() == dtype,
-        "output_dtype: expected outputs whose tensors can be replaced by ones "
-        "in ",
-        dtype, ", found one in ", tensor.scalar_type(),
-        " in a type of which brigade can only read them.\nOverload "
-        "visit_tensors() for it (brigade/hooks/tensor_casts.h), or cast in "
-        "forward.");
+void Collect::operator()(const at::Tensor& tensor) const {
+  if (tensor.defined()) found.push_back(tensor);
+}
+
+void Collect::operator()(const c10::IValue& value) const {
+  value.visit([this](const c10::IValue& part) {
+    if (!part.isTensor()) return false;  // go on into its parts
+    (*this)(part.toTensor());
+    return true;
+  });
+}
+
+void Cast::operator()(at::Tensor& tensor) const {
+  tensor = in_precision(tensor, dtype);
+}
+
+void Cast::operator()(c10::IValue& value) const {
+  value = in_precision(value, dtype);
+}
+
+void Cast::operator()(const at::Tensor& tensor) const {
+  TORCH_CHECK_VALUE(
+      !tensor.defined() || !tensor.is_floating_point() ||
+          tensor.scalar_type() == dtype,
+      "output_dtype: expected outputs whose tensors can be replaced by ones "
+      "in ",
+      dtype, ", found a constant one in ", tensor.scalar_type(),
+      ".\nReturn a tensor that is not const, or cast in forward.");
+}
+
+void Cast::operator()(const c10::IValue& value) const {
+  for (const at::Tensor& tensor : tensors_of(value)) {
+    (*this)(std::as_const(tensor));
   }
 }
 
-}  // namespace tensor_casts_detail
-
+}  // namespace nested_tensors_detail
 }  // namespace brigade

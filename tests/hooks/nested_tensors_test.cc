@@ -1,4 +1,4 @@
-#include "brigade/hooks/tensor_casts.h"
+#include "brigade/hooks/nested_tensors.h"
 
 #include <torch/torch.h>
 
@@ -14,37 +14,21 @@
 #include "gmock/gmock.h"
 #include "gtest/gtest.h"
 
-namespace readable {
-
-struct Output {
-  at::Tensor logits;
-};
-
-void collect_tensors(const Output& output, std::vector<at::Tensor>& found) {
-  found.push_back(output.logits);
-}
-
-}  // namespace readable
-
-namespace writable {
+namespace mine {
 
 struct Output {
   at::Tensor logits;
   std::string note;
 };
 
-void collect_tensors(const Output& output, std::vector<at::Tensor>& found) {
-  found.push_back(output.logits);
-}
-
 void visit_tensors(Output& output, const brigade::TensorVisit& visit) {
   visit(output.logits);
 }
 
-}  // namespace writable
+}  // namespace mine
 
 namespace brigade {
-namespace tensor_casts_test {
+namespace nested_tensors_test {
 
 using ::testing::AllOf;
 using ::testing::Each;
@@ -64,7 +48,7 @@ std::vector<at::ScalarType> dtypes_of_cast(Nest nest) {
   return dtypes;
 }
 
-TEST(TensorCastsTest, CastsWhateverForwardsReturn) {
+TEST(NestedTensorsTest, CastsWhateverForwardsReturn) {
   const auto all_are = [](size_t count) {
     return AllOf(::testing::SizeIs(count), Each(at::kBFloat16));
   };
@@ -85,20 +69,20 @@ TEST(TensorCastsTest, CastsWhateverForwardsReturn) {
               all_are(1));
   EXPECT_THAT(dtypes_of_cast(std::vector<c10::IValue>{wide(), 2, wide()}),
               all_are(2));
-  EXPECT_THAT(dtypes_of_cast(writable::Output{wide(), "kept"}), all_are(1));
-  EXPECT_THAT(dtypes_of_cast(std::vector{writable::Output{wide(), ""}}),
+  EXPECT_THAT(dtypes_of_cast(mine::Output{wide(), "kept"}), all_are(1));
+  EXPECT_THAT(dtypes_of_cast(std::vector{mine::Output{wide(), ""}}),
               all_are(1));
   EXPECT_THAT(dtypes_of_cast(std::string("text")), all_are(0));
 }
 
 // Which others may hold.
-TEST(TensorCastsTest, AListIsNotWrittenTo) {
+TEST(NestedTensorsTest, AListIsNotWrittenTo) {
   const c10::List<at::Tensor> own({wide()});
   EXPECT_THAT(dtypes_of_cast(own), Each(at::kBFloat16));
   EXPECT_EQ(own.get(0).scalar_type(), at::kFloat);
 }
 
-TEST(TensorCastsTest, OtherTensorsStayAsTheyAre) {
+TEST(NestedTensorsTest, OtherTensorsStayAsTheyAre) {
   const at::Tensor narrow = wide().to(at::kBFloat16);
   const at::Tensor whole_numbers = torch::ones({2}, at::kLong);
   std::tuple nest(narrow, whole_numbers, at::Tensor());
@@ -108,7 +92,7 @@ TEST(TensorCastsTest, OtherTensorsStayAsTheyAre) {
   EXPECT_FALSE(std::get<2>(nest).defined());
 }
 
-TEST(TensorCastsTest, ArePartOfTheGraph) {
+TEST(NestedTensorsTest, ArePartOfTheGraph) {
   const at::Tensor leaf = wide().requires_grad_();
   std::vector<at::Tensor> nest = {leaf * 3};
   cast_tensors(nest, at::kDouble);
@@ -116,15 +100,24 @@ TEST(TensorCastsTest, ArePartOfTheGraph) {
   EXPECT_TRUE(at::equal(leaf.grad(), torch::full({2}, 3.0F)));
 }
 
-TEST(TensorCastsTest, WhatCanOnlyBeReadIsAnErrorIfItDiffers) {
-  readable::Output output = {wide()};
-  const auto is_told = Throws<c10::ValueError>(
-      Property(&c10::Error::what_without_backtrace,
-               AllOf(HasSubstr("output_dtype"), HasSubstr("BFloat16"),
-                     HasSubstr("Float in"), HasSubstr("visit_tensors()"))));
-  EXPECT_THAT([&] { cast_tensors(output, at::kBFloat16); }, is_told);
-  EXPECT_NO_THROW(cast_tensors(output, at::kFloat));
+TEST(NestedTensorsTest, AConstantIsAnErrorIfItDiffers) {
+  std::tuple<const at::Tensor> nest(wide());
+  EXPECT_THAT([&] { cast_tensors(nest, at::kBFloat16); },
+              Throws<c10::ValueError>(Property(
+                  &c10::Error::what_without_backtrace,
+                  AllOf(HasSubstr("output_dtype"), HasSubstr("BFloat16"),
+                        HasSubstr("constant one in Float")))));
+  EXPECT_NO_THROW(cast_tensors(nest, at::kFloat));
 }
 
-}  // namespace tensor_casts_test
+TEST(NestedTensorsTest, UndefinedTensorsAndTextAreLeftOut) {
+  const at::Tensor a = wide();
+  EXPECT_THAT(tensors_of(std::tuple(a, at::Tensor(), std::string("text"), 42,
+                                    c10::List<at::Tensor>({a}))),
+              ::testing::SizeIs(2));
+  const mine::Output constant = {a, ""};
+  EXPECT_TRUE(tensors_of(constant).at(0).is_same(a));
+}
+
+}  // namespace nested_tensors_test
 }  // namespace brigade

@@ -1,0 +1,435 @@
+#include "brigade/ddp/distributed_data_parallel.h"
+
+#include <c10/core/GradMode.h>
+#include <c10/util/Exception.h>
+#include <c10/util/ScopeExit.h>
+
+#include <algorithm>
+#include <string>
+
+#include "absl/status/status.h"
+#include "absl/strings/str_cat.h"
+#include "absl/strings/str_join.h"
+#include "brigade/comm/agreement.h"
+#include "brigade/comm/group/group_info.h"
+#include "brigade/comm_hooks/averaging_hook.h"
+#include "brigade/comm_hooks/ordered_all_reduce.h"
+#include "brigade/ddp/join_session.h"
+#include "brigade/ddp/module_tensors.h"
+#include "brigade/ddp/module_watch.h"
+#include "brigade/ddp/parameter_groups.h"
+#include "brigade/hooks/parameter_casts.h"
+
+namespace brigade {
+namespace {
+
+using Group = c10::intrusive_ptr<c10d::ProcessGroup>;
+using Options = DistributedDataParallelOptions;
+
+std::vector<NamedTensor> without(std::vector<NamedTensor> tensors,
+                                 const std::vector<std::string>& ignored) {
+  std::erase_if(tensors, [&](const NamedTensor& entry) {
+    return std::ranges::find(ignored, entry.name) != ignored.end();
+  });
+  return tensors;
+}
+
+std::vector<at::Tensor> values_of(std::span<const NamedTensor> named) {
+  std::vector<at::Tensor> tensors;
+  tensors.reserve(named.size());
+  for (const NamedTensor& entry : named) tensors.push_back(entry.tensor);
+  return tensors;
+}
+
+std::vector<NamedTensor> trainable(std::vector<NamedTensor> parameters) {
+  std::erase_if(parameters, [](const NamedTensor& parameter) {
+    return !parameter.tensor.requires_grad();
+  });
+  return parameters;
+}
+
+// Of gradients that travel, if not their own or as a hook decides.
+std::optional<at::ScalarType> wire_dtype(const Options& options) {
+  const std::optional<MixedPrecision>& precision = options.mixed_precision;
+  if (!precision || options.reducer.comm_hook) return std::nullopt;
+  return precision->reduction.value_or(precision->parameters);
+}
+
+std::string name_of(std::optional<at::ScalarType> dtype) {
+  return dtype ? c10::toString(*dtype) : "unset";
+}
+
+absl::Status check_precision(const Options& options) {
+  const std::optional<MixedPrecision>& precision = options.mixed_precision;
+  if (!precision) return absl::OkStatus();
+  for (const at::ScalarType dtype :
+       {precision->parameters,
+        precision->reduction.value_or(precision->parameters),
+        precision->buffers.value_or(precision->parameters)}) {
+    if (dtype == at::kBFloat16 || dtype == at::kHalf || dtype == at::kFloat ||
+        dtype == at::kDouble) {
+      continue;
+    }
+    return absl::InvalidArgumentError(
+        absl::StrCat("mixed_precision: dtypes must be BFloat16, Half, Float or "
+                     "Double, got ",
+                     c10::toString(dtype)));
+  }
+  if (precision->reduction && options.reducer.comm_hook) {
+    return absl::InvalidArgumentError(
+        "mixed_precision.reduction must be unset beside a comm hook, which "
+        "decides what travels; leave out one of them");
+  }
+  return absl::OkStatus();
+}
+
+// What decides which collectives are launched where.
+std::vector<std::string> describe_options(const Options& options) {
+  std::vector<std::string> items = {absl::StrCat(
+      "broadcast_buffers = ", options.broadcast_buffers ? "true" : "false")};
+  if (const auto& precision = options.mixed_precision) {
+    items.push_back(
+        absl::StrCat("mixed_precision = ", c10::toString(precision->parameters),
+                     ", reduction ", name_of(precision->reduction),
+                     ", buffers ", name_of(precision->buffers)));
+  }
+  for (const ParameterGroup& group : options.parameter_groups) {
+    items.push_back(absl::StrCat("a parameter group of ",
+                                 absl::StrJoin(group.names, ", ")));
+  }
+  return items;
+}
+
+// Without ignored ones. Collective: compares them and the options across ranks.
+ModuleTensors verified_tensors(const AnyModule& module, const Options& options,
+                               const Group& group) {
+  ModuleTensors tensors = tensors_of_module(module);
+  absl::Status status = check_names(tensors, options);
+  status.Update(check_precision(options));
+  tensors.parameters = without(std::move(tensors.parameters), options.ignored);
+  tensors.buffers = without(std::move(tensors.buffers), options.ignored);
+  verify_module(tensors, group, status);
+  require_agreement(group, "option", describe_options(options),
+                    absl::OkStatus());
+  return tensors;
+}
+
+}  // namespace
+
+class ReplicatedModule::State {
+ public:
+  State(AnyModule module, Group group, Options options);
+
+  void run(c10::function_ref<std::vector<at::Tensor>()> forward);
+  void sync_buffers();
+
+  // For join(). If `announces`, this model begins each iteration of the session
+  // that communicates.
+  const Group& group() const { return group_; }
+  void enter(JoinSession& session, bool announces);
+  void leave() noexcept;
+
+  // The first thing in each iteration, before the announcement: brings ranks
+  // together that an error has put out of step. Collective.
+  void meet_peers();
+
+  // Launches what peers launch after that in one iteration. Collective.
+  void shadow();
+
+  // Takes over what `rank` has. Collective.
+  void copy_from(int rank);
+
+  const std::optional<at::ScalarType> forward_dtype_;  // unset: its own
+  bool synchronizes_ = true;
+  std::unique_ptr<Reducer> reducer_;
+
+ private:
+  void before_forward();
+  std::vector<NamedTensor> buffers() const;
+  bool sends_buffers() const;
+  void broadcast_buffers();
+  void after_forward(const std::vector<at::Tensor>& outputs);
+  std::vector<at::Tensor> in_low_precision(
+      c10::function_ref<std::vector<at::Tensor>()> forward) const;
+  void follow_divisor();
+  bool will_reduce() const {
+    return synchronizes_ && at::GradMode::is_enabled();
+  }
+
+  // Constant after construction.
+  const Group group_;
+  const AnyModule module_;
+  const std::vector<std::string> ignored_;
+  const std::vector<ParameterGroup> parameter_groups_;
+  const bool broadcasts_buffers_;
+  const ModuleTensors tensors_;  // without ignored ones
+  ModuleWatch watch_;
+  std::shared_ptr<AveragingHook> averaging_;  // null: the hook is the user's
+
+  JoinSession* session_ = nullptr;  // null: not being joined
+  bool announces_ = false;          // iterations, to the session
+};
+
+ReplicatedModule::State::State(AnyModule module, Group group, Options options)
+    : forward_dtype_(options.mixed_precision
+                         ? std::optional(options.mixed_precision->parameters)
+                         : std::nullopt),
+      group_(std::move(group)),
+      module_(std::move(module)),
+      ignored_(options.ignored),
+      parameter_groups_(options.parameter_groups),
+      broadcasts_buffers_(options.broadcast_buffers),
+      tensors_(verified_tensors(module_, options, group_)),
+      watch_(module_, tensors_, ignored_) {
+  const std::vector<NamedTensor> reduced = trainable(tensors_.parameters);
+  ReducerOptions chosen = options.reducer;
+  std::shared_ptr<OrderedAllReduce> ordered;
+  if (!chosen.comm_hook) {
+    if (chosen.reproducible) {
+      ordered = std::make_shared<OrderedAllReduce>(
+          group_, OrderedOptions{.group_size = chosen.reproducible_row_size});
+    }
+    averaging_ = default_hook(group_, wire_dtype(options), ordered);
+    chosen.comm_hook = averaging_;
+  }
+  chosen.comm_hook = route_groups(std::move(chosen.comm_hook), reduced,
+                                  parameter_groups_, wire_dtype(options));
+  if (chosen.parameter_names.empty()) {
+    for (const NamedTensor& parameter : reduced) {
+      chosen.parameter_names.push_back(parameter.name);
+    }
+  }
+  if (auto plan = plan_with_groups(reduced, options); !plan.empty()) {
+    chosen.bucket_plan = std::move(plan);
+  }
+  const bool connects = ordered && chosen.verify_across_ranks;
+  reducer_ =
+      std::make_unique<Reducer>(values_of(reduced), group_, std::move(chosen));
+  reducer_->expect_forwards();
+  if (connects) ordered->connect_for(values_of(reduced));
+  if (const auto& precision = options.mixed_precision;
+      precision && precision->buffers) {
+    for (const auto& [name, buffer] : buffers()) {
+      if (!buffer.is_floating_point()) continue;
+      buffer.set_data(buffer.to(*precision->buffers));
+    }
+  }
+  copy_from(0);
+}
+
+// ---- A forward.
+
+void ReplicatedModule::State::before_forward() {
+  // No bad step is evaluated.
+  if (!at::GradMode::is_enabled()) reducer_->await_statuses();
+  if (!will_reduce()) return;
+  watch_.check();
+  reducer_->forward_begins();
+  meet_peers();
+  if (session_ != nullptr) {
+    if (announces_) session_->begin_iteration();
+    follow_divisor();
+  }
+  if (!sends_buffers()) return;
+  if (session_ != nullptr) return broadcast_buffers();
+  reducer_->broadcast_before_forward(values_of(buffers()), /*source=*/0);
+}
+
+void ReplicatedModule::State::run(
+    c10::function_ref<std::vector<at::Tensor>()> forward) {
+  before_forward();
+  after_forward(forward_dtype_ ? in_low_precision(forward) : forward());
+}
+
+void ReplicatedModule::State::after_forward(
+    const std::vector<at::Tensor>& outputs) {
+  if (!at::GradMode::is_enabled()) return;
+  if (!synchronizes_) return reducer_->note_local_forward(outputs);
+  reducer_->prepare_for_backward(outputs);
+}
+
+// Backwards of several devices, and steps in backward, use parameters on
+// threads of their own.
+std::vector<at::Tensor> ReplicatedModule::State::in_low_precision(
+    c10::function_ref<std::vector<at::Tensor>()> forward) const {
+  const std::vector<at::Tensor> parameters = values_of(tensors_.parameters);
+  const bool spans_devices =
+      std::ranges::any_of(parameters, [&](const at::Tensor& parameter) {
+        return parameter.device() != parameters.front().device();
+      });
+  const ParameterCasts::Scope scope(std::make_shared<ParameterCasts>(
+      parameters, *forward_dtype_,
+      spans_devices || reducer_->hook_steps_parameters()
+          ? ParameterCasts::Checkpoints::kRefused
+          : ParameterCasts::Checkpoints::kAllowed));
+  std::vector<at::Tensor> outputs = forward();
+  const std::optional<size_t> changed = scope.first_changed();
+  TORCH_CHECK(!changed, "mixed_precision: parameter ",
+              tensors_.parameters[changed.value_or(0)].name,
+              " was written, frozen or unfrozen in forward, where it is a copy "
+              "in ",
+              *forward_dtype_,
+              " that forward's end throws away.\nChange parameters outside of "
+              "forward.");
+  return outputs;
+}
+
+// ---- Buffers.
+
+std::vector<NamedTensor> ReplicatedModule::State::buffers() const {
+  if (!std::holds_alternative<torch::jit::Module>(module_)) {
+    return tensors_.buffers;
+  }
+  return without(tensors_of_module(module_).buffers, ignored_);
+}
+
+bool ReplicatedModule::State::sends_buffers() const {
+  return broadcasts_buffers_ && !buffers().empty();
+}
+
+void ReplicatedModule::State::sync_buffers() {
+  if (buffers().empty()) return;
+  // A forward or a loss may have failed on one rank alone.
+  reducer_->meet_peers("called sync_buffers()");
+  broadcast_buffers();
+}
+
+void ReplicatedModule::State::broadcast_buffers() {
+  try {
+    broadcast_from(session_ == nullptr ? 0 : session_->first_rank_with_data(),
+                   buffers(), "buffers", group_);
+  } catch (const c10::DistBackendError&) {
+    reducer_->abort_group();
+    throw;
+  }
+}
+
+// ---- Uneven inputs.
+
+void ReplicatedModule::State::enter(JoinSession& session, bool announces) {
+  TORCH_CHECK(session_ == nullptr,
+              "join: this model is being joined already.\nLet the inner loop "
+              "run inside the outer join.");
+  TORCH_CHECK_VALUE(parameter_groups_.empty(),
+                    "join: a model with parameter groups can't be joined, "
+                    "since a group may run out before the others.\nGive every "
+                    "rank equally many inputs.");
+  TORCH_CHECK_VALUE(
+      reducer_->comm_hook() == averaging_ ||
+          session.options().divide_by == JoinDivisor::kWorldSize,
+      "join: the divisor must be kWorldSize, since the comm hook is the user's "
+      "own and divides by itself; it is kRanksWithData.\nLeave out the hook or "
+      "the divisor.");
+  session_ = &session;
+  announces_ = announces;
+}
+
+void ReplicatedModule::State::leave() noexcept {
+  session_ = nullptr;
+  if (averaging_) averaging_->divide_by_world_size();
+}
+
+void ReplicatedModule::State::follow_divisor() {
+  if (session_->options().divide_by != JoinDivisor::kRanksWithData) return;
+  averaging_->divide_by([session = session_] {
+    return static_cast<double>(session->num_ranks_with_data());
+  });
+}
+
+void ReplicatedModule::State::meet_peers() {
+  // Before anything that one rank may fail in alone.
+  reducer_->rebuild_buckets();
+  if (session_ != nullptr) reducer_->meet_peers("came to a forward");
+}
+
+void ReplicatedModule::State::shadow() {
+  if (sends_buffers()) broadcast_buffers();
+  follow_divisor();
+  reducer_->shadow_iteration();
+}
+
+void ReplicatedModule::State::copy_from(int rank) {
+  std::vector<NamedTensor> of_all_ranks = tensors_.parameters;
+  std::erase_if(of_all_ranks, [&](const NamedTensor& parameter) {
+    return group_of(parameter.name, parameter_groups_) != nullptr;
+  });
+  broadcast_from(rank, of_all_ranks, "parameters", group_);
+  for (const ParameterGroup& own : parameter_groups_) {
+    std::vector<NamedTensor> of_group = tensors_.parameters;
+    std::erase_if(of_group, [&](const NamedTensor& parameter) {
+      return group_of(parameter.name, parameter_groups_) != &own;
+    });
+    broadcast_from(/*source=*/0, of_group, "parameters of a group", own.group);
+  }
+  broadcast_from(rank, buffers(), "buffers", group_);
+}
+
+// ---- The class that users see.
+
+ReplicatedModule::ReplicatedModule(
+    std::shared_ptr<const torch::nn::Module> module, Group group,
+    Options options)
+    : state_(std::make_unique<State>(std::move(module), std::move(group),
+                                     std::move(options))) {}
+
+ReplicatedModule::ReplicatedModule(torch::jit::Module module, Group group,
+                                   Options options)
+    : state_(std::make_unique<State>(std::move(module), std::move(group),
+                                     std::move(options))) {}
+
+ReplicatedModule::~ReplicatedModule() = default;
+
+void ReplicatedModule::run_forward(
+    c10::function_ref<std::vector<at::Tensor>()> forward) {
+  state_->run(forward);
+}
+
+std::optional<at::ScalarType> ReplicatedModule::forward_dtype() const {
+  return state_->forward_dtype_;
+}
+
+bool ReplicatedModule::synchronizes() const { return state_->synchronizes_; }
+
+void ReplicatedModule::set_synchronizes(bool value) {
+  state_->synchronizes_ = value;
+}
+
+void ReplicatedModule::sync_buffers() { state_->sync_buffers(); }
+
+Reducer& ReplicatedModule::reducer() { return *state_->reducer_; }
+
+void join(std::span<ReplicatedModule* const> models,
+          const std::function<void()>& loop, JoinOptions options) {
+  TORCH_CHECK_VALUE(!models.empty(),
+                    "join needs at least 1 model, got 0.\nGive it the "
+                    "DistributedDataParallel that the loop trains.");
+  ReplicatedModule::State& first = *models.front()->state_;
+  for (const ReplicatedModule* model : models) {
+    TORCH_CHECK_VALUE(model->state_->group() == first.group(),
+                      "join: the models are of several process groups.\nJoin "
+                      "those of each group on its own.");
+  }
+  JoinSession session(first.group(), options);
+  size_t num_entered = 0;
+  const auto leave = c10::make_scope_exit([&] {
+    for (size_t i = 0; i < num_entered; ++i) models[i]->state_->leave();
+  });
+  for (; num_entered < models.size(); ++num_entered) {
+    models[num_entered]->state_->enter(session,
+                                       /*announces=*/num_entered == 0);
+  }
+  loop();
+  for (;;) {
+    first.meet_peers();
+    if (!session.begin_shadow()) break;
+    for (const ReplicatedModule* model : models) {
+      if (model != models.front()) model->state_->meet_peers();
+      model->state_->shadow();
+    }
+  }
+  const int source = session.last_rank_with_data();
+  if (source < 0) return;
+  for (const ReplicatedModule* model : models) model->state_->copy_from(source);
+}
+
+}  // namespace brigade

@@ -1,0 +1,255 @@
+// Finds and casts the tensors in the arguments and results of a forward.
+//
+// A nest is a tensor, or any combination of vectors, arrays, spans, lists,
+// maps, pairs, tuples, optionals, variants and IValues of tensors; numbers and
+// text may be in it. LibTorch's own return types are tuples and vectors. A
+// result of another type does not compile until its namespace has an overload
+// that calls `visit` with each tensor, and changes nothing else:
+//
+//   namespace mine {
+//   struct Output { at::Tensor logits; at::Tensor features; };
+//   void visit_tensors(Output& output, const brigade::TensorVisit& visit) {
+//     visit(output.logits);
+//     visit(output.features);
+//   }
+//   }
+//
+// Thread safety: pure.
+
+#ifndef BRIGADE_HOOKS_NESTED_TENSORS_H_
+#define BRIGADE_HOOKS_NESTED_TENSORS_H_
+
+#include <ATen/core/Tensor.h>
+#include <ATen/core/ivalue.h>
+
+#include <functional>
+#include <optional>
+#include <ranges>
+#include <string_view>
+#include <tuple>
+#include <type_traits>
+#include <utility>
+#include <variant>
+#include <vector>
+
+namespace brigade {
+
+using TensorVisit = std::function<void(at::Tensor&)>;
+
+// All tensors in `nest`, in the order in which they are met. Undefined tensors
+// are left out.
+template <typename Nest>
+std::vector<at::Tensor> tensors_of(const Nest& nest);
+
+// Puts tensors in `dtype`, part of the same graph, in place of the
+// floating-point ones in `nest`.
+//
+// Errors: ValueError if one in another dtype can't be replaced: a constant.
+template <typename Nest>
+void cast_tensors(Nest& nest, at::ScalarType dtype);
+
+namespace nested_tensors_detail {
+
+struct Collect {
+  void operator()(const at::Tensor& tensor) const;
+  void operator()(const c10::IValue& value) const;
+  std::vector<at::Tensor>& found;
+};
+
+struct Cast {
+  void operator()(at::Tensor& tensor) const;
+  void operator()(c10::IValue& value) const;
+  // Throw if a cast is needed.
+  void operator()(const at::Tensor& tensor) const;
+  void operator()(const c10::IValue& value) const;
+  at::ScalarType dtype;
+};
+
+// Chosen when no overload of visit_tensors() is found by argument-dependent
+// lookup.
+void visit_tensors() = delete;
+
+template <typename T>
+concept UserVisitable = requires(T& value, const TensorVisit& visit) {
+  visit_tensors(value, visit);
+};
+
+// c10::List, whose elements are proxies.
+template <typename T>
+concept ProxyList = requires(T& list) {
+  list.set(0, list.get(0));
+  list.copy();
+};
+
+template <typename T>
+concept TupleLike = requires {
+  std::tuple_size<T>::value;
+};
+
+template <typename T>
+inline constexpr bool kIsOptional = false;
+template <typename T>
+inline constexpr bool kIsOptional<std::optional<T>> = true;
+
+template <typename T>
+inline constexpr bool kIsVariant = false;
+template <typename... Ts>
+inline constexpr bool kIsVariant<std::variant<Ts...>> = true;
+
+// Whether a copy of a T owns tensors: they can be replaced there without the
+// original noticing.
+template <typename T>
+constexpr bool owns_tensors() {
+  if constexpr (std::is_reference_v<T> || std::is_const_v<T>) {
+    return false;
+  } else if constexpr (std::is_same_v<T, at::Tensor> ||
+                       std::is_same_v<T, c10::IValue>) {
+    return true;
+  } else if constexpr (kIsOptional<T> || requires {
+                         typename T::allocator_type;
+                         typename T::value_type;
+                       }) {
+    return owns_tensors<typename T::value_type>();
+  } else if constexpr (TupleLike<T>) {
+    return []<size_t... I>(std::index_sequence<I...>) {
+      return (owns_tensors<std::tuple_element_t<I, T>>() || ...);
+    }
+    (std::make_index_sequence<std::tuple_size_v<T>>());
+  } else {
+    return false;
+  }
+}
+
+// Calls `visit` with each tensor and IValue in `value`, as const as they are
+// there. `kOwnedOnly`: leaves out all that does not own its tensors, types
+// unknown here among them, which do not compile otherwise.
+template <bool kOwnedOnly = false, typename T, typename Visit>
+void visit_nest(T& value, const Visit& visit) {
+  using Value = std::remove_const_t<T>;
+  if constexpr (kOwnedOnly && !owns_tensors<Value>()) {
+    return;
+  } else if constexpr (std::is_convertible_v<T&, at::Tensor&>) {
+    visit(static_cast<at::Tensor&>(value));
+  } else if constexpr (std::is_convertible_v<T&, const at::Tensor&>) {
+    const at::Tensor& tensor = value;
+    visit(tensor);
+  } else if constexpr (std::is_same_v<Value, c10::IValue>) {
+    visit(value);
+  } else if constexpr (UserVisitable<Value>) {
+    visit_tensors(const_cast<Value&>(value), [&visit](at::Tensor& tensor) {
+      if constexpr (std::is_const_v<T>) {
+        visit(std::as_const(tensor));
+      } else {
+        visit(tensor);
+      }
+    });
+  } else if constexpr (kIsOptional<Value>) {
+    if (value.has_value()) visit_nest<kOwnedOnly>(*value, visit);
+  } else if constexpr (kIsVariant<Value>) {
+    std::visit([&visit](auto& held) { visit_nest<kOwnedOnly>(held, visit); },
+               value);
+  } else if constexpr (std::is_convertible_v<T&, std::string_view>) {
+    return;  // a range, but of no interest
+  } else if constexpr (ProxyList<Value>) {
+    if constexpr (!std::is_const_v<T>) value = value.copy();  // others hold it
+    for (size_t i = 0; i < value.size(); ++i) {
+      std::conditional_t<std::is_const_v<T>, const typename Value::value_type,
+                         typename Value::value_type>
+          element = value.get(i);
+      visit_nest<kOwnedOnly>(element, visit);
+      if constexpr (!std::is_const_v<T>) value.set(i, std::move(element));
+    }
+  } else if constexpr (std::ranges::input_range<T>) {
+    if constexpr (std::is_lvalue_reference_v<
+                      std::ranges::range_reference_t<T>>) {
+      for (auto& element : value) visit_nest<kOwnedOnly>(element, visit);
+    } else {
+      for (const auto& element : value) visit_nest<kOwnedOnly>(element, visit);
+    }
+  } else if constexpr (TupleLike<Value>) {
+    std::apply(
+        [&visit](auto&... parts) {
+          (visit_nest<kOwnedOnly>(parts, visit), ...);
+        },
+        value);
+  } else {
+    static_assert(
+        kOwnedOnly || std::is_arithmetic_v<Value> || std::is_enum_v<Value>,
+        "brigade can't find the tensors in this type: overload "
+        "visit_tensors(T&, const brigade::TensorVisit&) in its namespace "
+        "(brigade/hooks/nested_tensors.h)");
+  }
+}
+
+}  // namespace nested_tensors_detail
+
+template <typename Nest>
+std::vector<at::Tensor> tensors_of(const Nest& nest) {
+  std::vector<at::Tensor> found;
+  nested_tensors_detail::visit_nest(nest,
+                                    nested_tensors_detail::Collect{found});
+  return found;
+}
+
+template <typename Nest>
+void cast_tensors(Nest& nest, at::ScalarType dtype) {
+  nested_tensors_detail::visit_nest(nest, nested_tensors_detail::Cast{dtype});
+}
+
+// An argument on its way to a module's forward: the caller's own, or, where
+// `dtype` is set and the argument holds floating-point tensors of another one,
+// a copy with those cast. Looks into tensors, IValues, and containers,
+// optionals, pairs and tuples that own such; structs, references and spans are
+// passed on as they are. `T`: as forwarded.
+//
+// Thread safety: none.
+template <typename T>
+class ForwardArgument {
+ public:
+  // REQUIRES: `value` outlives this object.
+  ForwardArgument(T&& value, std::optional<at::ScalarType> dtype)
+      : value_(std::forward<T>(value)) {
+    if constexpr (kCanBeCast) {
+      if (!dtype || !differs(*dtype)) return;
+      cast_.emplace(std::forward<T>(value));
+      nested_tensors_detail::visit_nest<true>(
+          *cast_, nested_tensors_detail::Cast{*dtype});
+    }
+  }
+
+  T&& get() {
+    if constexpr (kCanBeCast) {
+      if (cast_) return static_cast<T&&>(*cast_);
+    }
+    return static_cast<T&&>(value_);
+  }
+
+  ForwardArgument(const ForwardArgument&) = delete;
+  ForwardArgument& operator=(const ForwardArgument&) = delete;
+
+ private:
+  using Value = std::remove_cvref_t<T>;
+  static constexpr bool kCanBeCast =
+      nested_tensors_detail::owns_tensors<Value>();
+
+  struct Nothing {};
+
+  bool differs(at::ScalarType dtype) const {
+    std::vector<at::Tensor> tensors;
+    nested_tensors_detail::visit_nest<true>(
+        std::as_const(value_), nested_tensors_detail::Collect{tensors});
+    for (const at::Tensor& tensor : tensors) {
+      if (tensor.is_floating_point() && tensor.scalar_type() != dtype) {
+        return true;
+      }
+    }
+    return false;
+  }
+
+  T&& value_;
+  std::conditional_t<kCanBeCast, std::optional<Value>, Nothing> cast_;
+};
+
+}  // namespace brigade
+
+#endif  // BRIGADE_HOOKS_NESTED_TENSORS_H_

@@ -1,0 +1,47 @@
+// Hooks on the outputs of a forward: when a backward goes through them, and a
+// tie that makes it go through all of them.
+
+#ifndef BRIGADE_HOOKS_OUTPUT_HOOKS_H_
+#define BRIGADE_HOOKS_OUTPUT_HOOKS_H_
+
+#include <ATen/core/Tensor.h>
+
+#include <functional>
+#include <memory>
+#include <span>
+#include <vector>
+
+namespace brigade {
+
+// Calls `on_reached` when the gradient of one of `outputs` has been computed,
+// unless `owner` has expired by then: once per output and backward, on
+// whichever thread computes it. Outputs without a history are skipped: a leaf
+// would keep the hook beyond the graph. Returns whether any has one.
+bool watch_outputs(std::span<const at::Tensor> outputs,
+                   std::weak_ptr<void> owner, std::function<void()> on_reached);
+
+// Ties the outputs of a forward together: a backward that starts from some of
+// them goes through all. The parameters of an output that the loss leaves out
+// are reached then, with undefined gradients, instead of not at all, so that a
+// reducer that finds unused parameters waits for none in vain.
+//
+//   auto [logits, features] = net->forward(input);
+//   std::vector<at::Tensor> outputs =
+//       tie_outputs(std::array{logits, features});
+//   reducer.prepare_for_backward(outputs);
+//   loss(outputs[0]).backward();
+//
+// Returns stand-ins for `outputs`, in their order, with the same values.
+// Tensors without a history, undefined ones among them, are returned as they
+// are; so are all if fewer than two have one. A reducer takes one backward
+// through tied outputs: two losses on two of them are added up first.
+//
+// `copies`: each has memory of its own. If false, it shares the output's, and
+// must not be changed in place where another tensor shares that too: autograd
+// would take the other one for unchanged.
+std::vector<at::Tensor> tie_outputs(std::span<const at::Tensor> outputs,
+                                    bool copies = true);
+
+}  // namespace brigade
+
+#endif  // BRIGADE_HOOKS_OUTPUT_HOOKS_H_
