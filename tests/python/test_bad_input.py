@@ -461,9 +461,10 @@ groups[1].allreduce([x.clone()])
 began.wait()
 """
 
-# What is in flight when the interpreter of rank 1 exits, and how both ranks end.
+# What is in flight when the interpreter of rank 1 exits, and how both ranks end;
+# rank 0 of the first may end before it misses its peer.
 EXITS = {
-    "a forward": ("wrapped(x)", 0, 0),
+    "a forward": ("wrapped(x)", 0, None),
     "a busy thread of a group": (_BUSY_THREAD, 0, 1),
     "an exit in a hook": ("state[0] = lambda: sys.exit(5); step()", 5, 1),
     "an exit in backward": (
@@ -499,5 +500,7 @@ def test_an_interpreter_may_exit_with_work_in_flight(name, tmp_path):
         for process in processes:
             process.kill()
     outputs = [file.read_text(errors="replace") for file in files]
-    assert [process.returncode for process in reversed(processes)] == codes, outputs
-    assert codes[1] == 0 or "Error" in outputs[0], outputs
+    ended = [process.returncode for process in reversed(processes)]
+    assert min(ended) >= 0 and ended[0] == codes[0], (ended, outputs)
+    if codes[1] is not None:
+        assert ended[1] == codes[1] and "Error" in outputs[0], (ended, outputs)
