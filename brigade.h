@@ -16,7 +16,6 @@
 #include "brigade/ddp/no_sync.h"
 #include "brigade/ddp/optimizer_broadcast.h"
 #include "brigade/planning/bucket_plan.h"
-#include "brigade/planning/plan_by_size.h"
 #include "brigade/reducer/reducer.h"
 
 // Comm hooks.

@@ -11,7 +11,7 @@
 
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_join.h"
-#include "brigade/planning/plan_by_size.h"
+#include "brigade/planning/bucket_plan.h"
 
 namespace brigade {
 namespace {

@@ -15,7 +15,7 @@
 #include <utility>
 #include <vector>
 
-#include "brigade/planning/plan_by_size.h"
+#include "brigade/planning/bucket_plan.h"
 #include "brigade/python_bindings/logger.h"
 #include "brigade/python_bindings/python_comm_hook.h"
 #include "brigade/python_bindings/python_stepping_hook.h"

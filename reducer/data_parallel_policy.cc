@@ -14,7 +14,7 @@
 #include "brigade/comm_hooks/averaging_hook.h"
 #include "brigade/comm_hooks/hook_traits.h"
 #include "brigade/hooks/graph_search.h"
-#include "brigade/planning/plan_by_size.h"
+#include "brigade/planning/bucket_plan.h"
 #include "brigade/reducer/error_texts.h"
 #include "brigade/reducer/plan_fingerprint.h"
 #include "brigade/reducer/profiler_range.h"

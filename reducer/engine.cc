@@ -114,7 +114,7 @@ void Engine::end_unfinished_iteration() {
       " was not.\nCall finalize_backward() once after each backward "
       "that is reduced.");
   iteration.failure =
-      policy_.describe_missing(iteration.ready.missing(), iteration.occasion);
+      policy_.describe_missing(missing(iteration), iteration.occasion);
   const std::string text = iteration.failure;
   abort_iteration();
   TORCH_CHECK(false, text);
@@ -183,7 +183,7 @@ void Engine::finalize() try {
       iteration_->order.all_launched(),
       "Reducer::finalize_backward: called before all DDP buckets were ready: "
       "gradients of ",
-      policy_.name_of(iteration_->ready.missing()),
+      policy_.name_of(missing(*iteration_)),
       " are missing.\nCall it when all have come, at the latest after "
       "backward.");
   finish();
@@ -355,7 +355,7 @@ void Engine::abort_group() {
 std::vector<size_t> Engine::missing_gradients() const {
   const std::lock_guard<std::mutex> lock(mutex_);
   if (!has_begun(phase_)) return {};
-  return iteration_->ready.missing();
+  return missing(*iteration_);
 }
 
 ReducerStatistics Engine::statistics() const {
@@ -441,10 +441,10 @@ std::string Engine::describe_progress() const {
       absl::StrCat("has launched ", num_units(iteration_->launches), " of ",
                    num_units(iteration_->sequence), " buckets of iteration ",
                    iteration_->number);
-  const std::vector<size_t> missing = iteration_->ready.missing();
-  if (!missing.empty()) {
+  const std::vector<size_t> unready = missing(*iteration_);
+  if (!unready.empty()) {
     absl::StrAppend(&words, " and waits for the gradients of ",
-                    policy_.name_of(missing));
+                    policy_.name_of(unready));
   }
   return words;
 }

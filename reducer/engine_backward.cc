@@ -112,9 +112,9 @@ void Engine::accept_early_gradient(VariableIndex variable, bool is_defined,
                                    int backward_id) {
   policy_.on_local_gradient(variable, is_defined);
   const Iteration& iteration = *iteration_;
-  if (iteration.ready.is_ready(policy_.table().number_of(variable))) {
+  if (iteration.is_ready[policy_.table().number_of(variable)]) {
     // Its unit is on its way. The iteration should have been over.
-    TORCH_CHECK(false, policy_.describe_missing(iteration.ready.missing(),
+    TORCH_CHECK(false, policy_.describe_missing(missing(iteration),
                                                 iteration.occasion));
   }
   membership_.keep({.variable = variable,
@@ -172,7 +172,7 @@ void Engine::mark(size_t variable, Slot slot) {
   if (slot.has_gradient) {
     observations_.timeline.gradient_ready(policy_.table().variable(variable));
   }
-  iteration_->ready.mark(variable);
+  iteration_->is_ready[variable] = true;
   mark_and_pack(*iteration_, slot.entry, observations_);
 }
 
@@ -185,9 +185,9 @@ void Engine::launch_ready() {
 
 void Engine::accept_gradient(VariableIndex variable, bool is_defined) {
   begin_reduction();
-  ReadyVariables& ready = iteration_->ready;
+  std::vector<char>& is_ready = iteration_->is_ready;
   const size_t number = policy_.table().number_of(variable);
-  if (ready.is_ready(number)) {
+  if (is_ready[number]) {
     policy_.refuse(variable, iteration_->occasion);
   }
   const std::optional<Slot> slot = policy_.on_gradient(variable, is_defined);
@@ -195,7 +195,7 @@ void Engine::accept_gradient(VariableIndex variable, bool is_defined) {
   if (slot->has_gradient) {
     observations_.timeline.gradient_ready(variable);
   }
-  ready.mark(number);
+  is_ready[number] = true;
   if (mark_and_pack(*iteration_, slot->entry, observations_)) launch_ready();
 }
 

@@ -23,7 +23,6 @@
 #include "brigade/comm_hooks/continuation_watch.h"
 #include "brigade/comm_hooks/then_collective.h"
 #include "brigade/planning/launch_order.h"
-#include "brigade/planning/ready_variables.h"
 #include "brigade/reducer/backward_membership.h"
 #include "brigade/reducer/collective.h"
 #include "brigade/reducer/occasion.h"
@@ -70,7 +69,7 @@ struct Iteration {
         occasion{.iteration = number, .rank = rank},
         sequence(sequence_of_it),
         order(launch_order_of(sequence)),
-        ready(num_variables) {
+        is_ready(num_variables) {
     launches.reserve(sequence.size());
   }
 
@@ -83,12 +82,21 @@ struct Iteration {
   const at::ThreadLocalState preparer;    // of the thread that prepared
   std::span<Collective* const> sequence;  // what is launched
   LaunchOrder order;                      // of the sequence
-  ReadyVariables ready;                   // by number
+  std::vector<char> is_ready;             // by number of the variable
   std::vector<Launch> launches;           // without the one that threw
   ChainedCollectives chained;
   std::optional<ContinuationWatch> continuations;  // of a user's new hook
   std::string failure;  // what went wrong first, told to the other ranks
 };
+
+// Variables whose gradients are not ready, ascending.
+inline std::vector<size_t> missing(const Iteration& iteration) {
+  std::vector<size_t> variables;
+  for (size_t i = 0; i < iteration.is_ready.size(); ++i) {
+    if (!iteration.is_ready[i]) variables.push_back(i);
+  }
+  return variables;
+}
 
 // The unit that is to be launched next, or how many there are: where an
 // iteration that fails has come to.

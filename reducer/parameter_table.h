@@ -21,7 +21,7 @@
 #include <vector>
 
 #include "absl/status/statusor.h"
-#include "brigade/planning/plan_by_size.h"
+#include "brigade/planning/bucket_plan.h"
 #include "brigade/planning/variable_index.h"
 #include "brigade/reducer/dims_list.h"
 #include "brigade/reducer/parameter_names.h"

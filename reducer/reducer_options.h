@@ -11,7 +11,7 @@
 #include <torch/csrc/distributed/c10d/comm.hpp>
 #include <vector>
 
-#include "brigade/planning/plan_by_size.h"
+#include "brigade/planning/bucket_plan.h"
 #include "brigade/reducer/parameter_names.h"
 
 namespace brigade {

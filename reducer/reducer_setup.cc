@@ -17,8 +17,7 @@
 #include "brigade/comm_hooks/averaging_hook.h"
 #include "brigade/comm_hooks/hook_traits.h"
 #include "brigade/comm_hooks/ordered_all_reduce.h"
-#include "brigade/planning/plan_by_size.h"
-#include "brigade/planning/plan_check.h"
+#include "brigade/planning/bucket_plan.h"
 
 namespace brigade {
 namespace {

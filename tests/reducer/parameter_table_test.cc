@@ -5,7 +5,7 @@
 #include <string>
 #include <vector>
 
-#include "brigade/planning/plan_check.h"
+#include "brigade/planning/bucket_plan.h"
 #include "brigade/reducer/error_texts.h"
 #include "gmock/gmock.h"
 #include "gtest/gtest.h"
