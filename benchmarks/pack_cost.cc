@@ -25,7 +25,7 @@
 #include <string>
 #include <vector>
 
-#include "brigade/reducer/packing/make_packer.h"
+#include "brigade/reducer/packing/packer.h"
 
 namespace brigade {
 namespace {

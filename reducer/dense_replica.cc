@@ -10,7 +10,7 @@
 
 #include "brigade/comm/streams/stream_join.h"
 #include "brigade/reducer/gradient_layout.h"
-#include "brigade/reducer/packing/make_packer.h"
+#include "brigade/reducer/packing/packer.h"
 
 namespace brigade {
 namespace {

@@ -8,7 +8,6 @@
 #include <string>
 #include <vector>
 
-#include "brigade/reducer/packing/make_packer.h"
 #include "brigade/reducer/packing/pack_loops.h"
 #include "brigade/tests/reducer/packer_checks.h"
 #include "gmock/gmock.h"
