@@ -1,4 +1,4 @@
-#include "brigade/reducer/memory_ranges.h"
+#include "brigade/reducer/bucket_memory.h"
 
 #include <torch/torch.h>
 

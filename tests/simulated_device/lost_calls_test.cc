@@ -8,7 +8,7 @@
 #include <utility>
 #include <vector>
 
-#include "brigade/reducer/dense_replica.h"
+#include "brigade/reducer/bucket_replica.h"
 #include "brigade/reducer/parameter_table.h"
 #include "brigade/reducer/reducer.h"
 #include "brigade/tests/simulated_device/streamed_model.h"
