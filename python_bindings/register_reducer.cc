@@ -31,7 +31,7 @@ using NamesByIndex = std::unordered_map<size_t, std::string>;
 
 // By index, without the dot that torch puts before the names of the root's own
 // parameters. Errors: RuntimeError if there is no such parameter.
-ParameterNames names_of(const NamesByIndex& by_index, size_t count) {
+std::vector<std::string> names_of(const NamesByIndex& by_index, size_t count) {
   if (by_index.empty()) return {};
   std::vector<std::string> names(count);
   for (const auto& [index, name] : by_index) {
@@ -336,12 +336,8 @@ void register_reducer(py::module_& module) {
            py::arg("use_world_size") = true, NoGil())
       .def("_get_zeros_like_grad_buckets", &refuse_own_launches)
       .def("_run_comm_hook", &refuse_own_launches)
-      .def(
-          "parameter_names",
-          [](const TorchReducer& self) {
-            return self.parameter_names().strings();
-          },
-          "By parameter, or empty.")
+      .def("parameter_names", &TorchReducer::parameter_names,
+           "By parameter, or empty.")
       .def("_bucket_plan", &TorchReducer::buckets, NoGil(),
            "Indices of parameters by bucket, in launch order.")
       .def(

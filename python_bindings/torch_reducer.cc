@@ -27,14 +27,14 @@ bool rebuilds_by_default(const ReducerOptions& options) {
 
 // Lines that programs look for in the text of an error.
 std::string describe_missing(const std::vector<size_t>& missing,
-                             const ParameterNames& names, int rank) {
+                             const std::vector<std::string>& names, int rank) {
   std::string text =
       "\nExpected to have finished reduction in the prior iteration.";
   if (!names.empty()) {
     absl::StrAppend(
         &text, "\nParameters which did not receive grad for rank ", rank, ": ",
         absl::StrJoin(missing, ", ", [&](std::string* out, size_t parameter) {
-          absl::StrAppend(out, std::string(names[parameter]));
+          absl::StrAppend(out, names[parameter]);
         }));
   }
   absl::StrAppend(&text,

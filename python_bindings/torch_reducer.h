@@ -163,7 +163,7 @@ class TorchReducer {
       std::span<const int64_t> parameter_sizes_bytes) const;
 
   const std::vector<at::Tensor>& parameters() const { return parameters_; }
-  const ParameterNames& parameter_names() const { return names_; }
+  const std::vector<std::string>& parameter_names() const { return names_; }
   const ReducerOptions& options() const { return options_; }
   c10d::ProcessGroup& group() const { return *group_; }
 
@@ -183,7 +183,7 @@ class TorchReducer {
   void remember_errors(const std::function<void()>& call);
 
   const std::vector<at::Tensor> parameters_;
-  const ParameterNames names_;  // by parameter, or empty
+  const std::vector<std::string> names_;  // by parameter, or empty
   c10::intrusive_ptr<c10d::ProcessGroup> group_;
   ReducerOptions options_;  // but for names
   int64_t logging_sample_rate_ = 100;

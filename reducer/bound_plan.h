@@ -38,6 +38,12 @@ BoundPlan bind_plan(BucketPlan plan, const ParameterTable& table,
                     UsedParameters* used, MemoryRanges& memory,
                     ReducerStatistics& statistics);
 
+// Equal on ranks whose buckets travel alike: the same parameters, lengths,
+// strides and wire dtypes in the same order. The same in every process of the
+// same build.
+uint64_t plan_fingerprint(const BucketPlan& plan, const ParameterTable& table,
+                          const HookTraits& hook);
+
 }  // namespace brigade
 
 #endif  // BRIGADE_REDUCER_BOUND_PLAN_H_

@@ -16,8 +16,7 @@
 #include "brigade/hooks/graph_search.h"
 #include "brigade/planning/bucket_plan.h"
 #include "brigade/reducer/error_texts.h"
-#include "brigade/reducer/plan_fingerprint.h"
-#include "brigade/reducer/profiler_range.h"
+#include "brigade/reducer/observations.h"
 
 namespace brigade {
 namespace {
@@ -106,21 +105,12 @@ bool DataParallelPolicy::set_hook(
 }
 
 bool DataParallelPolicy::is_graph_static() const {
-  return options_.static_graph ||
-         (unused_search_ && unused_search_->is_static());
+  return options_.static_graph || (unused_search_ && found_same_unused_);
 }
 
 bool DataParallelPolicy::is_learning() const {
   return ready_order_.is_observing() ||
          (hook_counts_ && hook_counts_->is_learning());
-}
-
-ReducerStatistics DataParallelPolicy::statistics() const {
-  ReducerStatistics statistics = statistics_;
-  if (unused_search_) {
-    statistics.graph_searches = unused_search_->num_searches();
-  }
-  return statistics;
 }
 
 // The used map is last where it may be missing: a static graph is summed once.
@@ -170,7 +160,8 @@ bool DataParallelPolicy::before_iteration() {
   ready_order_.restart();
   for (Bucket& bucket : bound_.buckets) bucket.restart();
   if (used_) used_->restart();
-  prediction_ = {};
+  unused_.clear();
+  none_reached_ = false;
   context_gradients_.emplace();
   return is_restrided;
 }
@@ -223,36 +214,41 @@ void DataParallelPolicy::follow_strides() {
 }
 
 void DataParallelPolicy::on_prepared(std::span<const at::Tensor> outputs) {
-  prediction_ = predict_unused(outputs);
+  predict_unused(outputs);
   if (hook_counts_) hook_counts_->restart();
 }
 
-UnusedPrediction DataParallelPolicy::predict_unused(
-    std::span<const at::Tensor> outputs) {
+// The graph of every forward is searched, so that buckets need not wait for
+// gradients that will not come. A search left out while all parameters are used
+// would make the place of a launch depend on what this rank saw before: a rank
+// that then leaves a parameter out would launch later than its peers.
+void DataParallelPolicy::predict_unused(std::span<const at::Tensor> outputs) {
   if (unused_search_) {
     // As torch calls it, since tools look for it.
     static const std::string name =
         "torch.distributed.ddp.reducer::search_unused_parameters";
     const ProfilerRange searching(name, at::RecordScope::FUNCTION);
-    return unused_search_->predict(outputs);
-  }
-  UnusedPrediction prediction;
-  if (!hook_counts_) return prediction;
-  if (!hook_counts_->is_learning()) {
-    prediction.unused = hook_counts_->silent();
-    prediction.none_reached =
-        prediction.unused.size() == table_.num_variables();
+    const std::span<const size_t> unused = unused_search_->unreached(outputs);
+    unused_.assign(unused.begin(), unused.end());
+    if (statistics_.graph_searches++ > 0) {
+      found_same_unused_ = found_same_unused_ && unused_search_->repeated();
+    }
+  } else if (!hook_counts_) {
+    return;
+  } else if (!hook_counts_->is_learning()) {
+    unused_ = hook_counts_->silent();
   } else if (!hooks_->are_removed()) {
     // No more than this: reentrant checkpoints hide what they use.
-    prediction.none_reached =
+    none_reached_ =
         GraphSearch(hooks_->accumulators()).unreached(outputs).size() ==
         table_.num_variables();
+    return;
   }
-  return prediction;
+  none_reached_ = unused_.size() == table_.num_variables();
 }
 
 bool DataParallelPolicy::begins_at_outputs() const {
-  return skips_unused_buckets() || !prediction_.unused.empty();
+  return skips_unused_buckets() || !unused_.empty();
 }
 
 // Of a shadow, marks belong to gradients of earlier backwards, which do not
@@ -262,7 +258,7 @@ void DataParallelPolicy::mark_used_at_begin(bool is_shadow) {
     if (used_) used_->clear_marks();
   } else if (skips_unused_buckets()) {
     std::vector<bool> reached(table_.num_variables(), true);
-    for (const size_t variable : prediction_.unused) reached[variable] = false;
+    for (const size_t variable : unused_) reached[variable] = false;
     for (size_t i = 0; i < reached.size(); ++i) {
       if (reached[i]) used_->mark(i);
     }
@@ -271,7 +267,7 @@ void DataParallelPolicy::mark_used_at_begin(bool is_shadow) {
 
 void DataParallelPolicy::on_backward_begins(bool is_shadow, Mark mark) {
   if (hook_.listener) hook_.listener->iteration_begins(!is_shadow);
-  if (!is_shadow) return mark_unused(mark, prediction_.unused);
+  if (!is_shadow) return mark_unused(mark, unused_);
   for (const std::vector<size_t>& bucket : bound_.plan.buckets()) {
     for (const size_t parameter : bucket) ready_order_.note(parameter);
   }
@@ -428,7 +424,7 @@ void DataParallelPolicy::refuse(VariableIndex variable,
   }
   TORCH_CHECK(
       false,
-      std::ranges::binary_search(prediction_.unused, number)
+      std::ranges::binary_search(unused_, number)
           ? describe_gradient_of_unused(table_, parameter, occasion, options_)
           : describe_second_gradient(table_, parameter, occasion, options_));
 }

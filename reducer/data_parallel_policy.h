@@ -24,6 +24,7 @@
 
 #include "brigade/comm_hooks/hook_traits.h"
 #include "brigade/hooks/gradient_hooks.h"
+#include "brigade/hooks/graph_search.h"
 #include "brigade/planning/variable_index.h"
 #include "brigade/reducer/bound_plan.h"
 #include "brigade/reducer/bucket_memory.h"
@@ -36,7 +37,6 @@
 #include "brigade/reducer/reducer_options.h"
 #include "brigade/reducer/reducer_setup.h"
 #include "brigade/reducer/statistics.h"
-#include "brigade/reducer/unused_parameter_search.h"
 #include "brigade/reducer/used_parameters.h"
 
 namespace brigade {
@@ -94,7 +94,7 @@ class DataParallelPolicy {
   bool is_graph_static() const;
 
   // Counts of its own; the engine's are 0.
-  ReducerStatistics statistics() const;
+  const ReducerStatistics& statistics() const { return statistics_; }
 
   // ---- The sequence. Equal on all ranks; valid until the policy changes it,
   // which it does where it is asked to only.
@@ -162,7 +162,7 @@ class DataParallelPolicy {
   void on_backward_ends(Mark mark);
 
   // A backward that reached the outputs may bring no gradient at all.
-  bool may_end_without_gradients() const { return prediction_.none_reached; }
+  bool may_end_without_gradients() const { return none_reached_; }
 
   // The end of an iteration tells more: the order of gradients, or a static
   // graph. It may make a change of the sequence due.
@@ -210,7 +210,7 @@ class DataParallelPolicy {
   std::shared_ptr<void> keep(BoundPlan bound);
   void keep_out_of_buckets(VariableIndex variable) const;
   void follow_strides();
-  UnusedPrediction predict_unused(std::span<const at::Tensor> outputs);
+  void predict_unused(std::span<const at::Tensor> outputs);
   Slot ready_slot(VariableIndex variable, size_t number);
   void mark_unused(Mark mark, std::span<const size_t> variables);
   void zero_views(const Bucket& bucket, size_t index) const;
@@ -229,15 +229,17 @@ class DataParallelPolicy {
   // What earlier iterations told of the graph. A static one needs no search;
   // what ranks used is summed once.
   ReadyOrder ready_order_;
-  std::optional<UnusedParameterSearch> unused_search_;  // if it may change
-  std::optional<HookCounts> hook_counts_;               // if it is static
-  std::unique_ptr<UsedParameters> used_;                // in both cases
+  std::optional<GraphSearch> unused_search_;  // if it may change
+  bool found_same_unused_ = true;             // in all searches
+  std::optional<HookCounts> hook_counts_;     // if it is static
+  std::unique_ptr<UsedParameters> used_;      // in both cases
 
   MemoryRanges memory_;  // of the gradients that are views
   BoundPlan bound_;
 
   // Of the iteration that is prepared.
-  UnusedPrediction prediction_;
+  std::vector<size_t> unused_;  // variables that no gradient reaches; ascending
+  bool none_reached_ = false;   // the graph shows no parameter
   std::optional<ContextGradients> context_gradients_;
 };
 

@@ -80,8 +80,8 @@ void Engine::start_iteration() {
   replan_if_due();
   if (policy_.before_iteration()) adopt_sequence();
 
-  ++observations_.prepared;
-  iteration_ = make_iteration(observations_.begun + 1);
+  ++observations_.counts.prepared;
+  iteration_ = make_iteration(observations_.counts.begun + 1);
   phase_ = Phase::kPrepared;
   membership_.prepared(/*outputs_are_watched=*/false);
   observations_.iteration_begins(iteration_->number);
@@ -139,7 +139,7 @@ void Engine::shadow() try {
   end_unfinished_iteration();
   start_iteration();
   phase_ = Phase::kReducing;
-  observations_.begun = iteration_->number;
+  observations_.counts.begun = iteration_->number;
   peers_.backward_begins();
   try {
     if (policy_.skips_unused_buckets()) begin_together();
@@ -219,7 +219,7 @@ void Engine::come_together(std::string_view deed) {
   end_unfinished_iteration();
   peers_.require_open();
   if (agreement_.runs_ahead()) return agreement_.confirm_due_ends();
-  end_together(*make_iteration(observations_.begun),
+  end_together(*make_iteration(observations_.counts.begun),
                {.kind = StatusKind::kAsk,
                 .fingerprint = std::hash<std::string_view>()(deed),
                 .text = status_text(deed)});
@@ -263,7 +263,7 @@ void Engine::change_sequence(std::string_view caller,
                              const std::function<bool()>& change) try {
   const std::lock_guard<std::mutex> lock(mutex_);
   TORCH_CHECK(!has_begun(phase_), caller, ": ",
-              describe(occasion(observations_.begun)),
+              describe(occasion(observations_.counts.begun)),
               " is being reduced.\nCall it before the backward or after it.");
   // All ranks change it, whatever each of them is still to hear.
   std::exception_ptr refuted;
@@ -274,10 +274,11 @@ void Engine::change_sequence(std::string_view caller,
   }
   if (change()) adopt_sequence();
   peers_.compare_others(!policy_.hook_traits().fails_by_network_only);
-  watches_continuations_until_ = observations_.begun + kWatchedIterations;
+  watches_continuations_until_ =
+      observations_.counts.begun + kWatchedIterations;
   // Later ranks may be in different places.
   if (peers_.is_connected()) {
-    agree_on_sequence(*make_iteration(observations_.begun + 1));
+    agree_on_sequence(*make_iteration(observations_.counts.begun + 1));
   }
   if (refuted) std::rethrow_exception(refuted);
 } catch (...) {
@@ -315,7 +316,7 @@ void Engine::adopt_sequence() {
 
 std::shared_ptr<Iteration> Engine::make_iteration(int64_t number) const {
   return std::make_shared<Iteration>(
-      Preparation{.number = observations_.prepared, .iteration = number},
+      Preparation{.number = observations_.counts.prepared, .iteration = number},
       policy_.group()->getRank(), policy_.sequence(),
       policy_.table().num_variables());
 }
@@ -332,7 +333,7 @@ Occasion Engine::occasion(int64_t iteration) const {
 void Engine::stop_watching_gradients(std::string_view caller) {
   const std::lock_guard<std::mutex> lock(mutex_);
   TORCH_CHECK(!has_begun(phase_), caller, ": ",
-              describe(occasion(observations_.begun)),
+              describe(occasion(observations_.counts.begun)),
               " is being reduced.\nCall it before the backward or after it.");
   hooks_->remove();
 }
@@ -348,7 +349,7 @@ void Engine::abort_group() {
   const std::lock_guard<std::mutex> lock(mutex_);
   peers_.leave(
       {.kind = StatusKind::kFailed,
-       .iteration = observations_.begun,
+       .iteration = observations_.counts.begun,
        .text = status_text("A collective beside the iteration failed.")});
 }
 
@@ -360,19 +361,18 @@ std::vector<size_t> Engine::missing_gradients() const {
 
 ReducerStatistics Engine::statistics() const {
   const std::lock_guard<std::mutex> lock(mutex_);
-  ReducerStatistics statistics = policy_.statistics();
-  statistics.prepared = observations_.prepared;
-  statistics.begun = observations_.begun;
-  statistics.reduced = observations_.reduced;
-  statistics.aborted = observations_.aborted;
-  statistics.buckets_launched = observations_.buckets_launched;
-  statistics.buckets_skipped = observations_.buckets_skipped;
+  const ReducerStatistics& of_policy = policy_.statistics();
+  ReducerStatistics statistics = observations_.counts;
+  statistics.bytes_packed = of_policy.bytes_packed;
+  statistics.bytes_delivered = of_policy.bytes_delivered;
+  statistics.rebuilds = of_policy.rebuilds;
+  statistics.graph_searches = of_policy.graph_searches;
   return statistics;
 }
 
 void Engine::forward_begins() {
   const std::lock_guard<std::mutex> lock(mutex_);
-  observations_.timeline.forward_begins(observations_.begun + 1);
+  observations_.timeline.forward_begins(observations_.counts.begun + 1);
 }
 
 Timeline Engine::timeline() const {
@@ -414,7 +414,7 @@ void Engine::set_stall_handler(
 }
 
 std::optional<ReductionError> Engine::last_error() const {
-  return observations_.last_error.get();
+  return observations_.last_error();
 }
 
 // Called on another thread; never waits for the lock, which an engine that
@@ -431,7 +431,7 @@ std::string Engine::describe_progress() const {
   }
   if (is_between(phase_)) {
     return absl::StrCat("has prepared nothing since iteration ",
-                        observations_.begun);
+                        observations_.counts.begun);
   }
   if (!has_begun(phase_)) {
     return absl::StrCat("has prepared iteration ", iteration_->number,

@@ -43,11 +43,11 @@
 #include "brigade/reducer/data_parallel_policy.h"
 #include "brigade/reducer/failure.h"
 #include "brigade/reducer/iteration.h"
-#include "brigade/reducer/last_error.h"
 #include "brigade/reducer/observations.h"
 #include "brigade/reducer/peer_status.h"
 #include "brigade/reducer/phase.h"
 #include "brigade/reducer/rank_agreement.h"
+#include "brigade/reducer/statistics.h"
 
 namespace brigade {
 

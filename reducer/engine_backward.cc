@@ -128,7 +128,7 @@ void Engine::begin_reduction() {
   if (has_begun(phase_)) return;
   Iteration& iteration = *iteration_;
   phase_ = Phase::kReducing;
-  observations_.begun = iteration.number;
+  observations_.counts.begun = iteration.number;
   observations_.timeline.backward_begins();
   iteration.creates_graph = at::GradMode::is_enabled();
   if (policy_.skips_unused_buckets()) begin_together();

@@ -114,7 +114,7 @@ void Engine::end_together(Iteration& iteration, const RankStatus& own) {
     throw_if_apart(compare(iteration, own));
   } catch (...) {
     take_iteration();
-    ++observations_.aborted;
+    ++observations_.counts.aborted;
     policy_.on_iteration_over(Outcome::kAborted, iteration.is_shadow);
     throw;
   }
@@ -140,7 +140,8 @@ StatusComparison Engine::compare(
   if (found.status.ok()) return found;
   if (!is_between(phase_)) phase_ = Phase::kOver;
   for (const RankStatus& peer : found.by_rank) {
-    observations_.begun = std::max(observations_.begun, peer.iteration);
+    observations_.counts.begun =
+        std::max(observations_.counts.begun, peer.iteration);
   }
   if (found.must_close) {
     peers_.close(std::string(found.status.message()));
@@ -156,8 +157,9 @@ void Engine::abort_iteration() {
   const std::shared_ptr<Iteration> iteration = take_iteration();
   membership_.mark_finished(iteration->preparation,
                             /*may_be_repeated=*/false);
-  observations_.begun = std::max(observations_.begun, iteration->number);
-  ++observations_.aborted;
+  observations_.counts.begun =
+      std::max(observations_.counts.begun, iteration->number);
+  ++observations_.counts.aborted;
   if (iteration->failure.empty()) {
     iteration->failure = "an exception ended backward";
   }
@@ -240,7 +242,7 @@ void Engine::finish() {
   }
   observations_.timeline.finalized();
   policy_.on_iteration_over(Outcome::kDelivered, iteration->is_shadow);
-  ++observations_.reduced;
+  ++observations_.counts.reduced;
   if (!is_deferred) return;
   // They hold the results, whose memory is the policy's to let go of, and the
   // policy may have other entries before the end is confirmed.
@@ -289,7 +291,7 @@ void Engine::deliver_unconfirmed(const std::shared_ptr<Iteration>& iteration,
     agreement_.defer(iteration, end);
   } catch (...) {
     abandon_buffers(*iteration);
-    ++observations_.aborted;
+    ++observations_.counts.aborted;
     policy_.on_iteration_over(Outcome::kAborted, iteration->is_shadow);
     throw;
   }
@@ -316,7 +318,7 @@ void Engine::tell_of_failure(Iteration& iteration, const Failure& failure) {
   } catch (...) {
     // This rank has an error of its own.
   }
-  ++observations_.aborted;
+  ++observations_.counts.aborted;
   policy_.on_iteration_over(Outcome::kAborted, iteration.is_shadow);
   if (policy_.hook_traits().throws_own_errors) {
     std::rethrow_exception(failure.error);
@@ -327,7 +329,7 @@ void Engine::tell_of_failure(Iteration& iteration, const Failure& failure) {
 void Engine::require_delivered(const Iteration& iteration,
                                const std::optional<Failure>& failure) {
   if (!failure) return;
-  ++observations_.aborted;
+  ++observations_.counts.aborted;
   policy_.on_iteration_over(Outcome::kDeliveryFailed, iteration.is_shadow);
   raise(*failure, iteration.number);
 }

@@ -26,7 +26,7 @@ std::optional<Failure> launch(Iteration& iteration, Collective& entry,
   const std::optional<size_t> unit = entry.unit();
   Launch launch = {.collective = &entry, .future = nullptr};
   if (entry.is_left_out()) {
-    if (unit) ++observations.buckets_skipped;
+    if (unit) ++observations.counts.buckets_skipped;
   } else {
     try {
       peers.count([&] {
@@ -39,7 +39,7 @@ std::optional<Failure> launch(Iteration& iteration, Collective& entry,
     } catch (...) {
       return failure_of(iteration, ErrorSource::kHook, entry);
     }
-    if (unit) ++observations.buckets_launched;
+    if (unit) ++observations.counts.buckets_launched;
   }
   launch.has_travelled = launch.future != nullptr;
   iteration.launches.push_back(std::move(launch));
@@ -90,7 +90,7 @@ void launch_rest(Iteration& iteration, PeerStatus& peers,
       launch.future = next.launch_substitute();
     });
     launch.has_travelled = launch.future != nullptr;
-    if (next.unit()) ++observations.buckets_launched;
+    if (next.unit()) ++observations.counts.buckets_launched;
     iteration.launches.push_back(std::move(launch));
   }
 }

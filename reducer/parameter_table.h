@@ -24,7 +24,6 @@
 #include "absl/status/statusor.h"
 #include "brigade/planning/bucket_plan.h"
 #include "brigade/planning/variable_index.h"
-#include "brigade/reducer/parameter_names.h"
 
 namespace brigade {
 
@@ -65,8 +64,8 @@ class ParameterTable {
   //   sparse itself, or listed twice; names or sparse flags of another length;
   //   replicas that differ in number, shape, strides or dtype.
   static absl::StatusOr<ParameterTable> create(
-      std::vector<std::vector<at::Tensor>> replicas, ParameterNames names,
-      std::vector<bool> expect_sparse);
+      std::vector<std::vector<at::Tensor>> replicas,
+      std::vector<std::string> names, std::vector<bool> expect_sparse);
 
   const std::vector<std::vector<at::Tensor>>& replicas() const {
     return replicas_;
@@ -92,7 +91,9 @@ class ParameterTable {
   // Of variables, ascending; each parameter once, ascending.
   std::vector<size_t> parameters_of(std::span<const size_t> variables) const;
 
-  const ParameterNames& names() const { return names_; }  // maybe none
+  const std::vector<std::string>& names() const {
+    return names_;
+  }  // maybe none
 
   bool is_sparse(size_t i) const { return specs_[i].sparse; }
 
@@ -147,12 +148,12 @@ class ParameterTable {
 
  private:
   ParameterTable(std::vector<std::vector<at::Tensor>> replicas,
-                 ParameterNames names);
+                 std::vector<std::string> names);
   absl::Status check_and_note(const std::vector<bool>& expect_sparse);
   std::string name_with_replica(VariableIndex variable) const;
 
   std::vector<std::vector<at::Tensor>> replicas_;
-  ParameterNames names_;  // empty or one per parameter
+  std::vector<std::string> names_;  // empty or one per parameter
   std::vector<at::ScalarType> dtypes_;
   std::vector<ParameterSpec> specs_;
   DimsList shapes_;

@@ -43,7 +43,6 @@
 #include "brigade/hooks/output_tensors.h"
 #include "brigade/observing/timeline.h"
 #include "brigade/planning/bucket_plan.h"
-#include "brigade/reducer/last_error.h"
 #include "brigade/reducer/reducer_options.h"
 #include "brigade/reducer/reducer_setup.h"
 #include "brigade/reducer/statistics.h"

@@ -8,11 +8,11 @@
 #include <cstdint>
 #include <memory>
 #include <optional>
+#include <string>
 #include <torch/csrc/distributed/c10d/comm.hpp>
 #include <vector>
 
 #include "brigade/planning/bucket_plan.h"
-#include "brigade/reducer/parameter_names.h"
 
 namespace brigade {
 
@@ -36,7 +36,7 @@ struct ReducerOptions {
   std::vector<std::vector<size_t>> bucket_plan = {};
 
   // One per parameter, for error messages. Empty: errors give indices only.
-  ParameterNames parameter_names = {};
+  std::vector<std::string> parameter_names = {};
 
   // One per parameter: its gradient is a sparse COO tensor, which is reduced in
   // a bucket of its own. Empty: all are dense.

@@ -139,8 +139,7 @@ class LostCallsTest : public simulated::StreamTest {
 
   static ParameterTable table_of_one() {
     return *ParameterTable::create(
-        {{at::ones({4}, simulated::on_device()).requires_grad_()}},
-        ParameterNames(), {});
+        {{at::ones({4}, simulated::on_device()).requires_grad_()}}, {}, {});
   }
 
   void pack_on_another_stream(DenseReplica& replica) {
