@@ -138,8 +138,8 @@ std::shared_ptr<TorchReducer> make_reducer_of(
     bool static_graph, bool gradient_as_bucket_view,
     bool lazy_bucket_allocation, bool verify_across_ranks,
     bool one_backward_per_forward, int max_unconfirmed_iterations,
-    bool control_channel, bool reproducible,
-    std::optional<int> reproducible_row_size, bool reduces_by_itself) {
+    bool reproducible, std::optional<int> reproducible_row_size,
+    bool reduces_by_itself) {
   ReducerOptions options;
   options.bucket_caps_bytes = std::move(bucket_caps_bytes);
   if (!bucket_plan) {
@@ -159,7 +159,6 @@ std::shared_ptr<TorchReducer> make_reducer_of(
   options.verify_across_ranks = verify_across_ranks;
   options.one_backward_per_forward = one_backward_per_forward;
   options.max_unconfirmed_iterations = max_unconfirmed_iterations;
-  options.control_channel = control_channel;
   options.reproducible = reproducible;
   options.reproducible_row_size = reproducible_row_size;
   return make_reducer(std::move(parameters), process_group, std::move(options),
@@ -269,7 +268,7 @@ void register_reducer(py::module_& module) {
            py::arg("one_backward_per_forward") = false,
            py::arg("max_unconfirmed_iterations") =
                ReducerOptions{}.max_unconfirmed_iterations,
-           py::arg("control_channel") = true, py::arg("reproducible") = false,
+           py::arg("reproducible") = false,
            py::arg("reproducible_row_size") = py::none(),
            py::arg("reduces_by_itself") = true, py::keep_alive<1, 3>(),
            "The first buckets are of the first caps, in the order of "

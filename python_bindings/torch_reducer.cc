@@ -102,7 +102,6 @@ TorchReducer::TorchReducer(std::vector<at::Tensor> parameters,
   if (!options_.rebuild_buckets) {
     options_.rebuild_buckets = rebuilds_by_default(options_);
   }
-  follow_torchs_rebuild();
   make();
   if (ordered_ && options_.verify_across_ranks) {
     ordered_->connect_for(parameters_);
@@ -394,13 +393,7 @@ void TorchReducer::set_static_graph() {
       options_.rebuild_buckets == rebuilds_by_default(options_);
   options_.static_graph = true;
   if (is_default) options_.rebuild_buckets = rebuilds_by_default(options_);
-  follow_torchs_rebuild();
   if (!hooks_removed_) make();
-}
-
-// Programs that count warm-up iterations expect torch's third forward.
-void TorchReducer::follow_torchs_rebuild() {
-  options_.rebuild_after_iterations = options_.static_graph ? 2 : 1;
 }
 
 at::Tensor TorchReducer::used_parameter_counts() {

@@ -171,7 +171,6 @@ class TorchReducer {
   void make();
   void make_ordered();
   void divide_by_count(bool has_data);
-  void follow_torchs_rebuild();
   bool ready();  // makes a reducer after a reset
   std::shared_ptr<c10d::CommHookInterface> with_steps(
       std::shared_ptr<c10d::CommHookInterface> hook) const;

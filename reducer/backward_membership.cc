@@ -24,8 +24,7 @@ void BackwardMembership::local_backward_ended(int backward_id) {
   std::erase(local_backwards_, backward_id);
 }
 
-bool BackwardMembership::is_undecided(Phase phase, int backward_id) const {
-  if (phase != Phase::kPrepared && phase != Phase::kSuspended) return false;
+bool BackwardMembership::is_undecided(int backward_id) const {
   return outputs_ == Outputs::kRequired ||
          std::ranges::any_of(local_backwards_,
                              [&](int id) { return id <= backward_id; });

@@ -25,7 +25,9 @@ namespace {
 int64_t observed_iterations(const ReducerOptions& options) {
   const bool wants_rebuild = options.rebuild_buckets.value_or(
       rebuilds_by_default(options, !options.bucket_plan.empty()));
-  return wants_rebuild ? options.rebuild_after_iterations : 0;
+  if (!wants_rebuild) return 0;
+  // Programs that count warm-up iterations expect torch's third forward.
+  return options.static_graph ? 2 : 1;
 }
 
 std::optional<HookCounts> hook_counts(const ReducerOptions& options,
@@ -66,13 +68,9 @@ void DataParallelPolicy::set_hooks(const GradientHooks& hooks) {
 }
 
 // Of hooks that declare a wire format ranks know that all have one, but not
-// that all were given none.  Without a control channel a rank that fails closes
-// the group while peers are an iteration behind, whose sums Gloo still brings.
+// that all were given none.
 void DataParallelPolicy::connect_on_host() {
-  if (options_.reproducible || !options_.control_channel ||
-      !hook_.wire_format) {
-    return;
-  }
+  if (options_.reproducible || !hook_.wire_format) return;
   const bool wants =
       hook_.host_sums != nullptr &&
       std::ranges::any_of(table_.tensors(), [](const at::Tensor& parameter) {
@@ -114,7 +112,7 @@ bool DataParallelPolicy::is_learning() const {
 }
 
 // The used map is last where it may be missing: a static graph is summed once.
-std::span<Collective* const> DataParallelPolicy::sequence() {
+std::span<Collective* const> DataParallelPolicy::sequence() const {
   const bool sums_map = !hook_counts_ || hook_counts_->are_all_learning();
   return sums_map ? bound_.sequence
                   : std::span(bound_.sequence).first(bound_.buckets.size());

@@ -31,7 +31,6 @@
 #include "brigade/reducer/collective.h"
 #include "brigade/reducer/context_gradients.h"
 #include "brigade/reducer/hook_counts.h"
-#include "brigade/reducer/occasion.h"
 #include "brigade/reducer/parameter_table.h"
 #include "brigade/reducer/ready_order.h"
 #include "brigade/reducer/reducer_options.h"
@@ -99,7 +98,7 @@ class DataParallelPolicy {
   // ---- The sequence. Equal on all ranks; valid until the policy changes it,
   // which it does where it is asked to only.
 
-  std::span<Collective* const> sequence();
+  std::span<Collective* const> sequence() const;
 
   // Ranks compare it before they launch anything of a sequence.
   uint64_t fingerprint() const { return bound_.fingerprint; }

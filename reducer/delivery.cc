@@ -42,9 +42,10 @@ const Launch* failed_dependency(const Iteration& iteration) {
 // Of the exception that is being handled, of a delivery.
 Failure failed_delivery(const Iteration& iteration, Collective& collective) {
   if (const Launch* const dependency = failed_dependency(iteration)) {
-    return failure_of(iteration, ErrorSource::kFuture, *dependency->collective);
+    return failure_of(iteration.occasion, ErrorSource::kFuture,
+                      *dependency->collective);
   }
-  return failure_of(iteration, ErrorSource::kDelivery, collective);
+  return failure_of(iteration.occasion, ErrorSource::kDelivery, collective);
 }
 
 void await_result(Launch& launch, const HookTraits& hook,
@@ -72,8 +73,8 @@ std::optional<Failure> deliver_as_results_come(Iteration& iteration,
       }
     } catch (...) {
       if (!failure) {
-        failure =
-            failure_of(iteration, ErrorSource::kFuture, *launch.collective);
+        failure = failure_of(iteration.occasion, ErrorSource::kFuture,
+                             *launch.collective);
       }
     }
     if (failure) continue;
@@ -98,7 +99,8 @@ std::optional<Failure> collect(Iteration& iteration, const HookTraits& hook,
       if (!failure) results.emplace_back(launch.collective, result_of(launch));
     } catch (...) {
       if (failure) continue;
-      failure = failure_of(iteration, ErrorSource::kFuture, *launch.collective);
+      failure = failure_of(iteration.occasion, ErrorSource::kFuture,
+                           *launch.collective);
     }
   }
   if (!failure) failure = find_unordered_collectives(iteration, hook);

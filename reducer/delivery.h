@@ -16,7 +16,6 @@
 #include "brigade/comm_hooks/hook_traits.h"
 #include "brigade/observing/timeline_recorder.h"
 #include "brigade/reducer/collective.h"
-#include "brigade/reducer/failure.h"
 #include "brigade/reducer/iteration.h"
 
 namespace brigade {

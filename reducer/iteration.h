@@ -1,7 +1,5 @@
-// Everything that belongs to one iteration and dies with it.
-//
-// Made when a backward is prepared, dropped when the results have been
-// delivered or the iteration is aborted.
+// The state of one iteration: made when a backward is prepared, dropped when
+// the results have been delivered or the iteration is aborted.
 //
 // Thread safety: none; the engine's lock covers it.
 
@@ -11,13 +9,12 @@
 #include <ATen/ThreadLocalState.h>
 #include <ATen/core/ivalue.h>
 
-#include <algorithm>
 #include <cstddef>
 #include <cstdint>
+#include <exception>
 #include <optional>
 #include <span>
 #include <string>
-#include <utility>
 #include <vector>
 
 #include "brigade/comm_hooks/continuation_watch.h"
@@ -25,9 +22,23 @@
 #include "brigade/planning/launch_order.h"
 #include "brigade/reducer/backward_membership.h"
 #include "brigade/reducer/collective.h"
-#include "brigade/reducer/occasion.h"
 
 namespace brigade {
+
+// docs/protocol.md, "Phases", says how one leads to another.
+enum class Phase {
+  // Not begun.
+  kPrepared,  // forward is done
+  kReached,   // a backward goes through it; no gradient has come
+
+  // Begun.
+  kReducing,   // in a backward that brings gradients, or a shadow of its peers'
+  kSuspended,  // between two such backwards, or waiting to be finalized
+
+  // An error, which is on its way out, has ended it: nothing is launched.
+  kFailed,  // peers have not been told
+  kOver,    // peers know, or can't be told
+};
 
 struct Launch {
   Collective* collective = nullptr;
@@ -40,42 +51,14 @@ inline bool is_pending(const Launch& launch) {
   return launch.future && !launch.future->completed();
 }
 
-inline int64_t num_units(std::span<Collective* const> sequence) {
-  return std::ranges::count_if(sequence, [](const Collective* collective) {
-    return collective->unit().has_value();
-  });
-}
-
-inline int64_t num_units(std::span<const Launch> launches) {
-  return std::ranges::count_if(launches, [](const Launch& launch) {
-    return launch.collective->unit().has_value();
-  });
-}
-
-inline LaunchOrder launch_order_of(std::span<Collective* const> sequence) {
-  std::vector<uint32_t> num_pending;
-  num_pending.reserve(sequence.size());
-  for (const Collective* collective : sequence) {
-    num_pending.push_back(static_cast<uint32_t>(collective->num_awaited()));
-  }
-  return LaunchOrder(std::move(num_pending));
-}
-
 struct Iteration {
   Iteration(Preparation prepared_by, int rank,
-            std::span<Collective* const> sequence_of_it, size_t num_variables)
-      : preparation(prepared_by),
-        number(prepared_by.iteration),
-        occasion{.iteration = number, .rank = rank},
-        sequence(sequence_of_it),
-        order(launch_order_of(sequence)),
-        is_ready(num_variables) {
-    launches.reserve(sequence.size());
-  }
+            std::span<Collective* const> sequence_of_it, size_t num_variables);
 
   const Preparation preparation;
   const int64_t number;  // that its backward makes it
   const Occasion occasion;
+  Phase phase = Phase::kPrepared;
   bool creates_graph = false;             // its backward does
   bool is_shadow = false;                 // this rank contributes nothing
   bool has_begun_together = false;        // ranks have compared where it begins
@@ -86,29 +69,25 @@ struct Iteration {
   std::vector<Launch> launches;           // without the one that threw
   ChainedCollectives chained;
   std::optional<ContinuationWatch> continuations;  // of a user's new hook
-  std::string failure;  // what went wrong first, told to the other ranks
+  std::string failure;  // the first error, told to the other ranks
+
+  bool has_begun() const { return phase >= Phase::kReducing; }
+  bool is_ending() const { return phase >= Phase::kFailed; }
+  // Nothing is launched any more. The first error's text is kept.
+  void fail(const std::exception_ptr& error);
 };
 
+LaunchOrder launch_order_of(std::span<Collective* const> sequence);
+
+int64_t num_units(std::span<Collective* const> sequence);
+int64_t num_units(std::span<const Launch> launches);
+
 // Variables whose gradients are not ready, ascending.
-inline std::vector<size_t> missing(const Iteration& iteration) {
-  std::vector<size_t> variables;
-  for (size_t i = 0; i < iteration.is_ready.size(); ++i) {
-    if (!iteration.is_ready[i]) variables.push_back(i);
-  }
-  return variables;
-}
+std::vector<size_t> missing(const Iteration& iteration);
 
 // The unit that is to be launched next, or how many there are: where an
 // iteration that fails has come to.
-inline int64_t next_unit(const Iteration& iteration) {
-  for (size_t entry = 0; entry < iteration.sequence.size(); ++entry) {
-    const std::optional<size_t> unit = iteration.sequence[entry]->unit();
-    if (unit && !iteration.order.is_launched(entry)) {
-      return static_cast<int64_t>(*unit);
-    }
-  }
-  return num_units(iteration.sequence);
-}
+int64_t next_unit(const Iteration& iteration);
 
 }  // namespace brigade
 

@@ -7,7 +7,6 @@
 #include <utility>
 
 #include "absl/strings/str_cat.h"
-#include "brigade/reducer/hook_scope.h"
 
 namespace brigade {
 namespace {
@@ -37,7 +36,7 @@ std::optional<Failure> launch(Iteration& iteration, Collective& entry,
             iteration.is_shadow ? entry.launch_substitute() : entry.launch();
       });
     } catch (...) {
-      return failure_of(iteration, ErrorSource::kHook, entry);
+      return failure_of(iteration.occasion, ErrorSource::kHook, entry);
     }
     if (unit) ++observations.counts.buckets_launched;
   }
@@ -106,7 +105,8 @@ std::optional<Failure> launch_chained(Iteration& iteration, PeerStatus& peers,
   } catch (...) {
     // Nothing can stand in for what its peers have launched.
     peers.set_cannot_continue();
-    return failure_of(iteration, ErrorSource::kFuture, first_unit(iteration));
+    return failure_of(iteration.occasion, ErrorSource::kFuture,
+                      first_unit(iteration));
   }
 }
 
@@ -115,8 +115,8 @@ std::optional<Failure> find_unordered_collectives(const Iteration& iteration,
   const bool has_seen_any = iteration.continuations.has_value() &&
                             iteration.continuations->has_seen_any();
   if (!has_seen_any || num_units(iteration.sequence) < 2) return std::nullopt;
-  Failure failure =
-      failure_of(iteration, ErrorSource::kFuture, first_unit(iteration));
+  Failure failure = failure_of(iteration.occasion, ErrorSource::kFuture,
+                               first_unit(iteration));
   failure.error = std::make_exception_ptr(std::runtime_error(absl::StrCat(
       describe(hook),
       " launched collectives in a continuation of its future: "

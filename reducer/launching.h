@@ -5,17 +5,37 @@
 #ifndef BRIGADE_REDUCER_LAUNCHING_H_
 #define BRIGADE_REDUCER_LAUNCHING_H_
 
+#include <ATen/ThreadLocalState.h>
+#include <c10/core/GradMode.h>
+#include <c10/core/impl/LocalDispatchKeySet.h>
+
 #include <chrono>
 #include <cstddef>
 #include <optional>
 
 #include "brigade/comm_hooks/hook_traits.h"
-#include "brigade/reducer/failure.h"
+#include "brigade/reducer/collective.h"
 #include "brigade/reducer/iteration.h"
 #include "brigade/reducer/observations.h"
 #include "brigade/reducer/peer_status.h"
 
 namespace brigade {
+
+// The thread-local state under which an entry is packed, launched and
+// delivered: that of the thread that prepared the backward (profilers, dispatch
+// modes), but without autograd and autocast. Source: torch runs comm hooks so.
+class HookScope {
+ public:
+  explicit HookScope(const at::ThreadLocalState& preparer)
+      : as_preparer_(preparer), no_autocast_(c10::autocast_dispatch_keyset) {}
+  HookScope(const HookScope&) = delete;
+  HookScope& operator=(const HookScope&) = delete;
+
+ private:
+  const at::ThreadLocalStateGuard as_preparer_;
+  const at::NoGradGuard no_grad_;
+  const c10::impl::ExcludeDispatchKeyGuard no_autocast_;
+};
 
 // One of those that `entry` waits for is there: packs it if that was the last.
 // Returns whether it was. Errors: what packing throws.

@@ -54,10 +54,6 @@ class UsedParameters final : public Collective {
   bool is_marked(size_t variable) const { return marks_[variable] != 0; }
   void clear_marks() { local_.zero_(); }
 
-  // Int32, [num_replicas, num_parameters], on the CPU; 1 where a mark is. It is
-  // the map itself, not a copy.
-  const at::Tensor& local() const { return local_; }
-
   // An iteration begins; what was ready in an unfinished one is forgotten.
   void restart() { num_unused_ = 0; }
 
@@ -113,7 +109,7 @@ class UsedParameters final : public Collective {
   const ParameterTable& table_;
   c10d::ProcessGroup& group_;
   const Turn turn_;
-  at::Tensor local_;
+  at::Tensor local_;      // int32, [num_replicas, num_parameters]; 1: marked
   int32_t* const marks_;  // elements of local_
   at::Tensor sum_;        // int32, [num_parameters], on the buckets' device
   at::Tensor host_sum_;  // the last sum, on the CPU; undefined: not awaited yet

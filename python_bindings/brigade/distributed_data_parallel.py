@@ -136,8 +136,6 @@ class DistributedDataParallel(ManualFinalization, _TorchDistributedDataParallel)
             latest; the process group is closed then, and training resumes from a
             checkpoint (docs/recovery.md). Without effect on the CPU, where ranks wait for
             each other before gradients are delivered.
-        control_channel: False: ranks exchange gradients only and no status; a failure closes
-            the process group.
         reproducible: Gradients are added up in the order of the ranks and divided once, so
             that bits do not depend on buckets, rebuilds, views or the order of backward, and
             equal those of fully_shard(). Of dense gradients, without comm hook,
@@ -168,7 +166,6 @@ class DistributedDataParallel(ManualFinalization, _TorchDistributedDataParallel)
     _given_plan: list[list[int]] | None = None
     one_backward_per_forward = False
     max_unconfirmed_iterations = 1
-    control_channel = True
     reproducible = False
     reproducible_row_size: int | None = None
 
@@ -200,7 +197,6 @@ class DistributedDataParallel(ManualFinalization, _TorchDistributedDataParallel)
         bucket_plan: Sequence[Sequence[int]] | None = None,
         one_backward_per_forward: bool = False,
         max_unconfirmed_iterations: int = 1,
-        control_channel: bool = True,
         reproducible: bool = False,
         reproducible_row_size: int | None = None,
     ) -> None:
@@ -231,7 +227,6 @@ class DistributedDataParallel(ManualFinalization, _TorchDistributedDataParallel)
             self.check_module = check_module
             self.one_backward_per_forward = one_backward_per_forward
             self.max_unconfirmed_iterations = max_unconfirmed_iterations
-            self.control_channel = control_channel
             self.reproducible = reproducible
             self.reproducible_row_size = reproducible_row_size
             if reproducible:
@@ -326,7 +321,6 @@ class DistributedDataParallel(ManualFinalization, _TorchDistributedDataParallel)
             f"static_graph = {static_graph}",
             f"mixed_precision = {self.mixed_precision}",
             f"one_backward_per_forward = {self.one_backward_per_forward}",
-            f"control_channel = {self.control_channel}",
             f"max_unconfirmed_iterations = {self.max_unconfirmed_iterations}",
             f"reproducible = {self.reproducible}",
             f"reproducible_row_size = {self.reproducible_row_size}",
@@ -508,7 +502,6 @@ class DistributedDataParallel(ManualFinalization, _TorchDistributedDataParallel)
             verify_across_ranks=compare_ranks,
             one_backward_per_forward=self.one_backward_per_forward,
             max_unconfirmed_iterations=self.max_unconfirmed_iterations,
-            control_channel=self.control_channel,
             reproducible=self.reproducible,
             reproducible_row_size=self.reproducible_row_size,
             reduces_by_itself=not self._use_python_reducer,

@@ -239,23 +239,6 @@ def test_on_the_cpu_a_failure_raises_in_the_same_backward_whatever_may_be_unconf
     run_ranks(_hears_of_it_at_once)
 
 
-def _says_nothing(rank):
-    wrapped = brigade.DistributedDataParallel(nn.Linear(1, 1, bias=False), control_channel=False)
-    x = torch.full((1, 1), float(rank + 1))
-    _train_twice(wrapped, x)
-    if rank == 1:
-        _fail_in_backward(wrapped, x)
-    else:
-        with pytest.raises(dist.DistBackendError):
-            wrapped(x).sum().backward()
-    assert not wrapped.can_continue()
-    dist.destroy_process_group()
-
-
-def test_without_a_control_channel_a_failure_ends_the_group():
-    run_ranks(_says_nothing)
-
-
 def _bucket_config(rank):
     for options in (
         {},

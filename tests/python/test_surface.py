@@ -323,12 +323,7 @@ def _ranks_that_differ(rank):
     layers[1].requires_grad_(rank == 0)
     with pytest.raises(RuntimeError, match=r"option 0 .*forward_sync_buffers = (True|False)"):
         wrap(nn.Linear(2, 2), forward_sync_buffers=rank == 0)
-    for option in (
-        "find_unused_parameters",
-        "static_graph",
-        "one_backward_per_forward",
-        "control_channel",
-    ):
+    for option in ("find_unused_parameters", "static_graph", "one_backward_per_forward"):
         with pytest.raises(RuntimeError, match=rf"option \d .*{option} = (True|False)"):
             wrap(nn.Linear(2, 2), **{option: rank == 0})
     with pytest.raises(RuntimeError, match=r"buffer 0 .*'seen' Float \[[12]\]"):

@@ -16,21 +16,18 @@ constexpr int kBackward = 5;  // by its id
 TEST(BackwardMembershipTest, IsDecidedByTheOutputsBehindALocalForward) {
   BackwardMembership membership;
   membership.prepared(/*outputs_are_watched=*/true);
-  EXPECT_FALSE(membership.is_undecided(Phase::kPrepared, kBackward));
+  EXPECT_FALSE(membership.is_undecided(kBackward));
   membership.note_local_forward();
-  EXPECT_TRUE(membership.is_undecided(Phase::kPrepared, kBackward));
-  EXPECT_FALSE(membership.is_undecided(Phase::kReached, kBackward));
-  EXPECT_FALSE(membership.is_undecided(Phase::kReducing, kBackward));
-  EXPECT_TRUE(membership.is_undecided(Phase::kSuspended, kBackward));
+  EXPECT_TRUE(membership.is_undecided(kBackward));
   membership.prepared(/*outputs_are_watched=*/true);
-  EXPECT_FALSE(membership.is_undecided(Phase::kPrepared, kBackward));
+  EXPECT_FALSE(membership.is_undecided(kBackward));
 }
 
 TEST(BackwardMembershipTest, IsTakenForGrantedWhereOutputsCannotReport) {
   BackwardMembership membership;
   membership.prepared(/*outputs_are_watched=*/false);
   membership.note_local_forward();
-  EXPECT_FALSE(membership.is_undecided(Phase::kPrepared, kBackward));
+  EXPECT_FALSE(membership.is_undecided(kBackward));
 }
 
 // And of backwards inside of it.
@@ -41,12 +38,10 @@ TEST(BackwardMembershipTest,
     EXPECT_TRUE(membership.local_output_reached(kBackward));
     EXPECT_FALSE(membership.local_output_reached(kBackward));
     membership.prepared(are_watched);
-    EXPECT_FALSE(membership.is_undecided(Phase::kPrepared, kBackward - 1));
-    EXPECT_TRUE(membership.is_undecided(Phase::kPrepared, kBackward));
-    EXPECT_TRUE(membership.is_undecided(Phase::kSuspended, kBackward + 1));
-    EXPECT_FALSE(membership.is_undecided(Phase::kReducing, kBackward));
+    EXPECT_FALSE(membership.is_undecided(kBackward - 1));
+    EXPECT_TRUE(membership.is_undecided(kBackward));
     membership.local_backward_ended(kBackward);
-    EXPECT_FALSE(membership.is_undecided(Phase::kPrepared, kBackward));
+    EXPECT_FALSE(membership.is_undecided(kBackward));
   }
 }
 

@@ -1,7 +1,5 @@
 // Gradients that are summed in the order of the ranks, by a Reducer.
 
-#include "brigade/comm_hooks/averaging_hook.h"
-
 #include <torch/torch.h>
 
 #include <chrono>
@@ -9,6 +7,7 @@
 #include <optional>
 #include <vector>
 
+#include "brigade/comm_hooks/averaging_hook.h"
 #include "brigade/reducer/reducer.h"
 #include "brigade/tests/reducer/failing.h"
 #include "brigade/tests/reducer/step.h"
@@ -93,9 +92,9 @@ TEST_P(OrderedHookTest, ARankThatFailsInBackwardFailsAllAndAllTrainOn) {
       [&](const Group& group) {
         const int rank = group->getRank();
         const ToyModel model({{2}, {3}, {5}});
-        Reducer reducer(model.parameters, group,
-                        {.bucket_plan = {{2}, {1}, {0}},
-                         .comm_hook = ordered_hook(group)});
+        Reducer reducer(
+            model.parameters, group,
+            {.bucket_plan = {{2}, {1}, {0}}, .comm_hook = ordered_hook(group)});
         expect_trains(reducer, model, rank, GetParam(), 1);
         bool armed = rank == GetParam() - 1;
         model.parameters[1].register_hook([&](const at::Tensor&) {

@@ -42,7 +42,7 @@ StatusComparison iterate(PeerStatus& peers, const Group& group, auto between) {
 
 TEST(PeerStatusTest, OtherCollectivesOutsideOfBackwardDoNotMatter) {
   run_ranks(2, [](const Group& group) {
-    PeerStatus peers(group, /*has_channel=*/true);
+    PeerStatus peers(group);
     peers.connect();
     for (int i = 0; i < 3; ++i) {
       all_reduce(group);
@@ -55,7 +55,7 @@ TEST(PeerStatusTest, OtherCollectivesOutsideOfBackwardDoNotMatter) {
 
 TEST(PeerStatusTest, OthersInABackwardAreTold) {
   run_ranks(2, [](const Group& group) {
-    PeerStatus peers(group, /*has_channel=*/true);
+    PeerStatus peers(group);
     peers.connect();
     for (const bool has_others : {true, false}) {
       const StatusComparison found = iterate(peers, group, [&] {
@@ -71,7 +71,7 @@ TEST(PeerStatusTest, OthersInABackwardAreTold) {
 TEST(PeerStatusTest, OthersAtDifferentPlacesAreAnErrorWhereTheyAreCompared) {
   for (const bool compares : {false, true}) {
     run_ranks(2, [&](const Group& group) {
-      PeerStatus peers(group, /*has_channel=*/true);
+      PeerStatus peers(group);
       peers.connect();
       peers.compare_others(compares);
       peers.backward_begins();
@@ -88,7 +88,7 @@ TEST(PeerStatusTest, OthersAtDifferentPlacesAreAnErrorWhereTheyAreCompared) {
 
 TEST(PeerStatusTest, ALaunchThatThrowsAfterACollectiveCanNotContinue) {
   run_ranks(2, [](const Group& group) {
-    PeerStatus peers(group, /*has_channel=*/true);
+    PeerStatus peers(group);
     peers.connect();
     peers.backward_begins();
     const bool fails = group->getRank() == 1;
@@ -110,7 +110,7 @@ TEST(PeerStatusTest, ALaunchThatThrowsAfterACollectiveCanNotContinue) {
 
 TEST(PeerStatusTest, AClosedGroupIsAnErrorThatSaysWhy) {
   const auto group = c10::make_intrusive<c10d::ProcessGroup>(0, 2);
-  PeerStatus peers(group, /*has_channel=*/true);
+  PeerStatus peers(group);
   peers.require_open();
   peers.note_closed("rank 1 has left");
   peers.note_closed("later");

@@ -76,10 +76,9 @@ class PhaseTest : public ::testing::Test {
   // An error that the backward survives, and that peers do not know.
   void fail_and_go_on() {
     reducer().stop_watching_gradients();
-    EXPECT_THAT(text_of<c10::Error>([&] {
-                  make_ready(at::ones({4}).to_sparse());
-                }),
-                HasSubstr("'p2'"));
+    EXPECT_THAT(
+        text_of<c10::Error>([&] { make_ready(at::ones({4}).to_sparse()); }),
+        HasSubstr("'p2'"));
     model_.zero_grad();
     EXPECT_THAT(take_statuses(), IsEmpty());
   }
@@ -147,19 +146,18 @@ TEST_F(PhaseTest, PreparingAfterAnErrorTellsThePeers) {
                }),
                UserError);
   EXPECT_EQ(num_aborted(), 1);
-  EXPECT_THAT(take_statuses(), ElementsAre(AllOf(HasSubstr("at launch 0"),
-                                                 HasSubstr("'p2'"))));
+  EXPECT_THAT(take_statuses(),
+              ElementsAre(AllOf(HasSubstr("at launch 0"), HasSubstr("'p2'"))));
 }
 
 TEST_F(PhaseTest, PreparingAfterALossTellsNobodyAgain) {
-  EXPECT_THROW(
-      step_reaching([this] {
-        lose_and_go_on();
-        EXPECT_THROW(reducer().prepare_for_backward(model_.loss(0)),
-                     c10::DistBackendError);
-        throw UserError("the end");
-      }),
-      UserError);
+  EXPECT_THROW(step_reaching([this] {
+                 lose_and_go_on();
+                 EXPECT_THROW(reducer().prepare_for_backward(model_.loss(0)),
+                              c10::DistBackendError);
+                 throw UserError("the end");
+               }),
+               UserError);
   EXPECT_EQ(num_aborted(), 1);
   EXPECT_THAT(take_statuses(), IsEmpty());
 }
@@ -315,9 +313,9 @@ TEST_F(PhaseTest, NothingIsLaunchedBeforeRanksHaveBegunTogether) {
     peer.kind = StatusKind::kFailed;
     peer.text = status_text("a peer's error");
   });
-  EXPECT_THAT(text_of<c10::DistBackendError>(
-                  [&] { step(reducer(), model_.loss(0)); }),
-              HasSubstr("a peer's error"));
+  EXPECT_THAT(
+      text_of<c10::DistBackendError>([&] { step(reducer(), model_.loss(0)); }),
+      HasSubstr("a peer's error"));
   EXPECT_EQ(num_launched(), 0);
   EXPECT_THAT(take_statuses(), ElementsAre(HasSubstr("began iteration 1")));
   EXPECT_EQ(num_aborted(), 1);
@@ -395,12 +393,12 @@ TEST_F(PhaseTest, AShadowReplacesWhatIsPreparedOnly) {
 TEST_F(PhaseTest, AShadowThatFailsTellsThePeers) {
   bool fails = true;
   make_reducer({.comm_hook = make_comm_hook([&](c10d::GradBucket& bucket) {
-    if (bucket.getIndex() == 1 && std::exchange(fails, false)) {
-      throw UserError("no disk");
-    }
-    std::vector<at::Tensor> tensors = {bucket.getBuffer()};
-    return recording_.group()->allreduce(tensors)->getFuture();
-  })});
+                  if (bucket.getIndex() == 1 && std::exchange(fails, false)) {
+                    throw UserError("no disk");
+                  }
+                  std::vector<at::Tensor> tensors = {bucket.getBuffer()};
+                  return recording_.group()->allreduce(tensors)->getFuture();
+                })});
   EXPECT_THAT(text_of<c10::Error>([&] { reducer().shadow_iteration(); }),
               HasSubstr("no disk"));
   EXPECT_THAT(take_statuses(), ElementsAre(HasSubstr("no disk")));
