@@ -150,39 +150,6 @@ TEST(PackerTest, PortableLoopsGiveTheBitsOfThisProcessorsLoops) {
     EXPECT_TRUE(same_bits(x, y)) << wire << " to " << gradient;
   }
 }
-
-TEST(PackerTest, MissingGradientBecomesZerosAndIsNotWrittenBack) {
-  const std::vector<PackerSlot> slots = {
-      {.numel = 5},
-      {.gap = 2, .numel = 9, .source = Source::kMissing},
-      {.numel = 40, .source = Source::kMissing},
-      {.numel = 3}};
-  for (auto [gradient, wire] : all_wire_pairs()) {
-    for (double scale : {1.0, 0.5}) {
-      const PackerCase packer_case = {.gradient_dtype = gradient,
-                                      .wire_dtype = wire,
-                                      .slots = slots,
-                                      .scale = scale};
-      expect_pack_as_aten(packer_case);
-      expect_unpack_as_aten(packer_case);
-    }
-  }
-}
-
-TEST(PackerTest, ScalesGradientsInPlace) {
-  std::vector<PackerSlot> slots = awkward_slots();
-  for (PackerSlot& slot : slots) slot.source = Source::kInPlace;
-  for (auto [gradient, wire] : all_wire_pairs()) {
-    if (gradient != wire) continue;
-    for (double scale : kScales) {
-      expect_pack_as_aten({.gradient_dtype = gradient,
-                           .wire_dtype = wire,
-                           .slots = slots,
-                           .scale = scale});
-    }
-  }
-}
-
 TEST(PackerTest, ScaleOfOneKeepsTheBitsOfNan) {
   const at::Tensor bits =
       at::tensor({0x7f800001, 0x7fc12345, -1, 0x7fa00000, 5}, at::kInt);
