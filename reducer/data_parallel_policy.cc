@@ -2,6 +2,7 @@
 
 #include <ATen/ops/zeros_like.h>
 #include <c10/util/Exception.h>
+#include <c10/util/hash.h>
 
 #include <algorithm>
 #include <tuple>
@@ -48,13 +49,42 @@ std::unique_ptr<UsedParameters> used_parameters(const ReducerOptions& options,
       table, group, options.skip_all_reduce_unused_parameters ? kFirst : kLast);
 }
 
+// Equal on ranks whose buckets travel alike: the same parameters, lengths,
+// strides and wire dtypes in the same order. The same in every process of the
+// same build.
+uint64_t plan_fingerprint(const BucketPlan& plan, const ParameterTable& table,
+                          const HookTraits& hook) {
+  uint64_t fingerprint = plan.num_buckets();
+  const auto add = [&](uint64_t number) {
+    fingerprint = c10::hash_combine(fingerprint, number);
+  };
+  at::DimVector room;
+  for (const std::vector<size_t>& bucket : plan.buckets()) {
+    add(bucket.size());
+    for (const size_t parameter : bucket) {
+      add(parameter);
+      add(table.numel(parameter));
+      const at::IntArrayRef shape = table.shape(parameter);
+      const at::IntArrayRef strides = table.gradient_strides(parameter, room);
+      for (size_t d = 0; d < strides.size(); ++d) {
+        if (shape[d] > 1) add(strides[d]);
+      }
+      add(static_cast<uint64_t>(hook.wire_dtype(table.dtype(parameter))));
+    }
+  }
+  if (!hook.name.empty()) add(std::hash<std::string>()(hook.name));
+  return fingerprint;
+}
+
 }  // namespace
 
-DataParallelPolicy::DataParallelPolicy(ReducerSetup setup)
+DataParallelPolicy::DataParallelPolicy(ReducerSetup setup,
+                                       ReducerStatistics& statistics)
     : group_(std::move(setup.group)),
       table_(std::move(setup.table)),
       options_(std::move(setup.options)),
       hook_(traits_of(*options_.comm_hook)),
+      statistics_(statistics),
       ready_order_(observed_iterations(options_)),
       hook_counts_(hook_counts(options_, table_)),
       used_(brigade::used_parameters(options_, table_, *group_)),
@@ -138,18 +168,14 @@ bool DataParallelPolicy::expects_gradients() const {
   return false;
 }
 
-Replanned DataParallelPolicy::replan(const CallCollective& call) {
-  if (!ready_order_.is_pending()) return Replanned::kNotDue;
-  const std::vector<size_t>* order = nullptr;
-  call("agreeing on the order of gradients",
-       [&] { order = &ready_order_.agree(group_); });
-  BucketPlan plan = value_or_throw(
-      plan_by_size(table_.specs(), *order, options_.bucket_caps_bytes));
+bool DataParallelPolicy::replan() {
+  BucketPlan plan = value_or_throw(plan_by_size(
+      table_.specs(), ready_order_.order(), options_.bucket_caps_bytes));
   const bool is_other = plan != bound_.plan;
   if (is_other) adopt(bind(std::move(plan), hook_));
   ++statistics_.rebuilds;
   ready_order_.freeze();
-  return is_other ? Replanned::kOtherSequence : Replanned::kSameSequence;
+  return is_other;
 }
 
 bool DataParallelPolicy::before_iteration() {
@@ -392,8 +418,24 @@ void DataParallelPolicy::adopt(BoundPlan bound) {
 }
 
 BoundPlan DataParallelPolicy::bind(BucketPlan plan, const HookTraits& hook) {
-  return bind_plan(std::move(plan), table_, hook, options_, used_parameters(),
-                   memory_, statistics_);
+  std::vector<Bucket> buckets;
+  buckets.reserve(plan.num_buckets());
+  for (size_t b = 0; b < plan.num_buckets(); ++b) {
+    buckets.emplace_back(table_, plan, b, hook, options_, used_.get(), memory_,
+                         statistics_);
+  }
+  std::vector<Collective*> sequence;
+  sequence.reserve(buckets.size() + 1);
+  if (skips_unused_buckets()) sequence.push_back(used_.get());
+  const size_t first_bucket = sequence.size();
+  for (Bucket& bucket : buckets) sequence.push_back(&bucket);
+  if (used_ && !skips_unused_buckets()) sequence.push_back(used_.get());
+  const uint64_t fingerprint = plan_fingerprint(plan, table_, hook);
+  return {.plan = std::move(plan),
+          .buckets = std::move(buckets),
+          .sequence = std::move(sequence),
+          .first_bucket = first_bucket,
+          .fingerprint = fingerprint};
 }
 
 std::string DataParallelPolicy::name_of(

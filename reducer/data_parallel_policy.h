@@ -25,8 +25,9 @@
 #include "brigade/comm_hooks/hook_traits.h"
 #include "brigade/hooks/gradient_hooks.h"
 #include "brigade/hooks/graph_search.h"
+#include "brigade/planning/bucket_plan.h"
 #include "brigade/planning/variable_index.h"
-#include "brigade/reducer/bound_plan.h"
+#include "brigade/reducer/bucket.h"
 #include "brigade/reducer/bucket_memory.h"
 #include "brigade/reducer/collective.h"
 #include "brigade/reducer/context_gradients.h"
@@ -49,22 +50,26 @@ enum class Outcome {
   kDeliveryFailed,  // well on all ranks, but this one could not deliver
 };
 
-// The result of a change of the sequence.
-enum class Replanned {
-  kNotDue,
-  kSameSequence,  // the observed order makes the same one
-  kOtherSequence,
-};
-
 // The entry of the sequence that a gradient belongs to.
 struct Slot {
   uint32_t entry = 0;
   bool has_gradient = true;  // false: it counts as ready without one
 };
 
+// A plan with the buckets that carry it out, and the sequence of collectives
+// that they and the used map make.
+struct BoundPlan {
+  BucketPlan plan;
+  std::vector<Bucket> buckets;
+  std::vector<Collective*> sequence;  // the buckets, and the used map
+  size_t first_bucket = 0;            // its place there; the others follow
+  uint64_t fingerprint = 0;  // equal on ranks that launch the same lengths
+};
+
 class DataParallelPolicy {
  public:
-  explicit DataParallelPolicy(ReducerSetup setup);
+  // Counts rebuilds, searches and bytes in `statistics`, which outlives it.
+  DataParallelPolicy(ReducerSetup setup, ReducerStatistics& statistics);
   DataParallelPolicy(const DataParallelPolicy&) = delete;
   DataParallelPolicy& operator=(const DataParallelPolicy&) = delete;
 
@@ -92,9 +97,6 @@ class DataParallelPolicy {
   UsedParameters* used_parameters() { return used_.get(); }
   bool is_graph_static() const;
 
-  // Counts of its own; the engine's are 0.
-  const ReducerStatistics& statistics() const { return statistics_; }
-
   // ---- The sequence. Equal on all ranks; valid until the policy changes it,
   // which it does where it is asked to only.
 
@@ -121,14 +123,16 @@ class DataParallelPolicy {
   // Looks after the variables. Errors: what is wrong with them.
   void check_variables() const;
 
-  // Calls a collective of the policy's own; `doing` is what for. If it fails
-  // the group is lost.
-  using CallCollective = std::function<void(
-      std::string_view doing, const std::function<void()>& collective)>;
+  // Buckets are to be planned anew, on all ranks at the same place: the order
+  // of gradients has been observed.
+  bool is_replan_due() const { return ready_order_.is_pending(); }
 
-  // A change of the sequence that all ranks make at the same place. Another one
-  // is equal on all ranks.
-  Replanned replan(const CallCollective& call);
+  // Takes rank 0's order. Collective, once. Throws what the collective throws.
+  void agree_on_order() { ready_order_.agree(group_); }
+
+  // Plans in that order. Returns whether the sequence is another one, which is
+  // equal on all ranks.
+  bool replan();
 
   // An iteration is prepared. Returns whether the sequence is another one,
   // which peers may not have: ranks compare it.
@@ -223,7 +227,7 @@ class DataParallelPolicy {
   HookTraits hook_;         // of that one
   std::shared_ptr<HostSums> host_sums_;  // of default hooks; null: the group's
   const GradientHooks* hooks_ = nullptr;
-  ReducerStatistics statistics_;
+  ReducerStatistics& statistics_;
 
   // What earlier iterations told of the graph. A static one needs no search;
   // what ranks used is summed once.

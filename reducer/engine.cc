@@ -36,7 +36,7 @@ auto Engine::noting_errors(const Work& work) {
 }
 
 Engine::Engine(ReducerSetup setup)
-    : policy_(std::move(setup)),
+    : policy_(std::move(setup), observations_.counts),
       peers_(policy_.group()),
       end_(policy_, peers_, observations_),
       watches_continuations_until_(kWatchedIterations),
@@ -513,16 +513,15 @@ bool Engine::replan() {
 }
 
 bool Engine::replan_if_due() {
+  if (!policy_.is_replan_due()) return false;
   const bool was_agreed = peers_.is_agreed(policy_.fingerprint());
-  const Replanned replanned = policy_.replan(
-      [this](std::string_view doing, const std::function<void()>& collective) {
-        call_between_iterations(doing, collective);
-      });
-  if (replanned == Replanned::kOtherSequence) {
+  call_between_iterations("agreeing on the order of gradients",
+                          [this] { policy_.agree_on_order(); });
+  if (policy_.replan()) {
     end_.adopt_sequence(iteration_.get());
     if (was_agreed) peers_.set_agreed(policy_.fingerprint());
   }
-  return replanned != Replanned::kNotDue;
+  return true;
 }
 
 void Engine::require_not_reducing(std::string_view caller) const {
@@ -604,13 +603,7 @@ std::vector<size_t> Engine::missing_gradients() const {
 
 ReducerStatistics Engine::statistics() const {
   const std::lock_guard<std::mutex> lock(mutex_);
-  const ReducerStatistics& of_policy = policy_.statistics();
-  ReducerStatistics statistics = observations_.counts;
-  statistics.bytes_packed = of_policy.bytes_packed;
-  statistics.bytes_delivered = of_policy.bytes_delivered;
-  statistics.rebuilds = of_policy.rebuilds;
-  statistics.graph_searches = of_policy.graph_searches;
-  return statistics;
+  return observations_.counts;
 }
 
 void Engine::forward_begins() {

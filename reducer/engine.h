@@ -210,8 +210,8 @@ class Engine {
 
   mutable std::mutex mutex_;
   // Guarded by mutex_.
-  DataParallelPolicy policy_;
   Observations observations_;
+  DataParallelPolicy policy_;
   PeerStatus peers_;
   IterationEnd end_;
   std::shared_ptr<Iteration> iteration_;  // null: none is prepared

@@ -65,7 +65,6 @@ struct Observations {
   void note_error();
   std::optional<ReductionError> last_error() const;
 
-  // Without the counts of the policy.
   ReducerStatistics counts;
 
   TimelineRecorder timeline;
