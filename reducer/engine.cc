@@ -14,7 +14,6 @@
 #include "brigade/comm/errors/peer_error.h"
 #include "brigade/hooks/backward_end.h"
 #include "brigade/hooks/output_watch.h"
-#include "brigade/reducer/launching.h"
 
 namespace brigade {
 namespace {

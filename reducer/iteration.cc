@@ -1,11 +1,60 @@
 #include "brigade/reducer/iteration.h"
 
 #include <algorithm>
+#include <functional>
+#include <stdexcept>
 #include <utility>
 
+#include "absl/strings/str_cat.h"
 #include "brigade/comm/errors/message_of.h"
 
 namespace brigade {
+namespace {
+
+void pack(const Iteration& iteration, Collective& entry,
+          Observations& observations) {
+  if (!entry.needs_pack()) return;
+  const HookScope scope(iteration.preparer);
+  std::optional<ObservedPack> packing;
+  if (entry.unit()) packing.emplace(observations, *entry.unit());
+  entry.pack();
+}
+
+std::optional<Failure> launch(Iteration& iteration, Collective& entry,
+                              PeerStatus& peers, Observations& observations) {
+  const std::optional<size_t> unit = entry.unit();
+  Launch launch = {.collective = &entry, .future = nullptr};
+  if (entry.is_left_out()) {
+    if (unit) ++observations.counts.buckets_skipped;
+  } else {
+    try {
+      peers.count([&] {
+        std::optional<ObservedLaunch> launching;
+        if (unit) launching.emplace(observations, *unit);
+        const ChainedCollectives::Scope chaining(iteration.chained);
+        launch.future =
+            iteration.is_shadow ? entry.launch_substitute() : entry.launch();
+      });
+    } catch (...) {
+      return failure_of(iteration.occasion, ErrorSource::kHook, entry);
+    }
+    if (unit) ++observations.counts.buckets_launched;
+  }
+  launch.has_travelled = launch.future != nullptr;
+  iteration.launches.push_back(std::move(launch));
+  if (unit)
+    observations.launched(*unit, iteration.launches.back().future.get());
+  return std::nullopt;
+}
+
+// The one that stands for all, where all are to blame.
+Collective& first_unit(const Iteration& iteration) {
+  return **std::ranges::find_if(
+      iteration.sequence,
+      [](const Collective* entry) { return entry->unit().has_value(); });
+}
+
+}  // namespace
 
 Iteration::Iteration(Preparation prepared_by, int rank,
                      std::span<Collective* const> sequence_of_it,
@@ -62,6 +111,76 @@ int64_t next_unit(const Iteration& iteration) {
     }
   }
   return num_units(iteration.sequence);
+}
+
+bool mark_and_pack(Iteration& iteration, size_t entry,
+                   Observations& observations) {
+  if (!iteration.order.mark(entry)) return false;
+  pack(iteration, *iteration.sequence[entry], observations);
+  return true;
+}
+
+std::optional<Failure> launch_ready(Iteration& iteration, PeerStatus& peers,
+                                    Observations& observations) {
+  LaunchOrder& order = iteration.order;
+  if (!order.next()) return std::nullopt;
+  const HookScope scope(iteration.preparer);
+  while (const auto next = order.next()) {
+    if (auto failure = launch(iteration, *iteration.sequence[*next], peers,
+                              observations)) {
+      return failure;
+    }
+    order.launched();
+  }
+  return std::nullopt;
+}
+
+void launch_rest(Iteration& iteration, PeerStatus& peers,
+                 Observations& observations) {
+  const HookScope scope(iteration.preparer);
+  for (size_t entry = 0; entry < iteration.sequence.size(); ++entry) {
+    Collective& next = *iteration.sequence[entry];
+    if (iteration.order.is_launched(entry) || next.is_left_out()) continue;
+    Launch launch = {.collective = &next, .future = nullptr};
+    peers.count([&] {
+      const ChainedCollectives::Scope chaining(iteration.chained);
+      launch.future = next.launch_substitute();
+    });
+    launch.has_travelled = launch.future != nullptr;
+    if (next.unit()) ++observations.counts.buckets_launched;
+    iteration.launches.push_back(std::move(launch));
+  }
+}
+
+std::optional<Failure> launch_chained(Iteration& iteration, PeerStatus& peers,
+                                      std::chrono::milliseconds timeout) {
+  try {
+    const ChainedCollectives::Scope none_after_these(iteration.chained);
+    iteration.chained.launch(timeout, [&](const std::function<void()>& launch) {
+      peers.count(launch);
+    });
+    return std::nullopt;
+  } catch (...) {
+    // Nothing can stand in for what its peers have launched.
+    peers.set_cannot_continue();
+    return failure_of(iteration.occasion, ErrorSource::kFuture,
+                      first_unit(iteration));
+  }
+}
+
+std::optional<Failure> find_unordered_collectives(const Iteration& iteration,
+                                                  const HookTraits& hook) {
+  const bool has_seen_any = iteration.continuations.has_value() &&
+                            iteration.continuations->has_seen_any();
+  if (!has_seen_any || num_units(iteration.sequence) < 2) return std::nullopt;
+  Failure failure = failure_of(iteration.occasion, ErrorSource::kFuture,
+                               first_unit(iteration));
+  failure.error = std::make_exception_ptr(std::runtime_error(absl::StrCat(
+      describe(hook),
+      " launched collectives in a continuation of its future: "
+      "continuations run in another order on each rank, so that results "
+      "are wrong.\nLaunch them by then_collective().")));
+  return failure;
 }
 
 }  // namespace brigade

@@ -17,7 +17,6 @@
 #include "brigade/comm/group/group_timeout.h"
 #include "brigade/comm/streams/stream_join.h"
 #include "brigade/comm/streams/timed_wait.h"
-#include "brigade/reducer/launching.h"
 
 namespace brigade {
 namespace {

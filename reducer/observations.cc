@@ -48,10 +48,8 @@ void Observations::iteration_begins(int64_t iteration) {
   progress->launched.store(0, std::memory_order_relaxed);
 }
 
-void Observations::launched(const Launch& launch) {
-  const std::optional<size_t> unit = launch.collective->unit();
-  if (!unit) return;
-  if (launch.future) timeline.launched(*unit, *launch.future);
+void Observations::launched(size_t unit, c10::ivalue::Future* future) {
+  if (future != nullptr) timeline.launched(unit, *future);
   progress->launched.fetch_add(1, std::memory_order_relaxed);
 }
 

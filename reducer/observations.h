@@ -11,6 +11,7 @@
 #ifndef BRIGADE_REDUCER_OBSERVATIONS_H_
 #define BRIGADE_REDUCER_OBSERVATIONS_H_
 
+#include <ATen/core/ivalue.h>
 #include <ATen/record_function.h>
 #include <c10/core/Device.h>
 
@@ -28,7 +29,6 @@
 #include "brigade/observing/progress.h"
 #include "brigade/observing/stall_watch.h"
 #include "brigade/observing/timeline_recorder.h"
-#include "brigade/reducer/iteration.h"
 #include "brigade/reducer/statistics.h"
 
 namespace brigade {
@@ -59,7 +59,8 @@ struct Observations {
                     std::function<std::string()> describe_progress);
 
   void iteration_begins(int64_t iteration);
-  void launched(const Launch& launch);
+  // `future`: null if nothing can be awaited.
+  void launched(size_t unit, c10::ivalue::Future* future);
 
   // To be called in a catch block, without the engine's lock. Does not throw.
   void note_error();

@@ -181,31 +181,6 @@ TEST(PackerTest, LargeSlotsOnManyThreadsHaveTheSameBits) {
     }
   }
 }
-
-TEST(PackerTest, CanBeUsedAgainWithOtherMemoryScaleAndWireDtype) {
-  auto packer = make_packer(at::kCPU, at::kFloat, {{0, 2}, {2, 1}});
-  for (float value : {3.0F, 5.0F}) {
-    for (auto wire : {at::kFloat, at::kBFloat16}) {
-      const at::Tensor a = at::full({2}, value);
-      const at::Tensor b = at::full({1}, value + 1);
-      at::Tensor flat = at::zeros({3}, wire);
-      packer->pack(std::array{a.const_data_ptr(), b.const_data_ptr()}, flat,
-                   2.0);
-      EXPECT_TRUE(
-          flat.to(at::kFloat)
-              .equal(at::tensor({2 * value, 2 * value, 2 * value + 2})));
-    }
-  }
-}
-
-TEST(PackerTest, WithoutSlotsDoesNothing) {
-  auto packer = make_packer(at::kCPU, at::kFloat, {});
-  at::Tensor flat = at::ones({2});
-  packer->pack({}, flat, 0.5);
-  packer->unpack(flat, {});
-  EXPECT_TRUE(flat.equal(at::ones({2})));
-}
-
 TEST(PackerTest, RejectsDtypesThatCannotBeAveraged) {
   for (auto dtype : {at::kLong, at::kInt, at::kByte, at::kBool}) {
     expect_value_error(
