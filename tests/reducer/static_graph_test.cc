@@ -118,7 +118,7 @@ TEST(StaticGraphTest, PlansFromTheOrderInWhichGradientsWereComplete) {
                                   [&] {
                                     return model.loss_in_order({2, 1}, 0);
                                   }};
-  for (int s = 0; s < 2; ++s) step(reducer, reentrant(parts));
+  for (int s = 0; s < 3; ++s) step(reducer, reentrant(parts));
   EXPECT_THAT(reducer.plan().buckets(),
               ElementsAre(ElementsAre(0), ElementsAre(2), ElementsAre(1)));
 }
