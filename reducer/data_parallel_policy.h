@@ -73,21 +73,19 @@ class DataParallelPolicy {
   DataParallelPolicy(const DataParallelPolicy&) = delete;
   DataParallelPolicy& operator=(const DataParallelPolicy&) = delete;
 
-  // Those of the table's variables, by which it finds parameters in graphs. To
-  // be called once, before anything is prepared. REQUIRES: they outlive this
-  // object but for its destructor.
+  // The hooks of the table's variables. Once, before anything is prepared.
+  // REQUIRES: they outlive this object but for its destructor.
   void set_hooks(const GradientHooks& hooks);
 
   const c10::intrusive_ptr<c10d::ProcessGroup>& group() const { return group_; }
 
-  // What the table and the options are does not change, but for strides and the
-  // hook.
+  // Constant, but for strides and the comm hook.
   const ParameterTable& table() const { return table_; }
   const ReducerOptions& options() const { return options_; }
   const BucketPlan& plan() const { return bound_.plan; }
 
-  // Collective, where ranks have compared their options: those that are on one
-  // host meet there. Before anything is prepared.
+  // Ranks of one host sum in shared memory from here on. Collective, before
+  // anything is prepared. REQUIRES: ranks have compared their options.
   void connect_on_host();
 
   // Null: the default. Returns whether the sequence is another one.
@@ -97,8 +95,7 @@ class DataParallelPolicy {
   UsedParameters* used_parameters() { return used_.get(); }
   bool is_graph_static() const;
 
-  // ---- The sequence. Equal on all ranks; valid until the policy changes it,
-  // which it does where it is asked to only.
+  // ---- The sequence. Equal on all ranks; valid until a method changes it.
 
   std::span<Collective* const> sequence() const;
 
@@ -135,12 +132,11 @@ class DataParallelPolicy {
   bool replan();
 
   // An iteration is prepared. Returns whether the sequence is another one,
-  // which peers may not have: ranks compare it.
+  // which ranks must compare.
   bool before_iteration();
   void on_prepared(std::span<const at::Tensor> outputs);
 
-  // True if something can be launched once a backward goes through the outputs,
-  // before any gradient has come.
+  // True if something can be launched before any gradient has come.
   bool begins_at_outputs() const;
 
   // The gradient of a variable is as ready as it will be.
@@ -154,8 +150,8 @@ class DataParallelPolicy {
   // Then marks the gradients that will not come.
   void on_backward_begins(bool is_shadow, Mark mark);
 
-  // A gradient has been accumulated that is not part of an iteration, or not
-  // yet. `is_defined`: false if autograd brought an undefined one.
+  // A gradient has been accumulated outside of an iteration, or before it is
+  // known to be one of it. `is_defined`: false if it is undefined.
   void on_local_gradient(VariableIndex variable, bool is_defined);
 
   // Where a gradient of the iteration goes; none: more parts of it are to come.
@@ -167,8 +163,7 @@ class DataParallelPolicy {
   // A backward that reached the outputs may bring no gradient at all.
   bool may_end_without_gradients() const { return none_reached_; }
 
-  // The end of an iteration tells more: the order of gradients, or a static
-  // graph. It may make a change of the sequence due.
+  // The end of an iteration will tell the order of gradients or a static graph.
   bool is_learning() const;
 
   // All ranks have ended the iteration well: before its results are delivered,

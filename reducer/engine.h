@@ -72,83 +72,37 @@ class Engine {
     return read(policy_);
   }
 
+  // Each of these is what the method of Reducer says that calls it, with its
+  // errors; ReducerSetup is checked already.
+
   // ---- An iteration.
-
-  // The next backward will be reduced; one that is prepared and has not begun
-  // is replaced. Collective where ranks connect or the sequence changes.
-  // Errors: those of end_iteration(); RuntimeError if the variables do not fit.
   void prepare(std::span<const at::Tensor> outputs);
-
-  // A forward has run whose gradients are not an iteration's: a backward that
-  // goes through its outputs, and none that were prepared, stays on this rank.
   void note_local_forward(std::span<const at::Tensor> outputs);
-
-  // The gradient of a variable has been accumulated: for variables that are not
-  // watched any more. Or none will come: `is_defined` is false then. REQUIRES:
-  // inside of a backward.
+  // `is_defined`: false if no gradient will come. REQUIRES: inside of a
+  // backward.
   void gradient_ready(VariableIndex variable, bool is_defined);
-
-  // Launches substitutes for all entries of an iteration, and delivers nothing.
   void shadow();
-
-  // An iteration that has begun gets no more gradients. Errors: RuntimeError
-  // naming what is missing, on all ranks.
   void end_iteration();
-
-  // While set, an iteration ends in finalize() and not with its backward.
-  // Errors: RuntimeError between a forward and the end of its iteration.
   void set_manual_finalization(bool required);
-
-  // Delivers. Errors: RuntimeError if it is not to be called, or gradients are
-  // missing; what the end of a backward throws otherwise.
   void finalize();
 
   // ---- Between iterations.
-
-  // Blocks until all ranks are known to have ended the iterations that were
-  // delivered before. Not collective. Throws PeerError or RuntimeError if one
-  // has failed, also in later calls; the group is closed then.
   void await_statuses();
-
-  // Compares with all ranks that each is about to do `deed`, outside of a
-  // backward: before a collective of the caller's own. Does nothing
-  // on devices, where the host does not wait for other ranks.
-  // Throws as end_iteration(), and on all ranks unless they agree.
   void meet_peers(std::string_view deed);
-
-  // Calls a collective of all ranks before a forward, such as a broadcast of
-  // buffers. `doing`: "broadcasting 3 buffers". Ends an iteration that has
-  // begun, and awaits statuses as prepare() does. Throws as end_iteration() and
-  // await_statuses(); PeerError if the collective fails, and the group is
-  // closed then.
+  // Calls a collective of all ranks, such as a broadcast of buffers. `doing`:
+  // "broadcasting 3 buffers". Ends an iteration that has begun, and awaits
+  // statuses as prepare() does. If the collective fails the group is closed.
   void call_before_forward(std::string_view doing,
                            const std::function<void()>& collective);
-
-  // The policy changes its sequence, if a change is due. Returns whether it
-  // was. Collective then.
   bool replan();
-
-  // Buckets travel by another hook; null: the default. Ranks compare, if they
-  // are connected. Errors: RuntimeError in the middle of an iteration.
   void set_hook(std::shared_ptr<c10d::CommHookInterface> hook);
-
-  // Variables are told of by gradient_ready() from here on. Errors:
-  // RuntimeError in the middle of an iteration.
   void stop_watching_gradients();
   bool is_watching_gradients() const { return !hooks_->are_removed(); }
-
-  // ---- A group that is lost.
-
   bool can_continue() const;
-
-  // A collective of the caller's has failed by the network: ends what peers may
-  // be blocked in.
   void abort_group();
 
   // ---- What can be observed.
-
-  // What an iteration that has begun waits for; by number.
-  std::vector<size_t> missing_gradients() const;
+  std::vector<size_t> missing_gradients() const;  // variables, by number
   ReducerStatistics statistics() const;
   void forward_begins();
   Timeline timeline() const;
