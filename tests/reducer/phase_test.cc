@@ -139,6 +139,7 @@ TEST_F(PhaseTest, PreparesAnewAfterABackwardThatHasReachedTheOutputs) {
   EXPECT_EQ(num_aborted(), 0);
   expect_trains(reducer(), model_, /*rank=*/0, /*world_size=*/1);
 }
+
 // An error that the backward survives is told by whatever comes next; a lost
 // group was told at once.
 TEST_F(PhaseTest, PeersAreToldOfAnErrorOnceWhateverComesNext) {
