@@ -1,10 +1,9 @@
-#include "brigade/reducer/packing/packer.h"
-
 #include <c10/core/impl/VirtualGuardImpl.h>
 #include <c10/util/Exception.h>
 
 #include <utility>
 
+#include "brigade/reducer/packing/packer.h"
 #include "brigade/reducer/packing/packer_devices.h"
 
 namespace brigade {
