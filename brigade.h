@@ -13,7 +13,6 @@
 #include "brigade/ddp/distributed_data_parallel.h"
 #include "brigade/ddp/optimizer_broadcast.h"
 #include "brigade/planning/bucket_plan.h"
-#include "brigade/planning/plan_by_size.h"
 #include "brigade/reducer/reducer.h"
 
 // Comm hooks, and outputs that a loss may leave out.

@@ -21,7 +21,7 @@
 #include <vector>
 
 #include "brigade/benchmarks/support/set_up.h"
-#include "brigade/reducer/packing/make_packer.h"
+#include "brigade/reducer/packing/packer.h"
 
 namespace brigade::benchmarks {
 namespace {

@@ -11,7 +11,7 @@
 
 #include "absl/strings/numbers.h"
 #include "absl/strings/str_cat.h"
-#include "brigade/planning/plan_by_size.h"
+#include "brigade/planning/bucket_plan.h"
 #include "brigade/reducer/reducer.h"
 
 namespace brigade {

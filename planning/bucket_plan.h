@@ -1,28 +1,38 @@
-// Which parameters are reduced together, and in which order.
+// Parameters by bucket, in launch order, and the planner that fills buckets up
+// to a size. Plans hold indices and sizes only: no tensor, no LibTorch.
 //
-// A BucketPlan is a value: it holds parameter indices and nothing else. It owns
-// no tensor, does no communication and knows nothing of autograd, so every rule
-// about buckets is tested in microseconds. How a plan is chosen is the business
-// of the planners (plan_by_size.h).
+//   std::vector<ParameterSpec> parameters = {{.size_bytes = 4096},
+//                                            {.size_bytes = 8192}};
+//   absl::StatusOr<BucketPlan> plan = plan_by_size(
+//       parameters, reverse_registration_order(parameters.size()),
+//       kDefaultBucketCapsBytes);
+//   plan->locate(1);  // {.bucket = 0, .slot = 0}
 //
-// Example:
-//
-//   absl::StatusOr<BucketPlan> plan = BucketPlan::create({{2, 1}, {0}}, 3);
-//   plan->locate(1);  // {.bucket = 0, .slot = 1}
-//
-// Thread safety: immutable after create(); any thread may read.
+// Thread safety: plans are immutable; functions are pure.
 
 #ifndef BRIGADE_PLANNING_BUCKET_PLAN_H_
 #define BRIGADE_PLANNING_BUCKET_PLAN_H_
 
+#include <array>
 #include <cstddef>
+#include <cstdint>
+#include <span>
 #include <utility>
 #include <vector>
 
+#include "absl/status/status.h"
 #include "absl/status/statusor.h"
-#include "brigade/planning/variable_locator.h"
 
 namespace brigade {
+
+// plan.buckets()[bucket][slot] == parameter index.
+struct VariableLocator {
+  size_t bucket = 0;
+  size_t slot = 0;
+
+  friend bool operator==(const VariableLocator&,
+                         const VariableLocator&) = default;
+};
 
 class BucketPlan {
  public:
@@ -49,11 +59,52 @@ class BucketPlan {
 
  private:
   BucketPlan(std::vector<std::vector<size_t>> buckets,
-             std::vector<VariableLocator> locators);
+             std::vector<VariableLocator> locators)
+      : buckets_(std::move(buckets)), locators_(std::move(locators)) {}
 
   std::vector<std::vector<size_t>> buckets_;
   std::vector<VariableLocator> locators_;
 };
+
+struct ParameterSpec {
+  int64_t size_bytes = 0;  // numel * element size; may be 0
+  int kind = 0;            // equal iff dtype and device are equal
+  bool sparse = false;     // a sparse gradient has a bucket to itself
+};
+
+// Errors: InvalidArgument if a bucket mixes kinds, or holds a sparse parameter
+// and another one. REQUIRES: one spec per parameter of the plan.
+absl::Status check_bucket_kinds(const BucketPlan& plan,
+                                std::span<const ParameterSpec> parameters);
+
+// A small first bucket starts communication early in backward; large ones after
+// it pay latency rarely.
+inline constexpr std::array<int64_t, 2> kDefaultBucketCapsBytes = {
+    int64_t{1} << 20, int64_t{25} << 20};
+
+// Errors: InvalidArgument if there is no cap, or one is not positive.
+absl::Status check_bucket_caps(std::span<const int64_t> caps_bytes);
+
+// n-1, ..., 1, 0: backward visits the last layer first.
+std::vector<size_t> reverse_registration_order(size_t num_parameters);
+
+// Walks `parameters` in `order`, in which their gradients become ready. A
+// bucket holds one kind and closes when its size reaches its cap, so it may
+// exceed the cap by less than one parameter. The k-th bucket of a kind to close
+// takes caps_bytes[k], later ones the last cap. Buckets are numbered in the
+// order in which they become full.
+//
+// Errors:
+//   InvalidArgument  `parameters` is empty, caps are as check_bucket_caps()
+//                    refuses, or `order` does not list each parameter once.
+//
+// Source: Li et al., "PyTorch Distributed", VLDB 2020, section 3.2.3, for
+// reverse order and caps. Differs: buckets of several kinds are numbered by
+// their last member rather than their first, so that a bucket which fills late
+// does not hold back one that is full.
+absl::StatusOr<BucketPlan> plan_by_size(
+    std::span<const ParameterSpec> parameters, std::span<const size_t> order,
+    std::span<const int64_t> caps_bytes);
 
 }  // namespace brigade
 

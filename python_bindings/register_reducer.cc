@@ -17,7 +17,6 @@
 
 #include "brigade/comm_hooks/chained_collectives.h"
 #include "brigade/hooks/output_hooks.h"
-#include "brigade/planning/plan_by_size.h"
 #include "brigade/python_bindings/logger.h"
 #include "brigade/python_bindings/python_hooks.h"
 #include "brigade/python_bindings/registrations.h"
@@ -32,7 +31,7 @@ using NamesByIndex = std::unordered_map<size_t, std::string>;
 
 // By index, without the dot that torch puts before the names of the root's own
 // parameters. Errors: RuntimeError if there is no such parameter.
-ParameterNames names_of(const NamesByIndex& by_index, size_t count) {
+std::vector<std::string> names_of(const NamesByIndex& by_index, size_t count) {
   if (by_index.empty()) return {};
   std::vector<std::string> names(count);
   for (const auto& [index, name] : by_index) {
@@ -73,7 +72,7 @@ std::shared_ptr<TorchReducer> make_reducer(
     bool /*batched_grad_copy: one pass anyway*/, bool lazy_bucket_allocation,
     std::optional<bool> rebuild_buckets, bool static_graph,
     bool verify_across_ranks, bool one_backward_per_forward,
-    int max_unconfirmed_iterations, bool control_channel, bool reproducible,
+    int max_unconfirmed_iterations, bool reproducible,
     std::optional<int> reproducible_row_size) {
   TORCH_CHECK(per_bucket_size_limits.size() == bucket_indices.size(),
               "brigade.Reducer: ", bucket_indices.size(),
@@ -92,7 +91,6 @@ std::shared_ptr<TorchReducer> make_reducer(
   options.verify_across_ranks = verify_across_ranks;
   options.one_backward_per_forward = one_backward_per_forward;
   options.max_unconfirmed_iterations = max_unconfirmed_iterations;
-  options.control_channel = control_channel;
   options.reproducible = reproducible;
   options.reproducible_row_size = reproducible_row_size;
   options.bucket_caps_bytes =
@@ -225,7 +223,7 @@ void register_reducer(py::module_& module) {
            py::arg("one_backward_per_forward") = false,
            py::arg("max_unconfirmed_iterations") =
                ReducerOptions{}.max_unconfirmed_iterations,
-           py::arg("control_channel") = true, py::arg("reproducible") = false,
+           py::arg("reproducible") = false,
            py::arg("reproducible_row_size") = py::none(),
            py::keep_alive<1, 5>())  // a group may be written in Python
       .def("prepare_for_forward", &TorchReducer::prepare_for_forward, NoGil())
@@ -289,12 +287,8 @@ void register_reducer(py::module_& module) {
            py::arg("use_world_size") = true, NoGil())
       .def("_get_zeros_like_grad_buckets", &refuse_own_launches)
       .def("_run_comm_hook", &refuse_own_launches)
-      .def(
-          "parameter_names",
-          [](const TorchReducer& self) {
-            return self.parameter_names().strings();
-          },
-          "By parameter, or empty.")
+      .def("parameter_names", &TorchReducer::parameter_names,
+           "By parameter, or empty.")
       .def("_bucket_plan", &TorchReducer::buckets, NoGil(),
            "Indices of parameters by bucket, in launch order.")
       .def(

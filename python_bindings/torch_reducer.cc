@@ -29,14 +29,14 @@ bool rebuilds_by_default(const ReducerOptions& options) {
 
 // Lines that programs look for in the text of an error.
 std::string describe_missing(const std::vector<size_t>& missing,
-                             const ParameterNames& names, int rank) {
+                             const std::vector<std::string>& names, int rank) {
   std::string text =
       "\nExpected to have finished reduction in the prior iteration.";
   if (!names.empty()) {
     absl::StrAppend(
         &text, "\nParameters which did not receive grad for rank ", rank, ": ",
         absl::StrJoin(missing, ", ", [&](std::string* out, size_t parameter) {
-          absl::StrAppend(out, std::string(names[parameter]));
+          absl::StrAppend(out, names[parameter]);
         }));
   }
   absl::StrAppend(&text,
@@ -158,7 +158,6 @@ TorchReducer::TorchReducer(std::vector<at::Tensor> parameters,
   if (!options_.rebuild_buckets) {
     options_.rebuild_buckets = rebuilds_by_default(options_);
   }
-  follow_torchs_rebuild();
   make();
   if (ordered_ && options_.verify_across_ranks) {
     ordered_->connect_for(parameters_);
@@ -456,13 +455,7 @@ void TorchReducer::set_static_graph() {
       options_.rebuild_buckets == rebuilds_by_default(options_);
   options_.static_graph = true;
   if (is_default) options_.rebuild_buckets = rebuilds_by_default(options_);
-  follow_torchs_rebuild();
   if (!hooks_removed_) make();
-}
-
-// Programs that count warm-up iterations expect torch's third forward.
-void TorchReducer::follow_torchs_rebuild() {
-  options_.rebuild_after_iterations = options_.static_graph ? 2 : 1;
 }
 
 at::Tensor TorchReducer::used_parameter_counts() {

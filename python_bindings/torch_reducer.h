@@ -153,7 +153,7 @@ class TorchReducer {
   std::vector<int64_t> bucket_sizes_bytes() const;
 
   const std::vector<at::Tensor>& parameters() const { return parameters_; }
-  const ParameterNames& parameter_names() const { return names_; }
+  const std::vector<std::string>& parameter_names() const { return names_; }
   const ReducerOptions& options() const { return options_; }
   c10d::ProcessGroup& group() const { return *group_; }
 
@@ -161,7 +161,6 @@ class TorchReducer {
   void make();
   void make_ordered();
   void divide_by_count(bool has_data);
-  void follow_torchs_rebuild();
   bool ready();  // makes a reducer after a reset
   std::shared_ptr<c10d::CommHookInterface> with_steps(
       std::shared_ptr<c10d::CommHookInterface> hook) const;
@@ -173,7 +172,7 @@ class TorchReducer {
   void remember_errors(const std::function<void()>& call);
 
   const std::vector<at::Tensor> parameters_;
-  const ParameterNames names_;  // by parameter, or empty
+  const std::vector<std::string> names_;  // by parameter, or empty
   c10::intrusive_ptr<c10d::ProcessGroup> group_;
   ReducerOptions options_;  // but for names
   int64_t logging_sample_rate_ = 100;

@@ -29,8 +29,7 @@ bool BackwardMembership::is_local(int backward_id) const {
                              [&](int id) { return id <= backward_id; });
 }
 
-bool BackwardMembership::is_undecided(Phase phase, int backward_id) const {
-  if (phase != Phase::kPrepared && phase != Phase::kSuspended) return false;
+bool BackwardMembership::is_undecided(int backward_id) const {
   return outputs_ == Outputs::kRequired || is_local(backward_id);
 }
 

@@ -13,7 +13,6 @@
 #include <vector>
 
 #include "brigade/planning/variable_index.h"
-#include "brigade/reducer/phase.h"
 
 namespace brigade {
 
@@ -52,10 +51,10 @@ class BackwardMembership {
   // outputs.
   bool is_local(int backward_id) const;
 
-  // True if what a backward brings may be of such a forward: this one, or that
-  // around it, which has an earlier id, has not been seen to go through the
-  // outputs.
-  bool is_undecided(Phase phase, int backward_id) const;
+  // True if a backward's gradients may be of such a forward: this backward, or
+  // the one around it, which has an earlier id, has not been seen to go through
+  // the outputs. Asked while no backward of the iteration runs.
+  bool is_undecided(int backward_id) const;
 
   // Until the next prepared(), or until its backward reaches the outputs.
   void keep(const EarlyGradient& gradient) { early_.push_back(gradient); }

@@ -8,9 +8,8 @@
 #include <utility>
 #include <vector>
 
-#include "brigade/reducer/dense_replica.h"
+#include "brigade/reducer/bucket_replica.h"
 #include "brigade/reducer/error_texts.h"
-#include "brigade/reducer/sparse_replica.h"
 
 namespace brigade {
 namespace {

@@ -2,7 +2,7 @@
 // the buffer that travels, and the place of each gradient in both.
 //
 // Knows when memory is allocated, repaired and let go of, and which streams use
-// it. What goes in and comes out is dense_replica.h's business.
+// it. What goes in and comes out is bucket_replica.h's business.
 //
 // Thread safety: none.
 
@@ -16,11 +16,12 @@
 #include <cstddef>
 #include <cstdint>
 #include <functional>
+#include <iterator>
+#include <map>
 #include <optional>
 #include <span>
 #include <vector>
 
-#include "brigade/reducer/dims_list.h"
 #include "brigade/reducer/packing/packer.h"
 #include "brigade/reducer/parameter_table.h"
 
@@ -139,6 +140,42 @@ class BucketMemory {
   // On devices with streams.
   std::optional<c10::Stream> allocated_on_;
   std::optional<c10::Event> zeroed_;  // null: waited for
+};
+
+// The memory of some tensors, to be asked whether another one lies in it. It
+// compares addresses, so it does not matter how a tensor came by its memory.
+class MemoryRanges {
+ public:
+  // REQUIRES: `tensor` has a storage, which overlaps none of those before.
+  void add(const at::Tensor& tensor) {
+    const auto [begin, end] = range_of(tensor);
+    if (begin < end) end_by_begin_[begin] = end;
+  }
+
+  // True if the memory of `tensor` begins inside of one of those added. False
+  // for a tensor without any.
+  bool contains(const at::Tensor& tensor) const {
+    if (!tensor.has_storage()) return false;
+    const auto [begin, end] = range_of(tensor);
+    if (begin == end) return false;
+    const auto after = end_by_begin_.upper_bound(begin);
+    return after != end_by_begin_.begin() && begin < std::prev(after)->second;
+  }
+
+ private:
+  struct Range {
+    uintptr_t begin;
+    uintptr_t end;
+  };
+
+  // Nothing, on a device without memory.
+  static Range range_of(const at::Tensor& tensor) {
+    const auto begin = reinterpret_cast<uintptr_t>(tensor.storage().data());
+    if (begin == 0) return {0, 0};
+    return {begin, begin + tensor.storage().nbytes()};
+  }
+
+  std::map<uintptr_t, uintptr_t> end_by_begin_;
 };
 
 }  // namespace brigade

@@ -1,8 +1,8 @@
 // One entry of the sequence of collectives that an iteration launches, in the
-// same order on every rank: a bucket's all-reduce, say.
+// same order on every rank: a bucket's all-reduce, say. And its failure.
 //
-// Decides what it carries, how it is launched and what becomes of the result.
-// The engine decides when.
+// An entry decides what it carries, how it is launched and where the result
+// goes. The engine decides when.
 //
 // Thread safety: none; the engine's lock covers it.
 
@@ -14,10 +14,21 @@
 #include <c10/core/Device.h>
 
 #include <cstddef>
+#include <cstdint>
+#include <exception>
 #include <optional>
 #include <string>
 
 namespace brigade {
+
+// When and where something happened, for messages.
+struct Occasion {
+  int64_t iteration = 0;
+  int rank = 0;
+};
+
+// "iteration 17 on rank 2".
+std::string describe(Occasion occasion);
 
 class Collective {
  public:
@@ -74,6 +85,35 @@ class Collective {
   // "bucket 1 of 3 (parameter 4 ('head.weight'))".
   virtual std::string describe() const = 0;
 };
+
+enum class ErrorSource {
+  kHook,      // thrown when the hook was called
+  kFuture,    // held by the future that it returned
+  kDelivery,  // of handing its value out as gradients
+};
+
+struct Failure {
+  std::exception_ptr error;
+  ErrorSource source = ErrorSource::kFuture;
+  Collective* collective = nullptr;
+  std::string where = {};  // describes it, which may be gone by then
+};
+
+// Of the exception that is being handled.
+Failure failure_of(Occasion occasion, ErrorSource source,
+                   Collective& collective);
+
+// DistBackendError always is a peer's failure. Of a collective that only the
+// network makes fail, so is all that is not a wrong value or type; of a user's
+// hook, what its future holds and c10 does not know (Gloo's own exceptions).
+bool is_peer_failure(const Failure& failure);
+
+// Rethrows the error with its place in the text. c10's errors keep their type;
+// others become a RuntimeError.
+[[noreturn]] void rethrow_hook_error(const Failure& failure);
+
+// "bucket 1 of 3 (parameter 4) in iteration 17 on rank 2".
+std::string describe_place(const Collective& collective, Occasion occasion);
 
 }  // namespace brigade
 

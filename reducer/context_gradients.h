@@ -14,7 +14,7 @@
 #include <memory>
 #include <unordered_map>
 
-#include "brigade/reducer/memory_ranges.h"
+#include "brigade/reducer/bucket_memory.h"
 
 namespace torch::distributed::autograd {
 class DistAutogradContext;

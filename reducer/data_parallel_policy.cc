@@ -2,6 +2,7 @@
 
 #include <ATen/ops/zeros_like.h>
 #include <c10/util/Exception.h>
+#include <c10/util/hash.h>
 
 #include <algorithm>
 #include <tuple>
@@ -14,10 +15,9 @@
 #include "brigade/comm_hooks/averaging_hook.h"
 #include "brigade/comm_hooks/hook_traits.h"
 #include "brigade/hooks/graph_search.h"
-#include "brigade/planning/plan_by_size.h"
+#include "brigade/planning/bucket_plan.h"
 #include "brigade/reducer/error_texts.h"
-#include "brigade/reducer/plan_fingerprint.h"
-#include "brigade/reducer/profiler_range.h"
+#include "brigade/reducer/observations.h"
 
 namespace brigade {
 namespace {
@@ -26,7 +26,9 @@ namespace {
 int64_t observed_iterations(const ReducerOptions& options) {
   const bool wants_rebuild = options.rebuild_buckets.value_or(
       rebuilds_by_default(options, !options.bucket_plan.empty()));
-  return wants_rebuild ? options.rebuild_after_iterations : 0;
+  if (!wants_rebuild) return 0;
+  // Programs that count warm-up iterations expect torch's third forward.
+  return options.static_graph ? 2 : 1;
 }
 
 std::optional<HookCounts> hook_counts(const ReducerOptions& options,
@@ -47,13 +49,42 @@ std::unique_ptr<UsedParameters> used_parameters(const ReducerOptions& options,
       table, group, options.skip_all_reduce_unused_parameters ? kFirst : kLast);
 }
 
+// Equal on ranks whose buckets travel alike: the same parameters, lengths,
+// strides and wire dtypes in the same order. The same in every process of the
+// same build.
+uint64_t plan_fingerprint(const BucketPlan& plan, const ParameterTable& table,
+                          const HookTraits& hook) {
+  uint64_t fingerprint = plan.num_buckets();
+  const auto add = [&](uint64_t number) {
+    fingerprint = c10::hash_combine(fingerprint, number);
+  };
+  at::DimVector room;
+  for (const std::vector<size_t>& bucket : plan.buckets()) {
+    add(bucket.size());
+    for (const size_t parameter : bucket) {
+      add(parameter);
+      add(table.numel(parameter));
+      const at::IntArrayRef shape = table.shape(parameter);
+      const at::IntArrayRef strides = table.gradient_strides(parameter, room);
+      for (size_t d = 0; d < strides.size(); ++d) {
+        if (shape[d] > 1) add(strides[d]);
+      }
+      add(static_cast<uint64_t>(hook.wire_dtype(table.dtype(parameter))));
+    }
+  }
+  if (!hook.name.empty()) add(std::hash<std::string>()(hook.name));
+  return fingerprint;
+}
+
 }  // namespace
 
-DataParallelPolicy::DataParallelPolicy(ReducerSetup setup)
+DataParallelPolicy::DataParallelPolicy(ReducerSetup setup,
+                                       ReducerStatistics& statistics)
     : group_(std::move(setup.group)),
       table_(std::move(setup.table)),
       options_(std::move(setup.options)),
       hook_(traits_of(*options_.comm_hook)),
+      statistics_(statistics),
       ready_order_(observed_iterations(options_)),
       hook_counts_(hook_counts(options_, table_)),
       used_(brigade::used_parameters(options_, table_, *group_)),
@@ -67,13 +98,9 @@ void DataParallelPolicy::set_hooks(const GradientHooks& hooks) {
 }
 
 // Of hooks that declare a wire format ranks know that all have one, but not
-// that all were given none.  Without a control channel a rank that fails closes
-// the group while peers are an iteration behind, whose sums Gloo still brings.
+// that all were given none.
 void DataParallelPolicy::connect_on_host() {
-  if (options_.reproducible || !options_.control_channel ||
-      !hook_.wire_format) {
-    return;
-  }
+  if (options_.reproducible || !hook_.wire_format) return;
   const bool wants =
       hook_.host_sums != nullptr &&
       std::ranges::any_of(table_.tensors(), [](const at::Tensor& parameter) {
@@ -106,8 +133,7 @@ bool DataParallelPolicy::set_hook(
 }
 
 bool DataParallelPolicy::is_graph_static() const {
-  return options_.static_graph ||
-         (unused_search_ && unused_search_->is_static());
+  return options_.static_graph || (unused_search_ && found_same_unused_);
 }
 
 bool DataParallelPolicy::is_learning() const {
@@ -115,16 +141,8 @@ bool DataParallelPolicy::is_learning() const {
          (hook_counts_ && hook_counts_->is_learning());
 }
 
-ReducerStatistics DataParallelPolicy::statistics() const {
-  ReducerStatistics statistics = statistics_;
-  if (unused_search_) {
-    statistics.graph_searches = unused_search_->num_searches();
-  }
-  return statistics;
-}
-
 // The used map is last where it may be missing: a static graph is summed once.
-std::span<Collective* const> DataParallelPolicy::sequence() {
+std::span<Collective* const> DataParallelPolicy::sequence() const {
   const bool sums_map = !hook_counts_ || hook_counts_->are_all_learning();
   return sums_map ? bound_.sequence
                   : std::span(bound_.sequence).first(bound_.buckets.size());
@@ -150,18 +168,14 @@ bool DataParallelPolicy::expects_gradients() const {
   return false;
 }
 
-Replanned DataParallelPolicy::replan(const CallCollective& call) {
-  if (!ready_order_.is_pending()) return Replanned::kNotDue;
-  const std::vector<size_t>* order = nullptr;
-  call("agreeing on the order of gradients",
-       [&] { order = &ready_order_.agree(group_); });
-  BucketPlan plan = value_or_throw(
-      plan_by_size(table_.specs(), *order, options_.bucket_caps_bytes));
+bool DataParallelPolicy::replan() {
+  BucketPlan plan = value_or_throw(plan_by_size(
+      table_.specs(), ready_order_.order(), options_.bucket_caps_bytes));
   const bool is_other = plan != bound_.plan;
   if (is_other) adopt(bind(std::move(plan), hook_));
   ++statistics_.rebuilds;
   ready_order_.freeze();
-  return is_other ? Replanned::kOtherSequence : Replanned::kSameSequence;
+  return is_other;
 }
 
 bool DataParallelPolicy::before_iteration() {
@@ -170,7 +184,8 @@ bool DataParallelPolicy::before_iteration() {
   ready_order_.restart();
   for (Bucket& bucket : bound_.buckets) bucket.restart();
   if (used_) used_->restart();
-  prediction_ = {};
+  unused_.clear();
+  none_reached_ = false;
   context_gradients_.emplace();
   return is_restrided;
 }
@@ -223,36 +238,41 @@ void DataParallelPolicy::follow_strides() {
 }
 
 void DataParallelPolicy::on_prepared(std::span<const at::Tensor> outputs) {
-  prediction_ = predict_unused(outputs);
+  predict_unused(outputs);
   if (hook_counts_) hook_counts_->restart();
 }
 
-UnusedPrediction DataParallelPolicy::predict_unused(
-    std::span<const at::Tensor> outputs) {
+// The graph of every forward is searched, so that buckets need not wait for
+// gradients that will not come. A search left out while all parameters are used
+// would make the place of a launch depend on what this rank saw before: a rank
+// that then leaves a parameter out would launch later than its peers.
+void DataParallelPolicy::predict_unused(std::span<const at::Tensor> outputs) {
   if (unused_search_) {
     // As torch calls it, since tools look for it.
     static const std::string name =
         "torch.distributed.ddp.reducer::search_unused_parameters";
     const ProfilerRange searching(name, at::RecordScope::FUNCTION);
-    return unused_search_->predict(outputs);
-  }
-  UnusedPrediction prediction;
-  if (!hook_counts_) return prediction;
-  if (!hook_counts_->is_learning()) {
-    prediction.unused = hook_counts_->silent();
-    prediction.none_reached =
-        prediction.unused.size() == table_.num_variables();
+    const std::span<const size_t> unused = unused_search_->unreached(outputs);
+    unused_.assign(unused.begin(), unused.end());
+    if (statistics_.graph_searches++ > 0) {
+      found_same_unused_ = found_same_unused_ && unused_search_->repeated();
+    }
+  } else if (!hook_counts_) {
+    return;
+  } else if (!hook_counts_->is_learning()) {
+    unused_ = hook_counts_->silent();
   } else if (!hooks_->are_removed()) {
     // No more than this: reentrant checkpoints hide what they use.
-    prediction.none_reached =
+    none_reached_ =
         GraphSearch(hooks_->accumulators()).unreached(outputs).size() ==
         table_.num_variables();
+    return;
   }
-  return prediction;
+  none_reached_ = unused_.size() == table_.num_variables();
 }
 
 bool DataParallelPolicy::begins_at_outputs() const {
-  return skips_unused_buckets() || !prediction_.unused.empty();
+  return skips_unused_buckets() || !unused_.empty();
 }
 
 // Of a shadow, marks belong to gradients of earlier backwards, which do not
@@ -262,7 +282,7 @@ void DataParallelPolicy::mark_used_at_begin(bool is_shadow) {
     if (used_) used_->clear_marks();
   } else if (skips_unused_buckets()) {
     std::vector<bool> reached(table_.num_variables(), true);
-    for (const size_t variable : prediction_.unused) reached[variable] = false;
+    for (const size_t variable : unused_) reached[variable] = false;
     for (size_t i = 0; i < reached.size(); ++i) {
       if (reached[i]) used_->mark(i);
     }
@@ -271,7 +291,7 @@ void DataParallelPolicy::mark_used_at_begin(bool is_shadow) {
 
 void DataParallelPolicy::on_backward_begins(bool is_shadow, Mark mark) {
   if (hook_.listener) hook_.listener->iteration_begins(!is_shadow);
-  if (!is_shadow) return mark_unused(mark, prediction_.unused);
+  if (!is_shadow) return mark_unused(mark, unused_);
   for (const std::vector<size_t>& bucket : bound_.plan.buckets()) {
     for (const size_t parameter : bucket) ready_order_.note(parameter);
   }
@@ -398,8 +418,24 @@ void DataParallelPolicy::adopt(BoundPlan bound) {
 }
 
 BoundPlan DataParallelPolicy::bind(BucketPlan plan, const HookTraits& hook) {
-  return bind_plan(std::move(plan), table_, hook, options_, used_parameters(),
-                   memory_, statistics_);
+  std::vector<Bucket> buckets;
+  buckets.reserve(plan.num_buckets());
+  for (size_t b = 0; b < plan.num_buckets(); ++b) {
+    buckets.emplace_back(table_, plan, b, hook, options_, used_.get(), memory_,
+                         statistics_);
+  }
+  std::vector<Collective*> sequence;
+  sequence.reserve(buckets.size() + 1);
+  if (skips_unused_buckets()) sequence.push_back(used_.get());
+  const size_t first_bucket = sequence.size();
+  for (Bucket& bucket : buckets) sequence.push_back(&bucket);
+  if (used_ && !skips_unused_buckets()) sequence.push_back(used_.get());
+  const uint64_t fingerprint = plan_fingerprint(plan, table_, hook);
+  return {.plan = std::move(plan),
+          .buckets = std::move(buckets),
+          .sequence = std::move(sequence),
+          .first_bucket = first_bucket,
+          .fingerprint = fingerprint};
 }
 
 std::string DataParallelPolicy::name_of(
@@ -433,7 +469,7 @@ void DataParallelPolicy::refuse(VariableIndex variable,
   }
   TORCH_CHECK(
       false,
-      std::ranges::binary_search(prediction_.unused, number)
+      std::ranges::binary_search(unused_, number)
           ? describe_gradient_of_unused(table_, parameter, occasion, options_)
           : describe_second_gradient(table_, parameter, occasion, options_));
 }

@@ -24,19 +24,19 @@
 
 #include "brigade/comm_hooks/hook_traits.h"
 #include "brigade/hooks/gradient_hooks.h"
+#include "brigade/hooks/graph_search.h"
+#include "brigade/planning/bucket_plan.h"
 #include "brigade/planning/variable_index.h"
-#include "brigade/reducer/bound_plan.h"
+#include "brigade/reducer/bucket.h"
+#include "brigade/reducer/bucket_memory.h"
 #include "brigade/reducer/collective.h"
 #include "brigade/reducer/context_gradients.h"
 #include "brigade/reducer/hook_counts.h"
-#include "brigade/reducer/memory_ranges.h"
-#include "brigade/reducer/occasion.h"
 #include "brigade/reducer/parameter_table.h"
 #include "brigade/reducer/ready_order.h"
 #include "brigade/reducer/reducer_options.h"
 #include "brigade/reducer/reducer_setup.h"
 #include "brigade/reducer/statistics.h"
-#include "brigade/reducer/unused_parameter_search.h"
 #include "brigade/reducer/used_parameters.h"
 
 namespace brigade {
@@ -50,40 +50,42 @@ enum class Outcome {
   kDeliveryFailed,  // well on all ranks, but this one could not deliver
 };
 
-// The result of a change of the sequence.
-enum class Replanned {
-  kNotDue,
-  kSameSequence,  // the observed order makes the same one
-  kOtherSequence,
-};
-
 // The entry of the sequence that a gradient belongs to.
 struct Slot {
   uint32_t entry = 0;
   bool has_gradient = true;  // false: it counts as ready without one
 };
 
+// A plan with the buckets that carry it out, and the sequence of collectives
+// that they and the used map make.
+struct BoundPlan {
+  BucketPlan plan;
+  std::vector<Bucket> buckets;
+  std::vector<Collective*> sequence;  // the buckets, and the used map
+  size_t first_bucket = 0;            // its place there; the others follow
+  uint64_t fingerprint = 0;  // equal on ranks that launch the same lengths
+};
+
 class DataParallelPolicy {
  public:
-  explicit DataParallelPolicy(ReducerSetup setup);
+  // Counts rebuilds, searches and bytes in `statistics`, which outlives it.
+  DataParallelPolicy(ReducerSetup setup, ReducerStatistics& statistics);
   DataParallelPolicy(const DataParallelPolicy&) = delete;
   DataParallelPolicy& operator=(const DataParallelPolicy&) = delete;
 
-  // Those of the table's variables, by which it finds parameters in graphs. To
-  // be called once, before anything is prepared. REQUIRES: they outlive this
-  // object but for its destructor.
+  // The hooks of the table's variables. Once, before anything is prepared.
+  // REQUIRES: they outlive this object but for its destructor.
   void set_hooks(const GradientHooks& hooks);
 
   const c10::intrusive_ptr<c10d::ProcessGroup>& group() const { return group_; }
 
-  // What the table and the options are does not change, but for strides and the
-  // hook.
+  // Constant, but for strides and the comm hook.
   const ParameterTable& table() const { return table_; }
   const ReducerOptions& options() const { return options_; }
   const BucketPlan& plan() const { return bound_.plan; }
 
-  // Collective, where ranks have compared their options: those that are on one
-  // host meet there. Before anything is prepared.
+  // Ranks of one host sum in shared memory from here on. Collective, before
+  // anything is prepared. REQUIRES: ranks have compared their options.
   void connect_on_host();
 
   // Null: the default. Returns whether the sequence is another one.
@@ -93,13 +95,9 @@ class DataParallelPolicy {
   UsedParameters* used_parameters() { return used_.get(); }
   bool is_graph_static() const;
 
-  // Counts of its own; the engine's are 0.
-  ReducerStatistics statistics() const;
+  // ---- The sequence. Equal on all ranks; valid until a method changes it.
 
-  // ---- The sequence. Equal on all ranks; valid until the policy changes it,
-  // which it does where it is asked to only.
-
-  std::span<Collective* const> sequence();
+  std::span<Collective* const> sequence() const;
 
   // Ranks compare it before they launch anything of a sequence.
   uint64_t fingerprint() const { return bound_.fingerprint; }
@@ -122,22 +120,23 @@ class DataParallelPolicy {
   // Looks after the variables. Errors: what is wrong with them.
   void check_variables() const;
 
-  // Calls a collective of the policy's own; `doing` is what for. If it fails
-  // the group is lost.
-  using CallCollective = std::function<void(
-      std::string_view doing, const std::function<void()>& collective)>;
+  // Buckets are to be planned anew, on all ranks at the same place: the order
+  // of gradients has been observed.
+  bool is_replan_due() const { return ready_order_.is_pending(); }
 
-  // A change of the sequence that all ranks make at the same place. Another one
-  // is equal on all ranks.
-  Replanned replan(const CallCollective& call);
+  // Takes rank 0's order. Collective, once. Throws what the collective throws.
+  void agree_on_order() { ready_order_.agree(group_); }
+
+  // Plans in that order. Returns whether the sequence is another one, which is
+  // equal on all ranks.
+  bool replan();
 
   // An iteration is prepared. Returns whether the sequence is another one,
-  // which peers may not have: ranks compare it.
+  // which ranks must compare.
   bool before_iteration();
   void on_prepared(std::span<const at::Tensor> outputs);
 
-  // True if something can be launched once a backward goes through the outputs,
-  // before any gradient has come.
+  // True if something can be launched before any gradient has come.
   bool begins_at_outputs() const;
 
   // The gradient of a variable is as ready as it will be.
@@ -151,8 +150,8 @@ class DataParallelPolicy {
   // Then marks the gradients that will not come.
   void on_backward_begins(bool is_shadow, Mark mark);
 
-  // A gradient has been accumulated that is not part of an iteration, or not
-  // yet. `is_defined`: false if autograd brought an undefined one.
+  // A gradient has been accumulated outside of an iteration, or before it is
+  // known to be one of it. `is_defined`: false if it is undefined.
   void on_local_gradient(VariableIndex variable, bool is_defined);
 
   // Where a gradient of the iteration goes; none: more parts of it are to come.
@@ -162,10 +161,9 @@ class DataParallelPolicy {
   void on_backward_ends(Mark mark);
 
   // A backward that reached the outputs may bring no gradient at all.
-  bool may_end_without_gradients() const { return prediction_.none_reached; }
+  bool may_end_without_gradients() const { return none_reached_; }
 
-  // The end of an iteration tells more: the order of gradients, or a static
-  // graph. It may make a change of the sequence due.
+  // The end of an iteration will tell the order of gradients or a static graph.
   bool is_learning() const;
 
   // All ranks have ended the iteration well: before its results are delivered,
@@ -200,8 +198,7 @@ class DataParallelPolicy {
 
   // A gradient came when its iteration was over.
   std::string describe_late(VariableIndex variable, Occasion occasion) const;
-  std::string describe_unannounced(VariableIndex variable,
-                                   Occasion last) const;
+  std::string describe_unannounced(VariableIndex variable, Occasion last) const;
 
   // A gradient came that was ready already. Throws RuntimeError.
   [[noreturn]] void refuse(VariableIndex variable, Occasion occasion) const;
@@ -212,7 +209,7 @@ class DataParallelPolicy {
   std::shared_ptr<void> keep(BoundPlan bound);
   void keep_out_of_buckets(VariableIndex variable) const;
   void follow_strides();
-  UnusedPrediction predict_unused(std::span<const at::Tensor> outputs);
+  void predict_unused(std::span<const at::Tensor> outputs);
   Slot ready_slot(VariableIndex variable, size_t number);
   void mark_unused(Mark mark, std::span<const size_t> variables);
   void zero_views(const Bucket& bucket, size_t index) const;
@@ -226,20 +223,22 @@ class DataParallelPolicy {
   HookTraits hook_;         // of that one
   std::shared_ptr<HostSums> host_sums_;  // of default hooks; null: the group's
   const GradientHooks* hooks_ = nullptr;
-  ReducerStatistics statistics_;
+  ReducerStatistics& statistics_;
 
   // What earlier iterations told of the graph. A static one needs no search;
   // what ranks used is summed once.
   ReadyOrder ready_order_;
-  std::optional<UnusedParameterSearch> unused_search_;  // if it may change
-  std::optional<HookCounts> hook_counts_;               // if it is static
-  std::unique_ptr<UsedParameters> used_;                // in both cases
+  std::optional<GraphSearch> unused_search_;  // if it may change
+  bool found_same_unused_ = true;             // in all searches
+  std::optional<HookCounts> hook_counts_;     // if it is static
+  std::unique_ptr<UsedParameters> used_;      // in both cases
 
   MemoryRanges memory_;  // of the gradients that are views
   BoundPlan bound_;
 
   // Of the iteration that is prepared.
-  UnusedPrediction prediction_;
+  std::vector<size_t> unused_;  // variables that no gradient reaches; ascending
+  bool none_reached_ = false;   // the graph shows no parameter
   std::optional<ContextGradients> context_gradients_;
 };
 

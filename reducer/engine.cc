@@ -1,18 +1,19 @@
-// The calls of an engine's owner around a backward and between iterations.
-
 #include "brigade/reducer/engine.h"
 
+#include <c10/core/GradMode.h>
 #include <c10/util/Exception.h>
 
+#include <exception>
 #include <functional>
 #include <stdexcept>
+#include <thread>
 #include <utility>
 
 #include "absl/strings/str_cat.h"
-#include "brigade/comm/errors/error_texts.h"
+#include "brigade/comm/errors/message_of.h"
 #include "brigade/comm/errors/peer_error.h"
 #include "brigade/hooks/backward_end.h"
-#include "brigade/hooks/output_hooks.h"
+#include "brigade/hooks/output_watch.h"
 
 namespace brigade {
 namespace {
@@ -22,68 +23,90 @@ constexpr int64_t kWatchedIterations = 5;
 
 }  // namespace
 
-Engine::Engine(DataParallelPolicy& policy)
-    : hooks_(std::make_shared<GradientHooks>(
-          policy.table().replicas(),
-          [this](VariableIndex variable, bool is_defined) {
-            gradient_ready(variable, is_defined);
-          })),
-      policy_(policy),
-      peers_(policy.group(), policy.options().control_channel),
-      agreement_(policy_, peers_, observations_),
-      watches_continuations_until_(kWatchedIterations) {
-  adopt_sequence();
-  peers_.compare_others(!policy.hook_traits().fails_by_network_only);
+template <typename Work>
+auto Engine::noting_errors(const Work& work) {
+  try {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    return work();
+  } catch (...) {
+    observations_.note_error();
+    throw;
+  }
 }
 
+Engine::Engine(ReducerSetup setup)
+    : policy_(std::move(setup), observations_.counts),
+      peers_(policy_.group()),
+      end_(policy_, peers_, observations_),
+      watches_continuations_until_(kWatchedIterations),
+      hooks_(std::make_shared<GradientHooks>(
+          policy_.table().replicas(),
+          [this](VariableIndex variable, bool is_defined) {
+            gradient_ready(variable, is_defined);
+          })) {
+  policy_.set_hooks(*hooks_);
+  end_.adopt_sequence(nullptr);
+  peers_.compare_others(!policy_.hook_traits().fails_by_network_only);
+}
+
+Engine::~Engine() {
+  observations_.stall_watch = nullptr;  // asks this object
+
+  // A backward that failed may report it a little late, on another thread.
+  const std::weak_ptr<GradientHooks> callbacks = hooks_;
+  hooks_ = nullptr;
+  while (!callbacks.expired()) std::this_thread::yield();
+
+  if (iteration_) end_.let_go(*iteration_);
+}
+
+// What ranks have compared decides on the plan.
 void Engine::connect() {
   const std::lock_guard<std::mutex> lock(mutex_);
+  if (!policy_.options().verify_across_ranks) return peers_.connect_later();
   connect_ranks();
   peers_.set_agreed(policy_.fingerprint());
+  policy_.connect_on_host();
 }
 
 void Engine::connect_ranks() {
   peers_.connect();
-  if (!policy_.options().control_channel) return;
   observations_.watch_stalls(policy_.group(), peers_.store_prefix(),
                              {.engine = "Reducer", .unit = "bucket"},
                              [this] { return describe_progress(); });
 }
 
-// ---- An iteration.
+// ---- An iteration
 
-void Engine::prepare(std::span<const at::Tensor> outputs) try {
-  const std::lock_guard<std::mutex> lock(mutex_);
-  require_no_running_backward();
-  end_unfinished_iteration();
-  if (!policy_.expects_gradients()) {
-    take_iteration();
-    return;
-  }
-  start_iteration();
-  policy_.on_prepared(outputs);
-  membership_.prepared(watch_outputs(
-      outputs, hooks_, [this, preparation = iteration_->preparation] {
-        on_output_reached(preparation);
-      }));
-  observations_.timeline.prepared(iteration_->number);
-} catch (...) {
-  observations_.note_error();
-  throw;
+void Engine::prepare(std::span<const at::Tensor> outputs) {
+  noting_errors([&] {
+    require_no_running_backward();
+    end_unfinished_iteration();
+    if (!policy_.expects_gradients()) {
+      take_iteration();
+      return;
+    }
+    start_iteration();
+    policy_.on_prepared(outputs);
+    membership_.prepared(watch_outputs(
+        outputs, hooks_, [this, preparation = iteration_->preparation] {
+          on_output_reached(preparation);
+        }));
+    observations_.timeline.prepared(iteration_->number);
+  });
 }
 
 void Engine::start_iteration() {
   take_iteration();
   peers_.require_open();
-  agreement_.confirm_due_ends();
+  end_.confirm_due_ends();
   policy_.check_variables();
   replan_if_due();
-  if (policy_.before_iteration()) adopt_sequence();
+  if (policy_.before_iteration()) end_.adopt_sequence(nullptr);
 
   has_forward_ = true;
-  ++observations_.prepared;
-  iteration_ = make_iteration(observations_.begun + 1);
-  phase_ = Phase::kPrepared;
+  ++observations_.counts.prepared;
+  iteration_ = make_iteration(observations_.counts.begun + 1);
   membership_.prepared(/*outputs_are_watched=*/false);
   observations_.iteration_begins(iteration_->number);
   const std::shared_ptr<Iteration> agreeing = iteration_;
@@ -92,8 +115,8 @@ void Engine::start_iteration() {
 
 // As by a checkpoint around what is wrapped, which computes forward again.
 void Engine::require_no_running_backward() const {
-  const bool is_inside =
-      phase_ == Phase::kReducing && running_backward_id() >= 0;
+  const bool is_inside = iteration_ && iteration_->phase == Phase::kReducing &&
+                         running_backward_id() >= 0;
   TORCH_CHECK(!is_inside,
               "Reducer: expected a forward outside of the backward of ",
               describe(iteration_->occasion),
@@ -104,10 +127,10 @@ void Engine::require_no_running_backward() const {
 
 // An iteration that has begun and is not over will get no more gradients.
 void Engine::end_unfinished_iteration() {
-  if (!has_begun(phase_)) return;
-  // A backward whose end has not been told has thrown, on another thread.
-  if (phase_ != Phase::kSuspended) return abort_iteration();
+  if (!has_begun()) return;
   Iteration& iteration = *iteration_;
+  // A backward whose end has not been told has thrown, on another thread.
+  if (iteration.phase != Phase::kSuspended) return abort_iteration();
   TORCH_CHECK(
       !finalizes_manually_ || !iteration.order.all_launched(),
       "Expected to have finalized the prior backward pass, but that of ",
@@ -115,18 +138,14 @@ void Engine::end_unfinished_iteration() {
       " was not.\nCall finalize_backward() once after each backward "
       "that is reduced.");
   iteration.failure =
-      policy_.describe_missing(iteration.ready.missing(), iteration.occasion);
+      policy_.describe_missing(missing(iteration), iteration.occasion);
   const std::string text = iteration.failure;
   abort_iteration();
   TORCH_CHECK(false, text);
 }
 
-void Engine::end_iteration() try {
-  const std::lock_guard<std::mutex> lock(mutex_);
-  end_unfinished_iteration();
-} catch (...) {
-  observations_.note_error();
-  throw;
+void Engine::end_iteration() {
+  noting_errors([&] { end_unfinished_iteration(); });
 }
 
 void Engine::expect_forwards() {
@@ -141,34 +160,32 @@ void Engine::note_local_forward(std::span<const at::Tensor> outputs) {
   watch_outputs(outputs, hooks_, [this] { on_local_output_reached(); });
 }
 
-void Engine::shadow() try {
-  const std::lock_guard<std::mutex> lock(mutex_);
-  end_unfinished_iteration();
-  start_iteration();
-  phase_ = Phase::kReducing;
-  observations_.begun = iteration_->number;
-  peers_.backward_begins();
-  try {
-    if (policy_.skips_unused_buckets()) begin_together();
-    iteration_->is_shadow = true;
-    mark_at_begin();
-    iteration_->order.mark_all();
-    launch_ready();
-  } catch (...) {
-    failed(std::current_exception());
-    abort_iteration();
-    throw;
-  }
-  finish();
-} catch (...) {
-  observations_.note_error();
-  throw;
+void Engine::shadow() {
+  noting_errors([&] {
+    end_unfinished_iteration();
+    start_iteration();
+    iteration_->phase = Phase::kReducing;
+    observations_.counts.begun = iteration_->number;
+    peers_.backward_begins();
+    try {
+      if (policy_.skips_unused_buckets()) end_.begin_together(*iteration_);
+      iteration_->is_shadow = true;
+      mark_at_begin();
+      iteration_->order.mark_all();
+      launch_ready();
+    } catch (...) {
+      iteration_->fail(std::current_exception());
+      abort_iteration();
+      throw;
+    }
+    finish();
+  });
 }
 
 void Engine::set_manual_finalization(bool required) {
   const std::lock_guard<std::mutex> lock(mutex_);
   if (required == finalizes_manually_) return;
-  TORCH_CHECK(is_between(phase_), "Reducer::set_manual_finalization: ",
+  TORCH_CHECK(!iteration_, "Reducer::set_manual_finalization: ",
               describe(iteration_->occasion),
               " is prepared or under way; this cannot be called after forward "
               "while a backward is expected.\nCall it before forward, or when "
@@ -176,120 +193,391 @@ void Engine::set_manual_finalization(bool required) {
   finalizes_manually_ = required;
 }
 
-void Engine::finalize() try {
-  const std::lock_guard<std::mutex> lock(mutex_);
-  TORCH_CHECK(finalizes_manually_,
-              "Reducer::finalize_backward: manual backward finalization is not "
-              "required.\nSet it before forward, or let backward end the "
-              "iteration.");
-  TORCH_CHECK(phase_ == Phase::kReducing || phase_ == Phase::kSuspended,
-              "Reducer::finalize_backward: no gradient reduction requires "
-              "finalization.\nCall it once, after a backward outside of "
-              "no_sync.");
-  TORCH_CHECK(
-      iteration_->order.all_launched(),
-      "Reducer::finalize_backward: called before all DDP buckets were ready: "
-      "gradients of ",
-      policy_.name_of(iteration_->ready.missing()),
-      " are missing.\nCall it when all have come, at the latest after "
-      "backward.");
-  finish();
-} catch (...) {
-  observations_.note_error();
-  throw;
+void Engine::finalize() {
+  noting_errors([&] {
+    TORCH_CHECK(finalizes_manually_,
+                "Reducer::finalize_backward: manual backward finalization is "
+                "not required.\nSet it before forward, or let backward end the "
+                "iteration.");
+    TORCH_CHECK(has_begun() && !iteration_->is_ending(),
+                "Reducer::finalize_backward: no gradient reduction requires "
+                "finalization.\nCall it once, after a backward outside of "
+                "no_sync.");
+    TORCH_CHECK(
+        iteration_->order.all_launched(),
+        "Reducer::finalize_backward: called before all DDP buckets were ready: "
+        "gradients of ",
+        policy_.name_of(missing(*iteration_)),
+        " are missing.\nCall it when all have come, at the latest after "
+        "backward.");
+    finish();
+  });
 }
 
-// ---- Between iterations: ranks meet, and the sequence changes.
-
-void Engine::await_statuses() try {
-  const std::lock_guard<std::mutex> lock(mutex_);
-  agreement_.confirm_ends();
-  if (agreement_.late_failure().empty()) return;
-  throw_peer_error(
-      "Reducer",
-      std::make_exception_ptr(std::runtime_error(agreement_.late_failure())));
-} catch (...) {
-  observations_.note_error();
-  throw;
+void Engine::finish() {
+  const std::shared_ptr<Iteration> iteration = take_iteration();
+  membership_.mark_finished(iteration->preparation, iteration->creates_graph);
+  has_forward_ = iteration->creates_graph;  // which a backward may go through
+  end_.finish(iteration);
 }
 
-void Engine::meet_peers(std::string_view deed) try {
+void Engine::abort_iteration() {
+  const std::shared_ptr<Iteration> iteration = take_iteration();
+  membership_.mark_finished(iteration->preparation,
+                            /*may_be_repeated=*/false);
+  end_.abort(*iteration);
+}
+
+std::shared_ptr<Iteration> Engine::make_iteration(int64_t number) const {
+  return std::make_shared<Iteration>(
+      Preparation{.number = observations_.counts.prepared, .iteration = number},
+      policy_.group()->getRank(), policy_.sequence(),
+      policy_.table().num_variables());
+}
+
+std::shared_ptr<Iteration> Engine::take_iteration() {
+  return std::exchange(iteration_, nullptr);
+}
+
+Occasion Engine::occasion(int64_t iteration) const {
+  return {.iteration = iteration, .rank = policy_.group()->getRank()};
+}
+
+// ---- In a backward: gradients become ready, collectives are launched
+
+// The outputs of any forward since the last iteration are this one's.
+void Engine::on_output_reached(Preparation preparation) {
+  noting_errors([&] {
+    const int backward_id = running_backward_id();
+    membership_.output_reached(preparation, backward_id);
+    if (!iteration_ || iteration_->is_ending() ||
+        membership_.is_finished(preparation)) {
+      return;
+    }
+    observations_.timeline.backward_begins();
+    enter_backward(backward_id);
+    try {
+      // What is launched without a gradient goes first: on a rank that leaves
+      // out all but the last parameters the first gradient may come after
+      // another collective of the backward, which its peers meet after their
+      // first units.
+      if (policy_.begins_at_outputs() && accumulates_all_gradients()) {
+        begin_reduction();
+      }
+      for (const EarlyGradient& early : membership_.take_from(backward_id)) {
+        accept_gradient(early.variable, early.is_defined);
+      }
+    } catch (...) {
+      iteration_->fail(std::current_exception());
+      throw;
+    }
+  });
+}
+
+void Engine::on_local_output_reached() {
   const std::lock_guard<std::mutex> lock(mutex_);
-  come_together(deed);
-} catch (...) {
-  observations_.note_error();
-  throw;
+  const int id = running_backward_id();
+  if (!membership_.local_output_reached(id)) return;
+  const auto ended = [this, id] {
+    const std::lock_guard<std::mutex> lock_at_end(mutex_);
+    membership_.local_backward_ended(id);
+  };
+  watch_backward_end(hooks_, ended, ended);
+}
+
+void Engine::gradient_ready(VariableIndex variable, bool is_defined) {
+  noting_errors([&] {
+    const int backward_id = running_backward_id();
+    if (!iteration_ || iteration_->is_ending()) {
+      policy_.on_local_gradient(variable, is_defined);
+      if (iteration_) return;
+      if (const auto finished = membership_.passed_by(backward_id)) {
+        TORCH_CHECK(false,
+                    policy_.describe_late(variable, occasion(*finished)));
+      }
+      if (expects_forwards_ && !has_forward_ &&
+          !membership_.is_local(backward_id)) {
+        report_unannounced(variable);
+      }
+      return;
+    }
+    const bool runs = iteration_->phase == Phase::kReached ||
+                      iteration_->phase == Phase::kReducing;
+    try {
+      if (!runs && membership_.is_undecided(backward_id)) {
+        return accept_early_gradient(variable, is_defined, backward_id);
+      }
+      if (!runs) enter_backward(backward_id);
+      accept_gradient(variable, is_defined);
+    } catch (...) {
+      iteration_->fail(std::current_exception());
+      throw;
+    }
+  });
+}
+
+// As where the wrapped module is called in place of its wrapper.
+void Engine::report_unannounced(VariableIndex variable) {
+  const std::string text = policy_.describe_unannounced(
+      variable, occasion(observations_.counts.begun));
+  TORCH_CHECK(!policy_.options().one_backward_per_forward, text);
+  if (!std::exchange(has_warned_, true)) TORCH_WARN(text);
+}
+
+// Reentrant backwards inside of one change nothing.
+void Engine::enter_backward(int backward_id) {
+  Phase& phase = iteration_->phase;
+  if (phase == Phase::kPrepared) {
+    phase = Phase::kReached;
+    peers_.backward_begins();
+  } else if (phase == Phase::kSuspended) {
+    phase = Phase::kReducing;
+  } else {
+    return;
+  }
+  watch_end(backward_id);
+}
+
+// Autograd reports a backward's end only to those who ask during it.
+void Engine::watch_end(int backward_id) {
+  const int64_t preparation = iteration_->preparation.number;
+  const auto on_abandoned = [this, preparation] {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    if (iteration_ && iteration_->preparation.number == preparation) {
+      abort_iteration();
+    }
+  };
+  watch_backward_end(
+      hooks_,
+      [this, preparation, backward_id] {
+        on_backward_end(preparation, backward_id);
+      },
+      on_abandoned);
+}
+
+// The backward may come to the prepared outputs later; else the gradient stays
+// on this rank.
+void Engine::accept_early_gradient(VariableIndex variable, bool is_defined,
+                                   int backward_id) {
+  policy_.on_local_gradient(variable, is_defined);
+  const Iteration& iteration = *iteration_;
+  if (iteration.is_ready[policy_.table().number_of(variable)]) {
+    // Its unit is on its way. The iteration should have been over.
+    TORCH_CHECK(false, policy_.describe_missing(missing(iteration),
+                                                iteration.occasion));
+  }
+  membership_.keep({.variable = variable,
+                    .is_defined = is_defined,
+                    .backward_id = backward_id});
+}
+
+// Gradients that will not come are ready once backward has begun. Not before:
+// forward's outputs may be used for something else.
+void Engine::begin_reduction() {
+  Iteration& iteration = *iteration_;
+  if (iteration.has_begun()) return;
+  iteration.phase = Phase::kReducing;
+  observations_.counts.begun = iteration.number;
+  observations_.timeline.backward_begins();
+  iteration.creates_graph = at::GradMode::is_enabled();
+  if (policy_.skips_unused_buckets()) end_.begin_together(*iteration_);
+  if (!policy_.hook_traits().fails_by_network_only &&
+      iteration.number <= watches_continuations_until_) {
+    iteration.continuations.emplace();
+  }
+  mark_at_begin();
+  launch_ready();
+}
+
+// What a policy knows when a backward begins: the gradients that will not come.
+void Engine::mark_at_begin() {
+  const bool is_shadow = iteration_->is_shadow;
+  policy_.mark_used_at_begin(is_shadow);
+  // Before anything is launched that depends on the map.
+  if (policy_.skips_unused_buckets()) deliver_used_map();
+  policy_.on_backward_begins(
+      is_shadow, [this](size_t variable, Slot slot) { mark(variable, slot); });
+}
+
+// The sum of the used parameters, which is launched first.
+void Engine::deliver_used_map() {
+  launch_ready();
+  const WaitForPeers waiting(*observations_.progress);
+  Collective& map = *iteration_->launches.front().collective;
+  try {
+    map.deliver(/*result=*/{});  // which waits
+  } catch (...) {
+    end_.raise(*iteration_,
+               failure_of(iteration_->occasion, ErrorSource::kFuture, map));
+  }
+}
+
+void Engine::mark(size_t variable, Slot slot) {
+  if (slot.has_gradient) {
+    observations_.timeline.gradient_ready(policy_.table().variable(variable));
+  }
+  iteration_->is_ready[variable] = true;
+  mark_and_pack(*iteration_, slot.entry, observations_);
+}
+
+void Engine::launch_ready() {
+  if (const auto failure =
+          brigade::launch_ready(*iteration_, peers_, observations_)) {
+    end_.raise(*iteration_, *failure);
+  }
+}
+
+void Engine::accept_gradient(VariableIndex variable, bool is_defined) {
+  begin_reduction();
+  const size_t number = policy_.table().number_of(variable);
+  char& is_ready = iteration_->is_ready[number];
+  if (is_ready) policy_.refuse(variable, iteration_->occasion);
+  const std::optional<Slot> slot = policy_.on_gradient(variable, is_defined);
+  if (!slot) return;
+  if (slot->has_gradient) {
+    observations_.timeline.gradient_ready(variable);
+  }
+  is_ready = true;
+  if (mark_and_pack(*iteration_, slot->entry, observations_)) launch_ready();
+}
+
+void Engine::on_backward_end(int64_t preparation, int backward_id) {
+  noting_errors([&] {
+    const std::shared_ptr<Iteration> iteration = iteration_;
+    if (!iteration || iteration->preparation.number != preparation) return;
+    if (iteration->is_ending()) return abort_iteration();
+    // Gradients were computed, but not of parameters; perhaps there are none to
+    // come.
+    if (!iteration->has_begun() && !policy_.may_end_without_gradients()) {
+      iteration->phase = Phase::kPrepared;
+      return;
+    }
+    const size_t launched_before = iteration->launches.size();
+    try {
+      begin_reduction();
+      policy_.on_backward_ends(
+          [this](size_t variable, Slot slot) { mark(variable, slot); });
+      launch_ready();
+    } catch (...) {
+      iteration->fail(std::current_exception());
+      abort_iteration();
+      throw;
+    }
+    // Comm hooks that have only now been called may have queued callbacks.
+    if (iteration->launches.size() > launched_before) {
+      return watch_end(backward_id);
+    }
+    iteration->phase = Phase::kSuspended;
+    if (iteration->order.all_launched()) {
+      if (!finalizes_manually_) finish();
+    } else if (policy_.options().one_backward_per_forward) {
+      end_unfinished_iteration();
+    }
+    // Else another backward may bring what is missing. What has been launched
+    // is not waited for: a peer may have failed before it did.
+  });
+}
+
+// ---- Between iterations: ranks meet, and the sequence changes
+
+void Engine::await_statuses() {
+  noting_errors([&] {
+    end_.confirm_ends();
+    if (end_.late_failure().empty()) return;
+    throw_peer_error("Reducer", std::make_exception_ptr(
+                                    std::runtime_error(end_.late_failure())));
+  });
+}
+
+void Engine::meet_peers(std::string_view deed) {
+  noting_errors([&] { come_together(deed); });
 }
 
 // Peers may be in an iteration that this rank has not begun.
 void Engine::come_together(std::string_view deed) {
   end_unfinished_iteration();
   peers_.require_open();
-  if (agreement_.runs_ahead()) return agreement_.confirm_due_ends();
-  end_together(*make_iteration(observations_.begun),
-               {.kind = StatusKind::kAsk,
-                .fingerprint = std::hash<std::string_view>()(deed),
-                .text = status_text(deed)});
+  if (end_.runs_ahead()) return end_.confirm_due_ends();
+  if (!peers_.is_connected()) connect_ranks();
+  agree(*make_iteration(observations_.counts.begun),
+        {.kind = StatusKind::kAsk,
+         .fingerprint = std::hash<std::string_view>()(deed),
+         .text = status_text(deed)});
+}
+
+void Engine::agree(Iteration& iteration, const RankStatus& own) {
+  try {
+    end_.agree(iteration, own);
+  } catch (...) {
+    take_iteration();
+    throw;
+  }
 }
 
 void Engine::call_before_forward(std::string_view doing,
-                                 const std::function<void()>& collective) try {
-  const std::lock_guard<std::mutex> lock(mutex_);
-  come_together("came to a forward");
-  call_between_iterations(doing, collective);
-} catch (...) {
-  observations_.note_error();
-  throw;
+                                 const std::function<void()>& collective) {
+  noting_errors([&] {
+    come_together("came to a forward");
+    call_between_iterations(doing, collective);
+  });
 }
 
-bool Engine::replan() try {
-  const std::lock_guard<std::mutex> lock(mutex_);
-  if (has_begun(phase_)) return false;
-  // What was learnt counts when its end is confirmed.
-  if (policy_.is_learning()) agreement_.confirm_ends();
-  return replan_if_due();
-} catch (...) {
-  observations_.note_error();
-  throw;
+bool Engine::replan() {
+  return noting_errors([&] {
+    if (has_begun()) return false;
+    // What was learnt counts when its end is confirmed.
+    if (policy_.is_learning()) end_.confirm_ends();
+    return replan_if_due();
+  });
 }
 
 bool Engine::replan_if_due() {
+  if (!policy_.is_replan_due()) return false;
   const bool was_agreed = peers_.is_agreed(policy_.fingerprint());
-  const Replanned replanned = policy_.replan(
-      [this](std::string_view doing, const std::function<void()>& collective) {
-        call_between_iterations(doing, collective);
-      });
-  if (replanned == Replanned::kOtherSequence) {
-    adopt_sequence();
+  call_between_iterations("agreeing on the order of gradients",
+                          [this] { policy_.agree_on_order(); });
+  if (policy_.replan()) {
+    end_.adopt_sequence(iteration_.get());
     if (was_agreed) peers_.set_agreed(policy_.fingerprint());
   }
-  return replanned != Replanned::kNotDue;
+  return true;
 }
 
-void Engine::change_sequence(std::string_view caller,
-                             const std::function<bool()>& change) try {
-  const std::lock_guard<std::mutex> lock(mutex_);
-  TORCH_CHECK(!has_begun(phase_), caller, ": ",
-              describe(occasion(observations_.begun)),
+void Engine::require_not_reducing(std::string_view caller) const {
+  TORCH_CHECK(!has_begun(), caller, ": ",
+              describe(occasion(observations_.counts.begun)),
               " is being reduced.\nCall it before the backward or after it.");
-  // All ranks change it, whatever each of them is still to hear.
-  std::exception_ptr refuted;
-  try {
-    agreement_.confirm_ends();
-  } catch (...) {
-    refuted = std::current_exception();
-  }
-  if (change()) adopt_sequence();
-  peers_.compare_others(!policy_.hook_traits().fails_by_network_only);
-  watches_continuations_until_ = observations_.begun + kWatchedIterations;
-  // Later ranks may be in different places.
-  if (peers_.is_connected()) {
-    agree_on_sequence(*make_iteration(observations_.begun + 1));
-  }
-  if (refuted) std::rethrow_exception(refuted);
-} catch (...) {
-  observations_.note_error();
-  throw;
+}
+
+void Engine::set_hook(std::shared_ptr<c10d::CommHookInterface> hook) {
+  noting_errors([&] {
+    require_not_reducing("Reducer::set_comm_hook");
+    // All ranks change it, whatever each of them is still to hear.
+    std::exception_ptr refuted;
+    try {
+      end_.confirm_ends();
+    } catch (...) {
+      refuted = std::current_exception();
+    }
+    if (policy_.set_hook(std::move(hook))) {
+      end_.adopt_sequence(iteration_.get());
+    }
+    peers_.compare_others(!policy_.hook_traits().fails_by_network_only);
+    const int64_t begun = observations_.counts.begun;
+    watches_continuations_until_ = begun + kWatchedIterations;
+    // Later ranks may be in different places.
+    if (peers_.is_connected()) agree_on_sequence(*make_iteration(begun + 1));
+    if (refuted) std::rethrow_exception(refuted);
+  });
+}
+
+// A sequence is agreed on where it is made: later a peer may wait for something
+// else than this rank's next forward or first gradient.
+void Engine::agree_on_sequence(Iteration& iteration) {
+  if (!peers_.is_connected()) connect_ranks();
+  if (peers_.is_agreed(policy_.fingerprint())) return;
+  agree(iteration, end_.begin_status());
+  peers_.set_agreed(policy_.fingerprint());
 }
 
 void Engine::call_between_iterations(std::string_view doing,
@@ -305,46 +593,13 @@ void Engine::call_between_iterations(std::string_view doing,
   }
 }
 
-// One that has begun goes on, with entries that wait for the same.
-void Engine::adopt_sequence() {
-  const std::span<Collective* const> sequence = policy_.sequence();
-  if (iteration_) {
-    iteration_->sequence = sequence;
-    if (!has_begun(phase_)) iteration_->order = launch_order_of(sequence);
-  }
-  std::vector<c10::Device> devices;
-  devices.reserve(sequence.size());
-  for (const Collective* collective : sequence) {
-    if (collective->unit()) devices.push_back(collective->device());
-  }
-  observations_.bind(std::move(devices), policy_.table().num_variables());
-}
-
-std::shared_ptr<Iteration> Engine::make_iteration(int64_t number) const {
-  return std::make_shared<Iteration>(
-      Preparation{.number = observations_.prepared, .iteration = number},
-      policy_.group()->getRank(), policy_.sequence(),
-      policy_.table().num_variables());
-}
-
-std::shared_ptr<Iteration> Engine::take_iteration() {
-  phase_ = Phase::kIdle;
-  return std::exchange(iteration_, nullptr);
-}
-
-Occasion Engine::occasion(int64_t iteration) const {
-  return {.iteration = iteration, .rank = policy_.group()->getRank()};
-}
-
-void Engine::stop_watching_gradients(std::string_view caller) {
+void Engine::stop_watching_gradients() {
   const std::lock_guard<std::mutex> lock(mutex_);
-  TORCH_CHECK(!has_begun(phase_), caller, ": ",
-              describe(occasion(observations_.begun)),
-              " is being reduced.\nCall it before the backward or after it.");
+  require_not_reducing("Reducer::stop_watching_gradients");
   hooks_->remove();
 }
 
-// ---- A group that is lost, and what can be observed.
+// ---- A group that is lost, and what can be observed
 
 bool Engine::can_continue() const {
   const std::lock_guard<std::mutex> lock(mutex_);
@@ -355,31 +610,24 @@ void Engine::abort_group() {
   const std::lock_guard<std::mutex> lock(mutex_);
   peers_.leave(
       {.kind = StatusKind::kFailed,
-       .iteration = observations_.begun,
+       .iteration = observations_.counts.begun,
        .text = status_text("A collective beside the iteration failed.")});
 }
 
 std::vector<size_t> Engine::missing_gradients() const {
   const std::lock_guard<std::mutex> lock(mutex_);
-  if (!has_begun(phase_)) return {};
-  return iteration_->ready.missing();
+  if (!has_begun()) return {};
+  return missing(*iteration_);
 }
 
 ReducerStatistics Engine::statistics() const {
   const std::lock_guard<std::mutex> lock(mutex_);
-  ReducerStatistics statistics = policy_.statistics();
-  statistics.prepared = observations_.prepared;
-  statistics.begun = observations_.begun;
-  statistics.reduced = observations_.reduced;
-  statistics.aborted = observations_.aborted;
-  statistics.buckets_launched = observations_.buckets_launched;
-  statistics.buckets_skipped = observations_.buckets_skipped;
-  return statistics;
+  return observations_.counts;
 }
 
 void Engine::forward_begins() {
   const std::lock_guard<std::mutex> lock(mutex_);
-  observations_.timeline.forward_begins(observations_.begun + 1);
+  observations_.timeline.forward_begins(observations_.counts.begun + 1);
 }
 
 Timeline Engine::timeline() const {
@@ -420,10 +668,6 @@ void Engine::set_stall_handler(
   }
 }
 
-std::optional<ReductionError> Engine::last_error() const {
-  return observations_.last_error.get();
-}
-
 // Called on another thread; never waits for the lock, which an engine that
 // waits for its peers holds.
 std::string Engine::describe_progress() const {
@@ -436,11 +680,11 @@ std::string Engine::describe_progress() const {
                         progress.is_waiting() ? " and waits for its peers"
                                               : " and is inside a hook");
   }
-  if (is_between(phase_)) {
+  if (!iteration_) {
     return absl::StrCat("has prepared nothing since iteration ",
-                        observations_.begun);
+                        observations_.counts.begun);
   }
-  if (!has_begun(phase_)) {
+  if (!iteration_->has_begun()) {
     return absl::StrCat("has prepared iteration ", iteration_->number,
                         ", whose backward has reached no parameter");
   }
@@ -448,10 +692,10 @@ std::string Engine::describe_progress() const {
       absl::StrCat("has launched ", num_units(iteration_->launches), " of ",
                    num_units(iteration_->sequence), " buckets of iteration ",
                    iteration_->number);
-  const std::vector<size_t> missing = iteration_->ready.missing();
-  if (!missing.empty()) {
+  const std::vector<size_t> unready = missing(*iteration_);
+  if (!unready.empty()) {
     absl::StrAppend(&words, " and waits for the gradients of ",
-                    policy_.name_of(missing));
+                    policy_.name_of(unready));
   }
   return words;
 }

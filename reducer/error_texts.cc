@@ -56,7 +56,7 @@ std::string torchs_words_of_second(size_t parameter,
       parameter,
       table.names().empty()
           ? ""
-          : absl::StrCat(" with name ", std::string(table.names()[parameter])),
+          : absl::StrCat(" with name ", table.names()[parameter]),
       ".");
 }
 

@@ -11,7 +11,7 @@
 #include <span>
 #include <string>
 
-#include "brigade/reducer/occasion.h"
+#include "brigade/reducer/collective.h"
 #include "brigade/reducer/parameter_table.h"
 #include "brigade/reducer/reducer_options.h"
 

@@ -1,7 +1,6 @@
-// Everything that belongs to one iteration and dies with it.
-//
-// Made when a backward is prepared, dropped when the results have been
-// delivered or the iteration is aborted.
+// The state of one iteration, and the launch of its collectives. It is made
+// when a backward is prepared, and dropped when the results have been delivered
+// or the iteration is aborted.
 //
 // Thread safety: none; the engine's lock covers it.
 
@@ -10,24 +9,42 @@
 
 #include <ATen/ThreadLocalState.h>
 #include <ATen/core/ivalue.h>
+#include <c10/core/GradMode.h>
+#include <c10/core/impl/LocalDispatchKeySet.h>
 
-#include <algorithm>
+#include <chrono>
 #include <cstddef>
 #include <cstdint>
+#include <exception>
 #include <optional>
 #include <span>
 #include <string>
-#include <utility>
 #include <vector>
 
 #include "brigade/comm_hooks/chained_collectives.h"
+#include "brigade/comm_hooks/hook_traits.h"
 #include "brigade/planning/launch_order.h"
-#include "brigade/planning/ready_variables.h"
 #include "brigade/reducer/backward_membership.h"
 #include "brigade/reducer/collective.h"
-#include "brigade/reducer/occasion.h"
+#include "brigade/reducer/observations.h"
+#include "brigade/reducer/peer_status.h"
 
 namespace brigade {
+
+// docs/protocol.md, "Phases", says how one leads to another.
+enum class Phase {
+  // Not begun.
+  kPrepared,  // forward is done
+  kReached,   // a backward goes through it; no gradient has come
+
+  // Begun.
+  kReducing,   // in a backward that brings gradients, or a shadow of its peers'
+  kSuspended,  // between two such backwards, or waiting to be finalized
+
+  // An error, which is on its way out, has ended it: nothing is launched.
+  kFailed,  // peers have not been told
+  kOver,    // peers know, or can't be told
+};
 
 struct Launch {
   Collective* collective = nullptr;
@@ -40,66 +57,86 @@ inline bool is_pending(const Launch& launch) {
   return launch.future && !launch.future->completed();
 }
 
-inline int64_t num_units(std::span<Collective* const> sequence) {
-  return std::ranges::count_if(sequence, [](const Collective* collective) {
-    return collective->unit().has_value();
-  });
-}
-
-inline int64_t num_units(std::span<const Launch> launches) {
-  return std::ranges::count_if(launches, [](const Launch& launch) {
-    return launch.collective->unit().has_value();
-  });
-}
-
-inline LaunchOrder launch_order_of(std::span<Collective* const> sequence) {
-  std::vector<uint32_t> num_pending;
-  num_pending.reserve(sequence.size());
-  for (const Collective* collective : sequence) {
-    num_pending.push_back(static_cast<uint32_t>(collective->num_awaited()));
-  }
-  return LaunchOrder(std::move(num_pending));
-}
-
 struct Iteration {
   Iteration(Preparation prepared_by, int rank,
-            std::span<Collective* const> sequence_of_it, size_t num_variables)
-      : preparation(prepared_by),
-        number(prepared_by.iteration),
-        occasion{.iteration = number, .rank = rank},
-        sequence(sequence_of_it),
-        order(launch_order_of(sequence)),
-        ready(num_variables) {
-    launches.reserve(sequence.size());
-  }
+            std::span<Collective* const> sequence_of_it, size_t num_variables);
 
   const Preparation preparation;
   const int64_t number;  // that its backward makes it
   const Occasion occasion;
+  Phase phase = Phase::kPrepared;
   bool creates_graph = false;             // its backward does
   bool is_shadow = false;                 // this rank contributes nothing
   bool has_begun_together = false;        // ranks have compared where it begins
   const at::ThreadLocalState preparer;    // of the thread that prepared
   std::span<Collective* const> sequence;  // what is launched
   LaunchOrder order;                      // of the sequence
-  ReadyVariables ready;                   // by number
+  std::vector<char> is_ready;             // by number of the variable
   std::vector<Launch> launches;           // without the one that threw
   ChainedCollectives chained;
   std::optional<ContinuationWatch> continuations;  // of a user's new hook
-  std::string failure;  // what went wrong first, told to the other ranks
+  std::string failure;  // the first error, told to the other ranks
+
+  bool has_begun() const { return phase >= Phase::kReducing; }
+  bool is_ending() const { return phase >= Phase::kFailed; }
+  // Nothing is launched any more. The first error's text is kept.
+  void fail(const std::exception_ptr& error);
 };
+
+LaunchOrder launch_order_of(std::span<Collective* const> sequence);
+
+int64_t num_units(std::span<Collective* const> sequence);
+int64_t num_units(std::span<const Launch> launches);
+
+// Variables whose gradients are not ready, ascending.
+std::vector<size_t> missing(const Iteration& iteration);
 
 // The unit that is to be launched next, or how many there are: where an
 // iteration that fails has come to.
-inline int64_t next_unit(const Iteration& iteration) {
-  for (size_t entry = 0; entry < iteration.sequence.size(); ++entry) {
-    const std::optional<size_t> unit = iteration.sequence[entry]->unit();
-    if (unit && !iteration.order.is_launched(entry)) {
-      return static_cast<int64_t>(*unit);
-    }
-  }
-  return num_units(iteration.sequence);
-}
+int64_t next_unit(const Iteration& iteration);
+
+// The thread-local state under which an entry is packed, launched and
+// delivered: that of the thread that prepared the backward (profilers, dispatch
+// modes), but without autograd and autocast. Source: torch runs comm hooks so.
+class HookScope {
+ public:
+  explicit HookScope(const at::ThreadLocalState& preparer)
+      : as_preparer_(preparer), no_autocast_(c10::autocast_dispatch_keyset) {}
+  HookScope(const HookScope&) = delete;
+  HookScope& operator=(const HookScope&) = delete;
+
+ private:
+  const at::ThreadLocalStateGuard as_preparer_;
+  const at::NoGradGuard no_grad_;
+  const c10::impl::ExcludeDispatchKeyGuard no_autocast_;
+};
+
+// One of those that `entry` waits for is there: packs it if that was the last.
+// Returns whether it was. Errors: what packing throws.
+bool mark_and_pack(Iteration& iteration, size_t entry,
+                   Observations& observations);
+
+// Launches the entries that are ready; substitutes if the iteration is a
+// shadow. Stops at one that throws, and returns why.
+std::optional<Failure> launch_ready(Iteration& iteration, PeerStatus& peers,
+                                    Observations& observations);
+
+// Launches zeros for all of an aborted iteration that has not been launched,
+// and does not wait. Throws what a collective throws.
+void launch_rest(Iteration& iteration, PeerStatus& peers,
+                 Observations& observations);
+
+// Launches second collectives, which comm hooks have chained to their first
+// ones (comm_hooks/then_collective.h): in the order of the sequence on every
+// rank, on the calling thread. Waits for each first one `timeout` at most.
+std::optional<Failure> launch_chained(Iteration& iteration, PeerStatus& peers,
+                                      std::chrono::milliseconds timeout);
+
+// Collectives that a hook launched by itself, in a continuation of its future,
+// are a failure: continuations run in another order on each rank. One unit has
+// but one order.
+std::optional<Failure> find_unordered_collectives(const Iteration& iteration,
+                                                  const HookTraits& hook);
 
 }  // namespace brigade
 

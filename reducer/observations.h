@@ -1,18 +1,18 @@
-// Observations of an engine's work: counts, the timeline, ranges
-// for profilers, the last error, and how far it has come.
-//
-// Decides nothing. Each event of an iteration is one call here, which passes it
-// on to whoever wants it; the ends of a step are those of a scope:
+// Observations of an engine's work: counts, the timeline, ranges for profilers,
+// the last error, and how far it has come. Each event of an iteration is one
+// call here; the ends of a step are those of a scope:
 //
 //   const ObservedPack packing(observations_, unit);
 //   ... packs it ...
 //
-// Thread safety: the engine's lock covers it, but for what says otherwise in
-// its own header.
+// Thread safety: the engine's lock covers it, but for the last error, progress
+// and the stall watch, which any thread may use.
 
 #ifndef BRIGADE_REDUCER_OBSERVATIONS_H_
 #define BRIGADE_REDUCER_OBSERVATIONS_H_
 
+#include <ATen/core/ivalue.h>
+#include <ATen/record_function.h>
 #include <c10/core/Device.h>
 
 #include <chrono>
@@ -20,6 +20,7 @@
 #include <cstdint>
 #include <functional>
 #include <memory>
+#include <mutex>
 #include <optional>
 #include <string>
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
@@ -27,11 +28,24 @@
 
 #include "brigade/observing/stall_watch.h"
 #include "brigade/observing/timeline_recorder.h"
-#include "brigade/reducer/iteration.h"
-#include "brigade/reducer/last_error.h"
-#include "brigade/reducer/profiler_range.h"
+#include "brigade/reducer/statistics.h"
 
 namespace brigade {
+
+// Open in a profiler while it lives, if one is active when it is made. Costs a
+// look at the thread's callbacks otherwise.
+class ProfilerRange {
+ public:
+  // `scope`: of a step that a user sees in a trace, or of a function. `name`
+  // outlives this object.
+  explicit ProfilerRange(const std::string& name,
+                         at::RecordScope scope = at::RecordScope::USER_SCOPE);
+  ProfilerRange(const ProfilerRange&) = delete;
+  ProfilerRange& operator=(const ProfilerRange&) = delete;
+
+ private:
+  std::optional<at::RecordFunction> function_;
+};
 
 struct Observations {
   // The buckets are these from here on; `devices` of each, in launch order.
@@ -44,28 +58,29 @@ struct Observations {
                     std::function<std::string()> describe_progress);
 
   void iteration_begins(int64_t iteration);
-  void launched(const Launch& launch);
+  // `future`: null if nothing can be awaited.
+  void launched(size_t unit, c10::ivalue::Future* future);
 
-  // To be called in a catch block, without the engine's lock.
-  void note_error() { last_error.note(progress->iteration); }
+  // To be called in a catch block, without the engine's lock. Does not throw.
+  void note_error();
+  std::optional<ReductionError> last_error() const;
 
-  // As in ReducerStatistics.
-  int64_t prepared = 0;
-  int64_t begun = 0;
-  int64_t reduced = 0;
-  int64_t aborted = 0;
-  int64_t buckets_launched = 0;
-  int64_t buckets_skipped = 0;
+  ReducerStatistics counts;
 
   TimelineRecorder timeline;
-  RangeNames names;
-  LastError last_error;
+  std::vector<std::string> pack_names = {};    // by bucket, of profiler ranges
+  std::vector<std::string> launch_names = {};  // likewise
+  const std::string finalize_name = "brigade: finalize";
   std::shared_ptr<Progress> progress = std::make_shared<Progress>();
   // Null: ranks are not connected, nobody to wait for, or no store.
   std::unique_ptr<StallWatch> stall_watch = {};
   // What it is told once it is there.
   std::optional<std::chrono::milliseconds> stall_report_after = {};
   std::function<void(const std::string& report)> stall_handler = {};
+
+ private:
+  mutable std::mutex error_mutex_;
+  std::optional<ReductionError> last_error_;  // guarded by error_mutex_
 };
 
 class ObservedPack {
@@ -73,7 +88,7 @@ class ObservedPack {
   ObservedPack(Observations& observations, size_t unit)
       : timeline_(observations.timeline),
         unit_(unit),
-        range_(observations.names.pack[unit]) {
+        range_(observations.pack_names[unit]) {
     timeline_.pack_begins(unit_);
   }
   ~ObservedPack() { timeline_.pack_ends(unit_); }
@@ -89,7 +104,7 @@ class ObservedPack {
 class ObservedLaunch {
  public:
   ObservedLaunch(Observations& observations, size_t unit)
-      : range_(observations.names.launch[unit]) {
+      : range_(observations.launch_names[unit]) {
     observations.timeline.launch_begins(unit);
   }
 
@@ -100,7 +115,7 @@ class ObservedLaunch {
 class ObservedFinalize {
  public:
   explicit ObservedFinalize(Observations& observations)
-      : waiting_(*observations.progress), range_(observations.names.finalize) {
+      : waiting_(*observations.progress), range_(observations.finalize_name) {
     observations.timeline.backward_ends();
   }
 

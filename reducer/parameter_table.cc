@@ -18,9 +18,9 @@
 namespace brigade {
 namespace {
 
-std::string quoted_name(const ParameterNames& names, size_t i) {
+std::string quoted_name(const std::vector<std::string>& names, size_t i) {
   return names.empty() ? absl::StrCat(i)
-                       : absl::StrCat(i, " ('", std::string(names[i]), "')");
+                       : absl::StrCat(i, " ('", names[i], "')");
 }
 
 absl::Status check_parameter(const at::Tensor& tensor,
@@ -113,8 +113,8 @@ std::optional<VariableIndex> first_variable(const ParameterTable& table,
 }  // namespace
 
 absl::StatusOr<ParameterTable> ParameterTable::create(
-    std::vector<std::vector<at::Tensor>> replicas, ParameterNames names,
-    std::vector<bool> expect_sparse) {
+    std::vector<std::vector<at::Tensor>> replicas,
+    std::vector<std::string> names, std::vector<bool> expect_sparse) {
   if (replicas.empty() || replicas.front().empty()) {
     return absl::InvalidArgumentError(
         "a reducer needs at least 1 parameter that requires a gradient, got 0");
@@ -138,7 +138,7 @@ absl::StatusOr<ParameterTable> ParameterTable::create(
 }
 
 ParameterTable::ParameterTable(std::vector<std::vector<at::Tensor>> replicas,
-                               ParameterNames names)
+                               std::vector<std::string> names)
     : replicas_(std::move(replicas)), names_(std::move(names)) {
   dtypes_.reserve(size());
   specs_.reserve(size());

@@ -10,6 +10,7 @@
 
 #include <ATen/core/DimVector.h>
 #include <ATen/core/Tensor.h>
+#include <c10/util/ArrayRef.h>
 #include <c10/util/accumulate.h>
 
 #include <cstddef>
@@ -21,12 +22,36 @@
 #include <vector>
 
 #include "absl/status/statusor.h"
-#include "brigade/planning/plan_by_size.h"
+#include "brigade/planning/bucket_plan.h"
 #include "brigade/planning/variable_index.h"
-#include "brigade/reducer/dims_list.h"
-#include "brigade/reducer/parameter_names.h"
 
 namespace brigade {
+
+// Shapes or strides of many tensors, without an allocation or an inline buffer
+// for each: most have one dimension or two.
+class DimsList {
+ public:
+  void reserve(size_t num_tensors) {
+    ends_.reserve(num_tensors);
+    dims_.reserve(2 * num_tensors);
+  }
+
+  void add(c10::IntArrayRef dims) {
+    // One by one: dimensions are few, and a call for each tensor costs more.
+    for (const int64_t dim : dims) dims_.push_back(dim);
+    ends_.push_back(dims_.size());
+  }
+
+  // Valid until the next add().
+  c10::IntArrayRef operator[](size_t i) const {
+    const size_t begin = i == 0 ? 0 : ends_[i - 1];
+    return {dims_.data() + begin, ends_[i] - begin};
+  }
+
+ private:
+  std::vector<int64_t> dims_;
+  std::vector<size_t> ends_;
+};
 
 class ParameterTable {
  public:
@@ -39,8 +64,8 @@ class ParameterTable {
   //   sparse itself, or listed twice; names or sparse flags of another length;
   //   replicas that differ in number, shape, strides or dtype.
   static absl::StatusOr<ParameterTable> create(
-      std::vector<std::vector<at::Tensor>> replicas, ParameterNames names,
-      std::vector<bool> expect_sparse);
+      std::vector<std::vector<at::Tensor>> replicas,
+      std::vector<std::string> names, std::vector<bool> expect_sparse);
 
   const std::vector<std::vector<at::Tensor>>& replicas() const {
     return replicas_;
@@ -66,7 +91,9 @@ class ParameterTable {
   // Of variables, ascending; each parameter once, ascending.
   std::vector<size_t> parameters_of(std::span<const size_t> variables) const;
 
-  const ParameterNames& names() const { return names_; }  // maybe none
+  const std::vector<std::string>& names() const {
+    return names_;
+  }  // maybe none
 
   bool is_sparse(size_t i) const { return specs_[i].sparse; }
 
@@ -121,12 +148,12 @@ class ParameterTable {
 
  private:
   ParameterTable(std::vector<std::vector<at::Tensor>> replicas,
-                 ParameterNames names);
+                 std::vector<std::string> names);
   absl::Status check_and_note(const std::vector<bool>& expect_sparse);
   std::string name_with_replica(VariableIndex variable) const;
 
   std::vector<std::vector<at::Tensor>> replicas_;
-  ParameterNames names_;  // empty or one per parameter
+  std::vector<std::string> names_;  // empty or one per parameter
   std::vector<at::ScalarType> dtypes_;
   std::vector<ParameterSpec> specs_;
   DimsList shapes_;

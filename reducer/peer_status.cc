@@ -1,6 +1,7 @@
 #include "brigade/reducer/peer_status.h"
 
 #include <c10/util/Exception.h>
+#include <c10/util/hash.h>
 
 #include <exception>
 #include <stdexcept>
@@ -10,6 +11,7 @@
 #include "brigade/comm/close_group.h"
 #include "brigade/comm/errors/peer_error.h"
 #include "brigade/comm/group/group_info.h"
+#include "brigade/comm/ordered/host_sums.h"
 
 namespace brigade {
 
@@ -28,11 +30,51 @@ void throw_if_apart(const StatusComparison& comparison,
   TORCH_CHECK(false, where, ": ", text);
 }
 
-PeerStatus::PeerStatus(c10::intrusive_ptr<c10d::ProcessGroup> group,
-                       bool has_channel)
+GroupAccount::GroupAccount(c10::intrusive_ptr<c10d::ProcessGroup> group,
+                           bool is_compared)
+    : group_(std::move(group)), group_counts_(is_compared) {}
+
+std::optional<int64_t> GroupAccount::group_count() {
+  if (!group_counts_) return std::nullopt;
+  const std::optional<int64_t> count = count_collectives(*group_);
+  group_counts_ = count.has_value();  // not to be asked again: slow
+  return count;
+}
+
+void GroupAccount::begin() {
+  last_count_ = group_count();
+  num_launches_ = 0;
+  has_others_ = false;
+  hash_ = 0;
+}
+
+uint64_t GroupAccount::end() {
+  // What continuations have launched by now depends on timing.
+  if (last_count_) note_if_others(group_count());
+  last_count_.reset();
+  const uint64_t hash = std::exchange(hash_, 0);
+  return std::exchange(num_launches_, 0) > 1 ? hash : 0;  // one has one order
+}
+
+// Before the first launch nothing is compared: forwards may differ in number.
+void GroupAccount::note_others(std::optional<int64_t> count) {
+  if (!count || !last_count_) return;
+  note_if_others(count);
+  if (num_launches_ > 0) add_to_hash(*count - *last_count_);
+}
+
+void GroupAccount::note_if_others(std::optional<int64_t> count) {
+  has_others_ |= count && *count != *last_count_;
+}
+
+void GroupAccount::add_to_hash(int64_t num_collectives) {
+  if (!compares_others_) return;
+  hash_ = c10::hash_combine(hash_, num_collectives + 1);
+}
+
+PeerStatus::PeerStatus(c10::intrusive_ptr<c10d::ProcessGroup> group)
     : group_(std::move(group)),
-      has_channel_(has_channel),
-      account_(group_, /*is_compared=*/has_channel && has_peers(*group_)) {}
+      account_(group_, /*is_compared=*/has_peers(*group_)) {}
 
 void PeerStatus::connect() {
   if (is_connected()) return;
@@ -52,7 +94,6 @@ RankStatus PeerStatus::send(RankStatus own, bool ends_iteration) {
 
 StatusComparison PeerStatus::await(
     const RankStatus& sent, std::optional<std::chrono::milliseconds> patience) {
-  if (!channel_) return without_channel(sent);
   StatusComparison comparison = {.by_rank = channel_->await(sent, patience)};
   comparison.status = check_statuses(comparison.by_rank);
   comparison.must_close =
@@ -60,14 +101,8 @@ StatusComparison PeerStatus::await(
   return comparison;
 }
 
-StatusComparison PeerStatus::without_channel(const RankStatus& own) const {
-  if (own.kind != StatusKind::kFailed) return {};
-  return {.status = absl::AbortedError(describe_status(own)),
-          .must_close = group_->getSize() > 1};
-}
-
 bool PeerStatus::is_complete(const RankStatus& sent) const {
-  return !channel_ || channel_->is_complete(sent);
+  return channel_->is_complete(sent);
 }
 
 void PeerStatus::close(std::string_view reason) {

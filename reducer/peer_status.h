@@ -20,7 +20,6 @@
 #include "brigade/comm/group/group_info.h"
 #include "brigade/comm/status/rank_status.h"
 #include "brigade/comm/status/status_channel.h"
-#include "brigade/reducer/group_account.h"
 
 namespace brigade {
 
@@ -38,11 +37,68 @@ struct StatusComparison {
 void throw_if_apart(const StatusComparison& comparison,
                     const std::string& where = "Reducer");
 
+// Counter of the other collectives that a process group launches between an
+// engine's own in a backward. Zeros for a failed iteration would meet them.
+class GroupAccount {
+ public:
+  // `is_compared` is false where there are no peers: the group's count is not
+  // read then.
+  GroupAccount(c10::intrusive_ptr<c10d::ProcessGroup> group, bool is_compared);
+
+  // A backward of an iteration begins: other collectives count from here.
+  void begin();
+
+  // Calls `launch`, which launches an engine's own collectives. If it throws
+  // after it has launched something, nothing can be launched in its place.
+  template <typename Launch>
+  void count(const Launch& launch) {
+    const std::optional<int64_t> before = group_count();
+    note_others(before);
+    try {
+      launch();
+    } catch (...) {
+      if (before && group_count() != before) cannot_continue_ = true;
+      throw;
+    }
+    if (!before) return;
+    ++num_launches_;
+    last_count_ = group_count().value_or(*before);
+    add_to_hash(*last_count_ - *before);
+  }
+
+  // Ranks compare where other collectives lie between the launches: for hooks
+  // that may launch some when others are complete.
+  void compare_others(bool value) { compares_others_ = value; }
+
+  // The iteration ends. Returns the hash that ranks compare; 0: none.
+  uint64_t end();
+
+  // Other collectives have been seen in the running or last backward.
+  bool has_others() const { return has_others_; }
+
+  void set_cannot_continue() { cannot_continue_ = true; }
+  bool cannot_continue() const { return cannot_continue_; }
+
+ private:
+  std::optional<int64_t> group_count();
+  void note_others(std::optional<int64_t> count);
+  void note_if_others(std::optional<int64_t> count);
+  void add_to_hash(int64_t num_collectives);
+
+  const c10::intrusive_ptr<c10d::ProcessGroup> group_;
+  bool group_counts_;
+  bool compares_others_ = false;
+  bool cannot_continue_ = false;
+  bool has_others_ = false;
+  // Of the running iteration.
+  int num_launches_ = 0;
+  uint64_t hash_ = 0;
+  std::optional<int64_t> last_count_;  // the group's, after the last launch
+};
+
 class PeerStatus {
  public:
-  // `has_channel` is false: ranks tell each other nothing. All exchanges agree
-  // then, but a failure, which nobody hears, closes the group.
-  PeerStatus(c10::intrusive_ptr<c10d::ProcessGroup> group, bool has_channel);
+  explicit PeerStatus(c10::intrusive_ptr<c10d::ProcessGroup> group);
 
   // Collective, once, before the first exchange. Not in backward, where peers
   // may wait for something else. Throws PeerError.
@@ -51,13 +107,11 @@ class PeerStatus {
   // In place of connect(), where ranks don't construct this together: they
   // connect later, and meet whatever the others have constructed here.
   void connect_later();
-  bool is_connected() const { return channel_ != nullptr || !has_channel_; }
+  bool is_connected() const { return channel_ != nullptr; }
 
   // Prefix of keys in the group's store, equal on all ranks; empty: there is
   // nobody to talk to. REQUIRES: is_connected().
-  std::string store_prefix() const {
-    return channel_ ? channel_->store_prefix() : std::string();
-  }
+  const std::string& store_prefix() const { return channel_->store_prefix(); }
 
   // The group's other collectives: see GroupAccount.
   void backward_begins() { account_.begin(); }
@@ -73,11 +127,12 @@ class PeerStatus {
 
   // Sends `own` and returns what was sent, at once. `ends_iteration`: with the
   // hash of other collectives. Throws PeerError if the channel has failed
-  // before; RuntimeError in a forked child. REQUIRES: is_connected().
+  // before; RuntimeError in a forked child. Sends nothing before connect().
   RankStatus send(RankStatus own, bool ends_iteration);
 
-  // Blocks until all have sent. Throws PeerError if a rank has left, died, or
-  // does not come within `patience`, at most the group's timeout.
+  // Blocks until all have sent. REQUIRES: is_connected(). Throws PeerError if a
+  // rank has left, died, or does not come within `patience`, at most the
+  // group's timeout.
   StatusComparison await(
       const RankStatus& sent,
       std::optional<std::chrono::milliseconds> patience = std::nullopt);
@@ -108,10 +163,7 @@ class PeerStatus {
   std::optional<LivenessProbe> find_survivors(const std::string& occasion);
 
  private:
-  StatusComparison without_channel(const RankStatus& own) const;
-
   const c10::intrusive_ptr<c10d::ProcessGroup> group_;
-  const bool has_channel_;
   GroupAccount account_;
   std::optional<ChannelIdentity> identity_;  // if ranks connect later
   std::unique_ptr<StatusChannel> channel_;   // null until ranks connect

@@ -8,18 +8,8 @@
 
 namespace brigade {
 
-void ReadyOrder::restart() {
-  if (stage_ == Stage::kObserving) order_.clear();
-}
-
-void ReadyOrder::observe() {
-  if (stage_ != Stage::kObserving) return;
-  if (--iterations_left_ == 0) stage_ = Stage::kObserved;
-}
-
-const std::vector<size_t>& ReadyOrder::agree(
-    const c10::intrusive_ptr<c10d::ProcessGroup>& group) {
-  if (stage_ == Stage::kAgreed) return order_;
+void ReadyOrder::agree(const c10::intrusive_ptr<c10d::ProcessGroup>& group) {
+  if (stage_ == Stage::kAgreed) return;
   const std::vector<int64_t> mine(order_.begin(), order_.end());
   std::vector<at::Tensor> tensors = {
       at::tensor(mine, at::kLong).to(control_device(*group))};
@@ -28,12 +18,6 @@ const std::vector<size_t>& ReadyOrder::agree(
   const int64_t* begin = agreed.const_data_ptr<int64_t>();
   order_.assign(begin, begin + agreed.numel());
   stage_ = Stage::kAgreed;
-  return order_;
-}
-
-void ReadyOrder::freeze() {
-  order_.clear();
-  stage_ = Stage::kFrozen;
 }
 
 }  // namespace brigade

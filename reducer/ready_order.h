@@ -19,17 +19,20 @@ class ReadyOrder {
       : iterations_left_(iterations),
         stage_(iterations > 0 ? Stage::kObserving : Stage::kFrozen) {}
 
-  // An iteration begins: forgets what was noted of one that was aborted.
-  void restart();
+  // An iteration begins: forgets the notes of one that was aborted.
+  void restart() {
+    if (is_observing()) order_.clear();
+  }
 
   // A gradient is ready. Costs nothing once an order has been observed.
   void note(size_t parameter) {
-    if (stage_ == Stage::kObserving) order_.push_back(parameter);
+    if (is_observing()) order_.push_back(parameter);
   }
 
-  // Takes the order that was noted, of an iteration of which all ranks launched
-  // everything; later ones are ignored.
-  void observe();
+  // All ranks have launched everything of the iteration: takes its order.
+  void observe() {
+    if (is_observing() && --iterations_left_ == 0) stage_ = Stage::kObserved;
+  }
 
   // True until an order has been observed.
   bool is_observing() const { return stage_ == Stage::kObserving; }
@@ -39,14 +42,18 @@ class ReadyOrder {
     return stage_ == Stage::kObserved || stage_ == Stage::kAgreed;
   }
 
-  // Rank 0's order, on every rank. One broadcast, the first time; collective.
-  // REQUIRES: is_pending(). Errors: what the collective throws; then it is to
-  // be agreed on again.
-  const std::vector<size_t>& agree(
-      const c10::intrusive_ptr<c10d::ProcessGroup>& group);
+  // Takes rank 0's order on every rank. One broadcast, the first time;
+  // collective. REQUIRES: is_pending(). Errors: what the collective throws; the
+  // order is to be agreed on again then.
+  void agree(const c10::intrusive_ptr<c10d::ProcessGroup>& group);
+
+  const std::vector<size_t>& order() const { return order_; }
 
   // The order has been adopted. Nothing is observed any more.
-  void freeze();
+  void freeze() {
+    order_.clear();
+    stage_ = Stage::kFrozen;
+  }
 
  private:
   enum class Stage { kObserving, kObserved, kAgreed, kFrozen };

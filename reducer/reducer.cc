@@ -8,7 +8,6 @@
 #include "brigade/comm/group/group_collectives.h"
 #include "brigade/comm_hooks/hook_traits.h"
 #include "brigade/hooks/backward_end.h"
-#include "brigade/reducer/data_parallel_policy.h"
 #include "brigade/reducer/engine.h"
 
 namespace brigade {
@@ -33,20 +32,9 @@ Reducer::Reducer(std::vector<at::Tensor> parameters,
 Reducer::Reducer(std::vector<std::vector<at::Tensor>> replicas,
                  c10::intrusive_ptr<c10d::ProcessGroup> group,
                  ReducerOptions options)
-    : Reducer(checked_setup(std::move(replicas), std::move(group),
-                            std::move(options))) {}
-
-Reducer::Reducer(ReducerSetup setup)
-    : policy_(std::make_unique<DataParallelPolicy>(std::move(setup))),
-      engine_(std::make_unique<Engine>(*policy_)) {
-  policy_->set_hooks(engine_->hooks());
-  // What ranks have compared decides on the plan.
-  if (policy_->options().verify_across_ranks) {
-    engine_->connect();
-    policy_->connect_on_host();
-  } else {
-    engine_->connect_later();
-  }
+    : engine_(std::make_unique<Engine>(checked_setup(
+          std::move(replicas), std::move(group), std::move(options)))) {
+  engine_->connect();
 }
 
 Reducer::~Reducer() = default;
@@ -71,7 +59,7 @@ void Reducer::broadcast_before_forward(std::vector<at::Tensor> tensors,
       "broadcasting ", tensors.size(),
       tensors.size() == 1 ? " buffer" : " buffers", " from rank ", source);
   engine_->call_before_forward(doing, [&] {
-    broadcast_tensors(policy_->group(), std::move(tensors), source);
+    broadcast_tensors(engine_->policy().group(), std::move(tensors), source);
   });
 }
 
@@ -83,42 +71,44 @@ bool Reducer::rebuild_buckets() { return engine_->replan(); }
 
 void Reducer::set_comm_hook(std::shared_ptr<c10d::CommHookInterface> hook) {
   TORCH_CHECK_VALUE(
-      !policy_->options().reproducible ||
+      !engine_->policy().options().reproducible ||
           (hook && traits_of(*hook).sums_in_order),
       "Reducer::set_comm_hook: expected a hook that sums in the order of the "
       "ranks, since reproducible is set, found ",
       hook ? "another one" : "null", ".\nLeave out the hook or reproducible.");
-  engine_->change_sequence("Reducer::set_comm_hook",
-                           [&] { return policy_->set_hook(std::move(hook)); });
+  engine_->set_hook(std::move(hook));
 }
 
 std::shared_ptr<const c10d::CommHookInterface> Reducer::comm_hook() const {
-  return engine_->locked([&] { return policy_->options().comm_hook; });
+  return engine_->locked(
+      [](DataParallelPolicy& policy) { return policy.options().comm_hook; });
 }
 
 bool Reducer::hook_steps_parameters() const {
-  return engine_->locked(
-      [&] { return policy_->hook_traits().steps_parameters; });
+  return engine_->locked([](DataParallelPolicy& policy) {
+    return policy.hook_traits().steps_parameters;
+  });
 }
 
 BucketPlan Reducer::plan() const {
-  return engine_->locked([&] { return policy_->plan(); });
+  return engine_->locked(
+      [](DataParallelPolicy& policy) { return policy.plan(); });
 }
 
 void Reducer::stop_watching_gradients() {
   TORCH_CHECK_VALUE(
-      !policy_->options().find_unused_parameters,
+      !engine_->policy().options().find_unused_parameters,
       "Reducer::stop_watching_gradients: find_unused_parameters must be false, "
       "it is true: parameters are found in the graph by the accumulators that "
       "the reducer watches.\nSet static_graph instead.");
-  engine_->stop_watching_gradients("Reducer::stop_watching_gradients");
+  engine_->stop_watching_gradients();
 }
 
 void Reducer::gradient_ready(size_t parameter, size_t replica) {
   TORCH_CHECK(!engine_->is_watching_gradients(),
               "Reducer::gradient_ready: this reducer watches its gradients "
               "itself.\nCall stop_watching_gradients() first.");
-  const ParameterTable& table = policy_->table();
+  const ParameterTable& table = engine_->policy().table();
   TORCH_CHECK_VALUE(
       parameter < table.size() && replica < table.num_replicas(),
       "Reducer::gradient_ready: expected a parameter below ", table.size(),
@@ -137,13 +127,14 @@ void Reducer::set_manual_finalization(bool required) {
 }
 
 bool Reducer::must_finalize_after_backward() const {
-  return engine_->locked([&] { return policy_->is_learning(); });
+  return engine_->locked(
+      [](DataParallelPolicy& policy) { return policy.is_learning(); });
 }
 
 void Reducer::finalize_backward() { engine_->finalize(); }
 
 std::vector<size_t> Reducer::missing_gradients() const {
-  return policy_->table().parameters_of(engine_->missing_gradients());
+  return engine_->policy().table().parameters_of(engine_->missing_gradients());
 }
 
 ReducerStatistics Reducer::statistics() const { return engine_->statistics(); }
@@ -169,16 +160,9 @@ std::optional<ReductionError> Reducer::last_error() const {
   return engine_->last_error();
 }
 
-at::Tensor Reducer::local_used_parameters() const {
-  return engine_->locked([&] {
-    const UsedParameters* const used = policy_->used_parameters();
-    return used ? used->local().clone() : at::Tensor();
-  });
-}
-
 at::Tensor Reducer::used_parameter_counts() {
-  return engine_->locked([&] {
-    UsedParameters* const used = policy_->used_parameters();
+  return engine_->locked([](DataParallelPolicy& policy) {
+    UsedParameters* const used = policy.used_parameters();
     return used ? used->counts().clone() : at::Tensor();
   });
 }
@@ -188,7 +172,8 @@ bool Reducer::can_continue() const { return engine_->can_continue(); }
 void Reducer::abort_group() { engine_->abort_group(); }
 
 bool Reducer::is_graph_static() const {
-  return engine_->locked([&] { return policy_->is_graph_static(); });
+  return engine_->locked(
+      [](DataParallelPolicy& policy) { return policy.is_graph_static(); });
 }
 
 }  // namespace brigade

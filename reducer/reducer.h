@@ -43,14 +43,11 @@
 #include "brigade/hooks/nested_tensors.h"
 #include "brigade/observing/timeline.h"
 #include "brigade/planning/bucket_plan.h"
-#include "brigade/reducer/last_error.h"
 #include "brigade/reducer/reducer_options.h"
-#include "brigade/reducer/reducer_setup.h"
 #include "brigade/reducer/statistics.h"
 
 namespace brigade {
 
-class DataParallelPolicy;
 class Engine;
 
 class Reducer {
@@ -65,9 +62,9 @@ class Reducer {
   // the group does not serve; names or sparse flags are not one per parameter;
   // a cap is <= 0; the plan misses or repeats a parameter, or mixes dtypes,
   // devices or sparse and dense gradients in a bucket; `reproducible` can't be
-  // had; or ranks differ. On this rank alone if `group` is null, if
-  // rebuild_after_iterations is < 1 (peers wait then), or if it does not verify
-  // across ranks. DistBackendError if a peer has died or does not come in time.
+  // had; or ranks differ. On this rank alone if `group` is null, or if it does
+  // not verify across ranks. DistBackendError if a peer has died or does not
+  // come in time.
   Reducer(std::vector<at::Tensor> parameters,
           c10::intrusive_ptr<c10d::ProcessGroup> group,
           ReducerOptions options = {});
@@ -220,14 +217,10 @@ class Reducer {
   // What the last method or backward that failed said, and when.
   std::optional<ReductionError> last_error() const;
 
-  // Which parameters got defined gradients on this rank since the last
-  // reduction: int32, [num_replicas, num_parameters], on the CPU, 1 or 0.
-  // Undefined unless unused parameters are looked for or the graph is static.
-  at::Tensor local_used_parameters() const;
-
   // How many replicas of all ranks had a gradient of each parameter when it was
   // last reduced: int32, [num_parameters], on the CPU; zeros before. Undefined
-  // likewise; of a static graph the first iteration's. Waits for the sum.
+  // unless unused parameters are looked for or the graph is static; of a static
+  // graph the first iteration's. Waits for the sum.
   // Errors: what the collective throws.
   at::Tensor used_parameter_counts();
 
@@ -244,11 +237,9 @@ class Reducer {
   bool is_graph_static() const;
 
  private:
-  explicit Reducer(ReducerSetup setup);
   void prepare(const std::vector<at::Tensor>& outputs);
 
-  const std::unique_ptr<DataParallelPolicy> policy_;  // by the engine's lock
-  const std::unique_ptr<Engine> engine_;              // destroyed first
+  const std::unique_ptr<Engine> engine_;
 };
 
 }  // namespace brigade

@@ -8,18 +8,18 @@
 #include <cstdint>
 #include <memory>
 #include <optional>
+#include <string>
 #include <torch/csrc/distributed/c10d/comm.hpp>
 #include <vector>
 
-#include "brigade/planning/plan_by_size.h"
-#include "brigade/reducer/parameter_names.h"
+#include "brigade/planning/bucket_plan.h"
 
 namespace brigade {
 
 // Compared across ranks at construction: number of local replicas, caps, plan,
 // names, sparse flags, rebuild, unused parameters, static graph, reproducible
 // and its row size, a built-in hook's wire dtype, the name of another one,
-// control_channel, max_unconfirmed_iterations.
+// max_unconfirmed_iterations.
 // verify_across_ranks must be alike too, which nobody can compare; the rest may
 // differ.
 struct ReducerOptions {
@@ -36,7 +36,7 @@ struct ReducerOptions {
   std::vector<std::vector<size_t>> bucket_plan = {};
 
   // One per parameter, for error messages. Empty: errors give indices only.
-  ParameterNames parameter_names = {};
+  std::vector<std::string> parameter_names = {};
 
   // One per parameter: its gradient is a sparse COO tensor, which is reduced in
   // a bucket of its own. Empty: all are dense.
@@ -70,15 +70,12 @@ struct ReducerOptions {
   // prepare_for_backward(). Need not be alike on all ranks.
   bool one_backward_per_forward = false;
 
-  // Plan again, once, from the order in which the first iteration's gradients
-  // became ready on rank 0. Costs one broadcast of 8 bytes per parameter and,
-  // if the plan changes, one allocation of all buckets. Unset: unless a
-  // bucket_plan is given, or unused parameters are searched for, whose order is
-  // that of one iteration only.
+  // Plan again, once, from the order in which gradients became ready on rank 0
+  // in the first iteration, in the second of a static graph. Costs one
+  // broadcast of 8 bytes per parameter and, if the plan changes, one allocation
+  // of all buckets. Unset: unless a bucket_plan is given, or unused parameters
+  // are searched for, whose order is that of one iteration only.
   std::optional<bool> rebuild_buckets = std::nullopt;
-
-  // The iteration whose order that is; at least 1.
-  int64_t rebuild_after_iterations = 1;
 
   // Gradients are views of their bucket: no copy back, and gradient memory is
   // that of the buckets plus the gradients of the bucket being filled. Each
@@ -103,13 +100,6 @@ struct ReducerOptions {
   // in the first prepare_for_backward(). Set it alike on every rank: one that
   // compares waits for the others, at most for the group's timeout.
   bool verify_across_ranks = true;
-
-  // Ranks tell each other how far they have come: at the end of each iteration,
-  // and when one fails, so that all raise the same error and the group stays
-  // usable (docs/protocol.md). If false, nothing travels but gradients: a
-  // failure closes the group, ranks that do not launch alike hang until its
-  // timeout or get wrong sums, and stalls are not reported.
-  bool control_channel = true;
 
   // Where all buckets are on devices: the number of iterations that may be
   // delivered before all ranks are known to have ended them, when the next one

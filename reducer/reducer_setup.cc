@@ -17,8 +17,7 @@
 #include "brigade/comm_hooks/averaging_hook.h"
 #include "brigade/comm_hooks/hook_traits.h"
 #include "brigade/comm_hooks/ordered_all_reduce.h"
-#include "brigade/planning/plan_by_size.h"
-#include "brigade/planning/plan_check.h"
+#include "brigade/planning/bucket_plan.h"
 
 namespace brigade {
 namespace {
@@ -126,13 +125,10 @@ std::vector<std::string> describe(const ReducerOptions& options,
                    absl::StrJoin(options.bucket_caps_bytes, ", "), "]"),
       absl::StrCat("bucket_plan = [", absl::StrJoin(buckets, ", "), "]"),
       describe("rebuild_buckets", options.rebuild_buckets),
-      absl::StrCat("rebuild_after_iterations = ",
-                   options.rebuild_after_iterations),
       describe("find_unused_parameters", options.find_unused_parameters),
       describe("skip_all_reduce_unused_parameters",
                options.skip_all_reduce_unused_parameters),
       describe("static_graph", options.static_graph),
-      describe("control_channel", options.control_channel),
       absl::StrCat("max_unconfirmed_iterations = ",
                    options.max_unconfirmed_iterations),
       describe("reproducible", options.reproducible),
@@ -193,10 +189,6 @@ ReducerSetup checked_setup(std::vector<std::vector<at::Tensor>> replicas,
     options.comm_hook = default_hook(group, std::nullopt, ordered);
   }
 
-  TORCH_CHECK_VALUE(options.rebuild_after_iterations >= 1,
-                    "Reducer: rebuild_after_iterations must be at least 1, it "
-                    "is ",
-                    options.rebuild_after_iterations, ".");
   TORCH_CHECK_VALUE(options.max_unconfirmed_iterations >= 0 &&
                         options.max_unconfirmed_iterations <= 32,
                     "Reducer: max_unconfirmed_iterations must be 0 to 32, "

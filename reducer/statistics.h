@@ -1,10 +1,10 @@
-// What a reducer has done so far, in counts: the numbers that tests and
-// benchmarks hold it to.
+// Counts of a reducer's work so far, and its last error.
 
 #ifndef BRIGADE_REDUCER_STATISTICS_H_
 #define BRIGADE_REDUCER_STATISTICS_H_
 
 #include <cstdint>
+#include <string>
 
 namespace brigade {
 
@@ -19,6 +19,12 @@ struct ReducerStatistics {
   int64_t rebuilds = 0;          // of the plan, from the observed order
   int64_t buckets_skipped = 0;   // unused on all ranks, or without elements
   int64_t graph_searches = 0;    // for unused parameters
+};
+
+struct ReductionError {
+  int64_t time_ns = 0;    // steady clock
+  int64_t iteration = 0;  // the last that was prepared
+  std::string text = {};  // without a backtrace
 };
 
 }  // namespace brigade

@@ -1,15 +1,39 @@
 #include "brigade/reducer/used_parameters.h"
 
+#include <ATen/ops/empty.h>
+#include <ATen/ops/empty_like.h>
+#include <ATen/ops/zeros.h>
+#include <c10/core/GradMode.h>
+
 #include <algorithm>
+#include <exception>
+#include <utility>
 
 namespace brigade {
+namespace {
+
+c10::intrusive_ptr<c10::ivalue::Future> future_of(c10d::Work& work) {
+  try {
+    return work.getFuture();
+  } catch (const std::exception&) {
+    return nullptr;  // a backend of somebody's own, which can't tell
+  }
+}
+
+}  // namespace
 
 UsedParameters::UsedParameters(const ParameterTable& table,
                                c10d::ProcessGroup& group, Turn turn)
     : table_(table),
       group_(group),
       turn_(turn),
-      map_(table.num_replicas(), table.size(), table[0].device()) {}
+      local_(at::zeros({static_cast<int64_t>(table.num_replicas()),
+                        static_cast<int64_t>(table.size())},
+                       at::kInt)),
+      marks_(local_.mutable_data_ptr<int32_t>()),
+      sum_(at::empty({static_cast<int64_t>(table.size())},
+                     at::TensorOptions(at::kInt).device(table[0].device()))),
+      host_sum_(at::zeros({static_cast<int64_t>(table.size())}, at::kInt)) {}
 
 std::vector<size_t> UsedParameters::unused_slots(
     size_t replica, std::span<const size_t> members) const {
@@ -38,32 +62,69 @@ std::vector<size_t> UsedParameters::globally_unused_slots(
     std::span<const size_t> members) {
   std::vector<size_t> slots = unused_slots(/*replica=*/0, members);
   if (slots.empty()) return slots;
-  map_.wait();
+  counts();
   std::erase_if(slots, [&](size_t slot) {
-    return map_.is_used_anywhere(members[slot]) ||
-           is_marked_here(members[slot]);
+    return is_used_anywhere(members[slot]) || is_marked_here(members[slot]);
   });
   return slots;
 }
 
 bool UsedParameters::is_any_used_anywhere(std::span<const size_t> members) {
-  map_.wait();
+  counts();
   return std::ranges::any_of(
-      members, [this](size_t member) { return map_.is_used_anywhere(member); });
+      members, [this](size_t member) { return is_used_anywhere(member); });
 }
 
+// Copied at once: only the stream that has waited is behind the collective.
 const at::Tensor& UsedParameters::counts() {
-  map_.wait();
-  return map_.counts();
+  finish();
+  if (!host_sum_.defined()) host_sum_ = sum_.cpu();
+  return host_sum_;
+}
+
+void UsedParameters::finish() {
+  if (!work_) return;
+  work_->wait();
+  work_ = nullptr;
+}
+
+at::Tensor UsedParameters::abandon() {
+  work_ = nullptr;
+  host_sum_ = at::zeros(sum_.sizes(), at::kInt);
+  return std::exchange(sum_, at::empty_like(sum_));
 }
 
 c10::intrusive_ptr<c10::ivalue::Future> UsedParameters::launch() {
-  return map_.launch(group_);
+  const at::NoGradGuard no_grad;
+  try {
+    finish();  // the last sum, if nobody needed it
+  } catch (const std::exception&) {
+    work_ = nullptr;  // nor its failure
+  }
+  const at::Tensor used = local_.size(0) == 1
+                              ? local_[0]
+                              : local_.sum(0, /*keepdim=*/false, at::kInt);
+  if (sum_.is_cpu()) {
+    sum_.copy_(used);
+  } else {
+    // Its memory goes back to the caching allocator, which hands it out again
+    // only after the copy is done.
+    const at::Tensor staging =
+        at::empty_like(used, used.options().pinned_memory(true));
+    staging.copy_(used);
+    // New memory: that of the last sum belongs to the stream that launched it,
+    // and this one may not be behind it.
+    sum_ = staging.to(sum_.device(), /*non_blocking=*/true);
+  }
+  host_sum_.reset();
+  std::vector<at::Tensor> tensors = {sum_};
+  work_ = group_.allreduce(tensors);
+  return future_of(*work_);
 }
 
 c10::intrusive_ptr<c10::ivalue::Future> UsedParameters::launch_substitute() {
-  map_.clear_marks();
-  return map_.launch(group_);
+  clear_marks();
+  return launch();
 }
 
 }  // namespace brigade

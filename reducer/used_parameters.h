@@ -1,10 +1,15 @@
-// Which parameters have been used: on this rank since the last reduction, and
-// on any of them.
+// The used-parameter map: parameters that have got gradients on this rank since
+// the last reduction, and on any rank.
 //
-// The one place that says which slots of a bucket have no gradient to send, and
-// which gradients are to stay as they were. The second is known from a sum over
-// the ranks, an entry of an iteration's sequence of collectives, which is
-// waited for only by who asks.
+// A parameter that no rank and no local replica used keeps its gradient, and
+// only a sum over all ranks tells which those are. The sum is an entry of an
+// iteration's sequence of collectives; only its readers wait for it. Marks
+// accumulate over iterations that are not reduced.
+//
+// The map is a CPU tensor that hooks write. A copy of it travels, on the device
+// where buckets travel; on devices with streams the copy goes through a pinned
+// buffer of its own, so that the host neither waits for the device nor changes
+// a buffer that is still being copied.
 //
 // Variables go by their number, replica by replica.
 //
@@ -16,6 +21,7 @@
 #include <ATen/core/Tensor.h>
 
 #include <cstddef>
+#include <cstdint>
 #include <optional>
 #include <span>
 #include <string>
@@ -24,13 +30,12 @@
 
 #include "brigade/reducer/collective.h"
 #include "brigade/reducer/parameter_table.h"
-#include "brigade/reducer/used_parameter_map.h"
 
 namespace brigade {
 
 class UsedParameters final : public Collective {
  public:
-  // Where the sum has its place in the sequence.
+  // The place of the sum in the sequence.
   enum class Turn {
     kFirst,  // and buckets that no rank used are left out
     kLast,
@@ -44,15 +49,10 @@ class UsedParameters final : public Collective {
 
   Turn turn() const { return turn_; }
 
-  // It got a gradient on this rank. Marks stay until they are cleared, over
-  // iterations that are not reduced.
-  void mark(size_t variable) { map_.mark(variable); }
-  bool is_marked(size_t variable) const { return map_.is_marked(variable); }
-  void clear_marks() { map_.clear_marks(); }
-
-  // Int32, [num_replicas, num_parameters], on the CPU; 1 where a mark is. It is
-  // what mark() writes to, not a copy.
-  const at::Tensor& local() const { return map_.local(); }
+  // It got a gradient on this rank.
+  void mark(size_t variable) { marks_[variable] = 1; }
+  bool is_marked(size_t variable) const { return marks_[variable] != 0; }
+  void clear_marks() { local_.zero_(); }
 
   // An iteration begins; what was ready in an unfinished one is forgotten.
   void restart() { num_unused_ = 0; }
@@ -79,30 +79,41 @@ class UsedParameters final : public Collective {
   // launch() changes it. Waits for the sum. Errors: what the collective throws.
   const at::Tensor& counts();
 
-  // Does not wait for the sum any more, which may never come. Returns the
-  // memory that it may still be written to.
-  at::Tensor abandon() { return map_.abandon(); }
+  // Does not wait any more for the sum, which may never come: the next one is
+  // taken elsewhere. Returns the memory that this one may still be written to.
+  at::Tensor abandon();
 
   std::optional<size_t> unit() const override { return std::nullopt; }
   size_t num_awaited() const override { return 0; }
   bool is_left_out() override { return false; }
   bool needs_pack() override { return false; }
   void pack() override {}  // launch() takes the marks of its time
+
+  // The future is null if the group's works have none.
   c10::intrusive_ptr<c10::ivalue::Future> launch() override;
   c10::intrusive_ptr<c10::ivalue::Future> launch_substitute() override;
   at::Tensor result_of(const c10::IValue&) override { return {}; }
-  void deliver(const at::Tensor&) override { map_.wait(); }
-  c10::Device device() const override { return map_.device(); }
+  void deliver(const at::Tensor&) override { counts(); }
+  c10::Device device() const override { return sum_.device(); }
   bool fails_by_network_only() const override { return true; }
   std::string describe() const override { return "the map of used parameters"; }
 
  private:
+  void finish();
   bool is_marked_here(size_t parameter) const;
+  // REQUIRES: counts() since the last launch.
+  bool is_used_anywhere(size_t parameter) const {
+    return host_sum_.const_data_ptr<int32_t>()[parameter] != 0;
+  }
 
   const ParameterTable& table_;
   c10d::ProcessGroup& group_;
   const Turn turn_;
-  UsedParameterMap map_;
+  at::Tensor local_;      // int32, [num_replicas, num_parameters]; 1: marked
+  int32_t* const marks_;  // elements of local_
+  at::Tensor sum_;        // int32, [num_parameters], on the buckets' device
+  at::Tensor host_sum_;  // the last sum, on the CPU; undefined: not awaited yet
+  c10::intrusive_ptr<c10d::Work> work_;  // null: nothing to wait for
   size_t num_unused_ = 0;  // of those that are ready in this iteration
 };
 

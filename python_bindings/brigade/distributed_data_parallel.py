@@ -130,8 +130,6 @@ class DistributedDataParallel(_TorchDistributedDataParallel):
             rank's failure raises on the others at most that many iterations later; then the
             process group is closed, and training resumes from a checkpoint (docs/recovery.md).
             Without effect on the CPU, where ranks wait for each other before delivery.
-        control_channel: False: ranks exchange gradients only and no status; a failure closes the
-            process group.
         reproducible: Gradients are added in rank order and divided once, so that bits do not
             depend on buckets, rebuilds, views or the order of backward, and equal those of
             fully_shard(). Of dense gradients, without comm hook, mixed_precision or delayed
@@ -186,7 +184,6 @@ class DistributedDataParallel(_TorchDistributedDataParallel):
         bucket_plan: Sequence[Sequence[int]] | None = None,
         one_backward_per_forward: bool = False,
         max_unconfirmed_iterations: int = 1,
-        control_channel: bool = True,
         reproducible: bool = False,
         reproducible_row_size: int | None = None,
     ) -> None:
@@ -221,7 +218,6 @@ class DistributedDataParallel(_TorchDistributedDataParallel):
             self._own_options = {
                 "one_backward_per_forward": one_backward_per_forward,
                 "max_unconfirmed_iterations": max_unconfirmed_iterations,
-                "control_channel": control_channel,
                 "reproducible": reproducible,
                 "reproducible_row_size": reproducible_row_size,
             }

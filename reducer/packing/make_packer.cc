@@ -1,15 +1,30 @@
-#include "brigade/reducer/packing/make_packer.h"
-
 #include <c10/core/impl/VirtualGuardImpl.h>
 #include <c10/util/Exception.h>
 
 #include <utility>
 
-#include "brigade/reducer/packing/packer_arguments.h"
+#include "brigade/reducer/packing/packer.h"
 #include "brigade/reducer/packing/packer_devices.h"
 
 namespace brigade {
 namespace {
+
+bool is_real(at::ScalarType dtype) {
+  return dtype == at::kFloat || dtype == at::kHalf || dtype == at::kBFloat16 ||
+         dtype == at::kDouble;
+}
+
+bool is_supported_gradient(at::ScalarType dtype) {
+  return is_real(dtype) || dtype == at::kComplexFloat ||
+         dtype == at::kComplexDouble;
+}
+
+// The table in packer.h.
+bool can_travel_as(at::ScalarType gradient_dtype, at::ScalarType wire_dtype) {
+  if (gradient_dtype == wire_dtype) return is_supported_gradient(wire_dtype);
+  return is_real(gradient_dtype) && is_real(wire_dtype) &&
+         wire_dtype != at::kDouble;
+}
 
 void check_slots(const std::vector<SlotRange>& slots) {
   int64_t end = 0;
@@ -27,6 +42,28 @@ void check_slots(const std::vector<SlotRange>& slots) {
 
 }  // namespace
 
+void PackerArguments::check(const char* function, size_t num_gradients,
+                            const at::Tensor& flat) const {
+  TORCH_CHECK_VALUE(num_gradients == num_slots, function, ": expected ",
+                    num_slots, " gradients, one for each slot, found ",
+                    num_gradients,
+                    ".\nPass a null pointer for a missing gradient.");
+  TORCH_CHECK_VALUE(flat.defined() && flat.device() == device, function,
+                    ": expected a flat buffer on ", device, ", found ",
+                    flat.defined() ? flat.device().str() : "no tensor",
+                    ".\nPass the buffer that the packer was made for.");
+  TORCH_CHECK_VALUE(can_travel_as(gradient_dtype, flat.scalar_type()), function,
+                    ": expected a flat buffer of a dtype that ", gradient_dtype,
+                    " gradients can travel as, found ", flat.scalar_type(),
+                    ".\nUse the gradients' own dtype, or float32, float16 or "
+                    "bfloat16 for real gradients.");
+  TORCH_CHECK_VALUE(
+      flat.is_contiguous() && flat.numel() >= min_flat_numel, function,
+      ": expected a contiguous flat buffer of at least ", min_flat_numel,
+      " elements, found ", flat.is_contiguous() ? "" : "a strided one of ",
+      flat.numel(), ".\nPass the buffer that the packer was made for.");
+}
+
 std::unique_ptr<Packer> make_packer(at::Device device,
                                     at::ScalarType gradient_dtype,
                                     std::vector<SlotRange> slots) {
@@ -41,16 +78,23 @@ std::unique_ptr<Packer> make_packer(at::Device device,
                     ".\nMove the parameters to the CPU or to an "
                     "accelerator.");
   check_slots(slots);
-  if (device.is_cpu()) {
-    return make_cpu_packer(gradient_dtype, std::move(slots));
-  }
-  if (!device.has_index()) {
+  if (!device.is_cpu() && !device.has_index()) {
     device = c10::impl::VirtualGuardImpl(device.type()).getDevice();
   }
-  if (device.is_cuda()) {
-    return make_cuda_packer(device, gradient_dtype, std::move(slots));
+  const PackerArguments arguments = {
+      .device = device,
+      .gradient_dtype = gradient_dtype,
+      .num_slots = slots.size(),
+      .min_flat_numel =
+          slots.empty() ? 0 : slots.back().offset_numel + slots.back().numel};
+  if (c10::isComplexType(gradient_dtype)) {
+    for (SlotRange& slot : slots) {
+      slot = {.offset_numel = 2 * slot.offset_numel, .numel = 2 * slot.numel};
+    }
   }
-  return make_generic_packer(device, gradient_dtype, std::move(slots));
+  if (device.is_cpu()) return make_cpu_packer(arguments, std::move(slots));
+  if (device.is_cuda()) return make_cuda_packer(arguments, std::move(slots));
+  return make_generic_packer(arguments, std::move(slots));
 }
 
 }  // namespace brigade

@@ -35,39 +35,6 @@ PackLoops portable_pack_loops(at::ScalarType gradient, at::ScalarType wire);
 // Loops for this processor, chosen at run time; nulls where there are none.
 PackLoops native_pack_loops(at::ScalarType gradient, at::ScalarType wire);
 
-// Calls `visit.operator()<Gradient, Wire>()` for a real pair in the table in
-// packer.h; returns a default-made result for others.
-template <typename Visitor>
-auto visit_pair(at::ScalarType gradient, at::ScalarType wire, Visitor visit) {
-  auto visit_wire = [&]<typename Gradient>() {
-    switch (wire) {
-      case at::kFloat:
-        return visit.template operator()<Gradient, float>();
-      case at::kHalf:
-        return visit.template operator()<Gradient, at::Half>();
-      case at::kBFloat16:
-        return visit.template operator()<Gradient, at::BFloat16>();
-      default:
-        return decltype(visit.template operator()<Gradient, float>()){};
-    }
-  };
-  switch (gradient) {
-    case at::kFloat:
-      return visit_wire.template operator()<float>();
-    case at::kHalf:
-      return visit_wire.template operator()<at::Half>();
-    case at::kBFloat16:
-      return visit_wire.template operator()<at::BFloat16>();
-    case at::kDouble:
-      if (wire == at::kDouble) {
-        return visit.template operator()<double, double>();
-      }
-      return visit_wire.template operator()<double>();
-    default:
-      return decltype(visit.template operator()<float, float>()){};
-  }
-}
-
 }  // namespace brigade
 
 #endif  // BRIGADE_REDUCER_PACKING_PACK_LOOPS_H_

@@ -16,7 +16,9 @@
 #include <ATen/core/Tensor.h>
 
 #include <cstdint>
+#include <memory>
 #include <span>
+#include <vector>
 
 namespace brigade {
 
@@ -72,6 +74,13 @@ class Packer {
   virtual void unpack(const at::Tensor& flat /* 1D, [numel] */,
                       std::span<void* const> gradients) = 0;
 };
+
+// Errors: ValueError if `device` has no memory (meta), `gradient_dtype` is none
+//     of the table's, or the slots are not ascending or overlap; RuntimeError
+//     for a CUDA device in a build without CUDA.
+std::unique_ptr<Packer> make_packer(at::Device device,
+                                    at::ScalarType gradient_dtype,
+                                    std::vector<SlotRange> slots);
 
 }  // namespace brigade
 

@@ -8,7 +8,6 @@
 #include <utility>
 
 #include "brigade/reducer/packing/pack_loops.h"
-#include "brigade/reducer/packing/packer_arguments.h"
 #include "brigade/reducer/packing/packer_devices.h"
 
 namespace brigade {
@@ -63,15 +62,13 @@ class ThreadedSlot {
   Window to_;
 };
 
-// Complex numbers are pairs of reals to everything below make_cpu_packer().
 class CpuPacker final : public Packer {
  public:
-  CpuPacker(PackerArguments arguments, at::ScalarType real_dtype,
-            std::vector<SlotRange> real_slots)
+  CpuPacker(PackerArguments arguments, std::vector<SlotRange> slots)
       : arguments_(arguments),
-        dtype_(real_dtype),
-        element_bytes_(c10::elementSize(real_dtype)),
-        slots_(std::move(real_slots)) {
+        dtype_(arguments.real_dtype()),
+        element_bytes_(c10::elementSize(dtype_)),
+        slots_(std::move(slots)) {
     if (dtype_ != at::kFloat && dtype_ != at::kDouble) return;
     factor_ = at::empty({}, dtype_);
     for (size_t i = 0; i < slots_.size(); ++i) {
@@ -177,17 +174,9 @@ class CpuPacker final : public Packer {
 
 }  // namespace
 
-std::unique_ptr<Packer> make_cpu_packer(at::ScalarType gradient_dtype,
+std::unique_ptr<Packer> make_cpu_packer(PackerArguments arguments,
                                         std::vector<SlotRange> slots) {
-  const PackerArguments arguments =
-      arguments_of(at::kCPU, gradient_dtype, slots);
-  if (c10::isComplexType(gradient_dtype)) {
-    for (SlotRange& slot : slots) {
-      slot = {.offset_numel = 2 * slot.offset_numel, .numel = 2 * slot.numel};
-    }
-  }
-  return std::make_unique<CpuPacker>(
-      arguments, c10::toRealValueType(gradient_dtype), std::move(slots));
+  return std::make_unique<CpuPacker>(arguments, std::move(slots));
 }
 
 }  // namespace brigade

@@ -29,7 +29,6 @@
 #include <utility>
 #include <vector>
 
-#include "brigade/reducer/packing/packer_arguments.h"
 #include "brigade/reducer/packing/packer_devices.h"
 
 namespace brigade {
@@ -433,24 +432,22 @@ Launcher launcher_for(at::ScalarType gradient, at::ScalarType wire) {
   }
 }
 
-// Complex numbers are pairs of reals to everything below make_cuda_packer().
 class CudaPacker final : public Packer {
  public:
-  CudaPacker(PackerArguments arguments, at::ScalarType real_dtype,
-             const std::vector<SlotRange>& real_slots)
+  CudaPacker(PackerArguments arguments, const std::vector<SlotRange>& slots)
       : arguments_(arguments),
-        dtype_(real_dtype),
-        element_bytes_(static_cast<int64_t>(c10::elementSize(real_dtype))),
-        offsets_bytes_(offsets_of(real_slots, element_bytes_)) {
+        dtype_(arguments.real_dtype()),
+        element_bytes_(static_cast<int64_t>(c10::elementSize(dtype_))),
+        offsets_bytes_(offsets_of(slots, element_bytes_)) {
     const c10::cuda::CUDAGuard guard(arguments_.device);
-    if (real_slots.size() > kMaxInlineSlots) {
+    if (slots.size() > kMaxInlineSlots) {
       for (int i = 0; i < kNumStagings; ++i) {
-        stagings_.push_back(std::make_unique<Staging>(real_slots.size()));
+        stagings_.push_back(std::make_unique<Staging>(slots.size()));
       }
     }
     // Blocks until the current stream is through, and with it whatever may have
     // used the memory above before: so any stream may use it from here on.
-    upload_tables(real_slots);
+    upload_tables(slots);
   }
 
   void pack(std::span<const void* const> gradients, const at::Tensor& flat,
@@ -587,17 +584,9 @@ class CudaPacker final : public Packer {
 
 }  // namespace
 
-std::unique_ptr<Packer> make_cuda_packer(at::Device device,
-                                         at::ScalarType gradient_dtype,
+std::unique_ptr<Packer> make_cuda_packer(PackerArguments arguments,
                                          std::vector<SlotRange> slots) {
-  const PackerArguments arguments = arguments_of(device, gradient_dtype, slots);
-  if (c10::isComplexType(gradient_dtype)) {
-    for (SlotRange& slot : slots) {
-      slot = {.offset_numel = 2 * slot.offset_numel, .numel = 2 * slot.numel};
-    }
-  }
-  return std::make_unique<CudaPacker>(
-      arguments, c10::toRealValueType(gradient_dtype), slots);
+  return std::make_unique<CudaPacker>(arguments, slots);
 }
 
 }  // namespace brigade

@@ -14,26 +14,18 @@
 #include <utility>
 #include <vector>
 
-#include "brigade/reducer/packing/packer_arguments.h"
 #include "brigade/reducer/packing/packer_devices.h"
 
 namespace brigade {
 namespace {
 
-// Complex numbers are pairs of reals here.
 class GenericPacker final : public Packer {
  public:
-  GenericPacker(at::Device device, at::ScalarType gradient_dtype,
-                std::vector<SlotRange> slots)
-      : arguments_(arguments_of(device, gradient_dtype, slots)),
-        options_(at::TensorOptions(c10::toRealValueType(gradient_dtype))
-                     .device(device)),
-        slots_(std::move(slots)) {
-    if (!c10::isComplexType(gradient_dtype)) return;
-    for (SlotRange& slot : slots_) {
-      slot = {.offset_numel = 2 * slot.offset_numel, .numel = 2 * slot.numel};
-    }
-  }
+  GenericPacker(PackerArguments arguments, std::vector<SlotRange> slots)
+      : arguments_(arguments),
+        options_(
+            at::TensorOptions(arguments.real_dtype()).device(arguments.device)),
+        slots_(std::move(slots)) {}
 
   void pack(std::span<const void* const> gradients, const at::Tensor& flat,
             double scale) override {
@@ -101,17 +93,15 @@ class GenericPacker final : public Packer {
 
   // Constant after construction.
   const PackerArguments arguments_;
-  const at::TensorOptions options_;  // of the gradients, as reals
-  std::vector<SlotRange> slots_;     // in reals
+  const at::TensorOptions options_;     // of the gradients, as reals
+  const std::vector<SlotRange> slots_;  // in reals
 };
 
 }  // namespace
 
-std::unique_ptr<Packer> make_generic_packer(at::Device device,
-                                            at::ScalarType gradient_dtype,
+std::unique_ptr<Packer> make_generic_packer(PackerArguments arguments,
                                             std::vector<SlotRange> slots) {
-  return std::make_unique<GenericPacker>(device, gradient_dtype,
-                                         std::move(slots));
+  return std::make_unique<GenericPacker>(arguments, std::move(slots));
 }
 
 }  // namespace brigade

@@ -12,7 +12,7 @@
 #include <memory>
 #include <vector>
 
-#include "brigade/reducer/packing/make_packer.h"
+#include "brigade/reducer/packing/packer.h"
 #include "brigade/tests/reducer/packer_checks.h"
 #include "gtest/gtest.h"
 

@@ -1,5 +1,8 @@
 #include "brigade/planning/bucket_plan.h"
 
+#include <algorithm>
+#include <numeric>
+#include <random>
 #include <string>
 #include <vector>
 
@@ -9,6 +12,7 @@
 namespace brigade {
 namespace {
 
+using ::testing::ElementsAre;
 using ::testing::HasSubstr;
 
 std::string error_of(std::vector<std::vector<size_t>> buckets,
@@ -49,6 +53,151 @@ TEST(BucketPlanTest, RefusesAnEmptyBucketAndAnEmptyPlan) {
   EXPECT_THAT(error_of({{0}, {}}, 1),
               HasSubstr("bucket 1 of the plan is empty"));
   EXPECT_THAT(error_of({}, 0), HasSubstr("at least 1 parameter, got 0"));
+}
+
+std::vector<size_t> registration_order(size_t n) {
+  std::vector<size_t> order(n);
+  std::iota(order.begin(), order.end(), size_t{0});
+  return order;
+}
+
+BucketPlan plan_in_order(const std::vector<ParameterSpec>& parameters,
+                         const std::vector<size_t>& order,
+                         const std::vector<int64_t>& caps_bytes) {
+  auto plan = plan_by_size(parameters, order, caps_bytes);
+  EXPECT_TRUE(plan.ok()) << plan.status();
+  return *plan;
+}
+
+std::string planning_error(const std::vector<ParameterSpec>& parameters,
+                           const std::vector<size_t>& order,
+                           const std::vector<int64_t>& caps_bytes) {
+  return std::string(
+      plan_by_size(parameters, order, caps_bytes).status().message());
+}
+
+TEST(PlanBySizeTest, FillsInReverseRegistrationOrder) {
+  const std::vector<ParameterSpec> parameters(4, {.size_bytes = 4});
+  EXPECT_THAT(
+      plan_in_order(parameters, reverse_registration_order(4), {8}).buckets(),
+      ElementsAre(ElementsAre(3, 2), ElementsAre(1, 0)));
+}
+
+TEST(PlanBySizeTest, TakesTheCapsInTurnAndRepeatsTheLast) {
+  const std::vector<ParameterSpec> parameters(10, {.size_bytes = 4});
+  EXPECT_THAT(
+      plan_in_order(parameters, registration_order(10), {4, 8, 12}).buckets(),
+      ElementsAre(ElementsAre(0), ElementsAre(1, 2), ElementsAre(3, 4, 5),
+                  ElementsAre(6, 7, 8), ElementsAre(9)));
+}
+
+TEST(PlanBySizeTest, ExceedsACapByLessThanOneParameter) {
+  const std::vector<ParameterSpec> parameters = {
+      {.size_bytes = 7}, {.size_bytes = 100}, {.size_bytes = 1}};
+  EXPECT_THAT(plan_in_order(parameters, registration_order(3), {8}).buckets(),
+              ElementsAre(ElementsAre(0, 1), ElementsAre(2)));
+}
+
+TEST(PlanBySizeTest, KeepsKindsApart) {
+  const std::vector<ParameterSpec> parameters = {{.size_bytes = 4, .kind = 1},
+                                                 {.size_bytes = 4},
+                                                 {.size_bytes = 4, .kind = 1}};
+  EXPECT_THAT(plan_in_order(parameters, registration_order(3), {100}).buckets(),
+              ElementsAre(ElementsAre(1), ElementsAre(0, 2)));
+}
+
+// The bucket of kind 0 is full at position 1, that of kind 1 only at the end:
+// the full one must not wait for it.
+TEST(PlanBySizeTest, NumbersBucketsByWhenTheyAreFull) {
+  const std::vector<ParameterSpec> parameters = {{.size_bytes = 4, .kind = 1},
+                                                 {.size_bytes = 4},
+                                                 {.size_bytes = 4},
+                                                 {.size_bytes = 4, .kind = 1}};
+  EXPECT_THAT(plan_in_order(parameters, registration_order(4), {8}).buckets(),
+              ElementsAre(ElementsAre(1, 2), ElementsAre(0, 3)));
+}
+
+TEST(PlanBySizeTest, PutsSparseParametersAlone) {
+  const std::vector<ParameterSpec> parameters = {
+      {.size_bytes = 4}, {.size_bytes = 4, .sparse = true}, {.size_bytes = 4}};
+  EXPECT_THAT(plan_in_order(parameters, registration_order(3), {100}).buckets(),
+              ElementsAre(ElementsAre(1), ElementsAre(0, 2)));
+}
+
+TEST(PlanBySizeTest, AcceptsEmptyParameters) {
+  const std::vector<ParameterSpec> parameters = {{.size_bytes = 0},
+                                                 {.size_bytes = 4}};
+  EXPECT_THAT(plan_in_order(parameters, registration_order(2), {4}).buckets(),
+              ElementsAre(ElementsAre(0, 1)));
+}
+
+// Properties, over random sizes, kinds, orders and caps: each parameter is in
+// one bucket (BucketPlan checks it), buckets hold one kind, members follow the
+// order, a bucket without its last member is below its cap, and buckets are in
+// the order in which they become full.
+TEST(PlanBySizeTest, HoldsItsPropertiesOnRandomInput) {
+  std::mt19937 random(20241);
+  for (int round = 0; round < 300; ++round) {
+    const size_t n = 1 + random() % 60;
+    std::vector<ParameterSpec> parameters;
+    for (size_t i = 0; i < n; ++i) {
+      parameters.push_back({.size_bytes = static_cast<int64_t>(random() % 50),
+                            .kind = static_cast<int>(random() % 3),
+                            .sparse = random() % 9 == 0});
+    }
+    std::vector<size_t> order = registration_order(n);
+    std::shuffle(order.begin(), order.end(), random);
+    const int64_t cap_bytes = 1 + random() % 120;
+    const BucketPlan plan = plan_in_order(parameters, order, {cap_bytes});
+
+    std::vector<size_t> position(n);
+    for (size_t p = 0; p < n; ++p) position[order[p]] = p;
+    EXPECT_TRUE(check_bucket_kinds(plan, parameters).ok());
+    size_t full_before = 0;
+    for (const std::vector<size_t>& bucket : plan.buckets()) {
+      int64_t bytes = 0;
+      for (size_t s = 0; s < bucket.size(); ++s) {
+        if (s > 0) {
+          EXPECT_LT(position[bucket[s - 1]], position[bucket[s]]);
+          EXPECT_LT(bytes, cap_bytes);
+        }
+        bytes += parameters[bucket[s]].size_bytes;
+      }
+      EXPECT_GE(position[bucket.back()], full_before);
+      full_before = position[bucket.back()];
+    }
+  }
+}
+
+TEST(PlanBySizeTest, RefusesBadInput) {
+  const std::vector<ParameterSpec> two(2, {.size_bytes = 4});
+  EXPECT_THAT(planning_error({}, {}, {4}),
+              HasSubstr("at least 1 parameter, got 0"));
+  EXPECT_THAT(planning_error(two, {0, 1}, {}),
+              HasSubstr("caps must not be empty"));
+  EXPECT_THAT(planning_error(two, {0, 1}, {4, 0}),
+              HasSubstr("bucket cap 1 must be > 0 bytes, got 0"));
+  EXPECT_THAT(planning_error(two, {0, 1}, {-3}), HasSubstr("got -3"));
+  EXPECT_THAT(planning_error(two, {0, 0}, {4}),
+              HasSubstr("exactly one bucket"));
+  EXPECT_THAT(planning_error(two, {0, 2}, {4}), HasSubstr("out of range"));
+  EXPECT_THAT(planning_error(two, {0}, {4}),
+              HasSubstr("2 parameters once, got 1"));
+}
+
+TEST(PlanCheckTest, RefusesMixedBuckets) {
+  const std::vector<ParameterSpec> parameters = {
+      {.size_bytes = 4},
+      {.size_bytes = 4, .kind = 1},
+      {.size_bytes = 4, .sparse = true}};
+  EXPECT_THAT(std::string(check_bucket_kinds(
+                              *BucketPlan::create({{0, 1}, {2}}, 3), parameters)
+                              .message()),
+              HasSubstr("mixes dtypes or devices: parameters 0 and 1 differ"));
+  EXPECT_THAT(std::string(check_bucket_kinds(
+                              *BucketPlan::create({{0, 2}, {1}}, 3), parameters)
+                              .message()),
+              HasSubstr("parameter 2, whose gradient is sparse"));
 }
 
 }  // namespace

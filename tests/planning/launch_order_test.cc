@@ -62,12 +62,6 @@ TEST_F(LaunchOrderTest, HoldsLaterBucketUntilEarlierIsFull) {
   EXPECT_TRUE(order_->all_launched());
 }
 
-TEST_F(LaunchOrderTest, TellsWhichGradientFillsABucket) {
-  plan({{0, 1}, {2}});
-  EXPECT_FALSE(mark_ready(1));
-  EXPECT_TRUE(mark_ready(0));
-}
-
 TEST_F(LaunchOrderTest, WaitsForTheGradientsOfAllReplicas) {
   plan({{0, 1}, {2}}, /*num_replicas=*/2);
   for (const size_t gradient : {0, 1, 2}) EXPECT_FALSE(mark_ready(gradient));

@@ -217,7 +217,6 @@ def test_ranks_that_differ_are_told_before_anything_is_sent(rank):
         "find_unused_parameters",
         "static_graph",
         "one_backward_per_forward",
-        "control_channel",
     ):
         with pytest.raises(RuntimeError, match=rf"option \d .*{option} = (True|False)"):
             wrap(nn.Linear(2, 2), **{option: rank == 0})

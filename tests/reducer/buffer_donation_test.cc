@@ -280,27 +280,6 @@ TEST(BufferDonationTest, RanksMayKeepGradientsApart) {
   });
 }
 
-// A second derivative: what accumulates under create_graph is a new tensor.
-TEST(BufferDonationTest, CopiesIntoAGradientThatHasAHistory) {
-  run_ranks(kRanks, [](const Group& group) {
-    const ToyModel model(kSizes);
-    Reducer reducer(model.parameters, group, copies());
-    take_first_step(reducer, model, group->getRank());
-    const auto loss = [&] {
-      return model.parameters[0].pow(3).sum() + model.parameters[1].sum();
-    };
-    loss().backward({}, /*retain_graph=*/true, /*create_graph=*/true);
-    const at::Tensor reduced = loss();
-    reducer.prepare_for_backward(reduced);
-    reduced.backward({}, /*retain_graph=*/true, /*create_graph=*/true);
-    const at::Tensor gradient = model.parameters[0].grad();
-    EXPECT_TRUE(gradient.requires_grad());
-    EXPECT_FALSE(lies_in_bucket(gradient));
-    EXPECT_TRUE(at::equal(gradient, at::full_like(gradient, 6)));
-    model.zero_grad();
-  });
-}
-
 // Buckets follow a parameter's strides when the next forward is prepared.
 TEST(BufferDonationTest, AParameterMayTurnBetweenForwardAndBackward) {
   run_ranks(kRanks, [](const Group& group) {

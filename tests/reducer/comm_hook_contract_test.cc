@@ -136,26 +136,6 @@ TEST(CommHookContractTest, MayReplaceTheBucketsBuffer) {
   }
   EXPECT_EQ(seen[0], seen[1]);
 }
-
-TEST(CommHookContractTest, ChainsFutures) {
-  run_ranks(2, [](const Group& group) {
-    const ToyModel model({{2}, {3}});
-    auto hook = make_comm_hook([group](c10d::GradBucket& bucket) {
-      std::vector<at::Tensor> tensors = {bucket.getBuffer()};
-      return group->allreduce(tensors)->getFuture()->then(
-          [](c10::ivalue::Future& sum) {
-            return c10::IValue(sum.value().toTensorVector()[0] / 2);
-          },
-          c10::TensorType::get());
-    });
-    Reducer reducer(model.parameters, group, {.comm_hook = hook});
-    step(reducer, model.loss(group->getRank()));
-    for (size_t i = 0; i < 2; ++i) {
-      EXPECT_TRUE(at::equal(model.parameters[i].grad(), model.average(i, 2)));
-    }
-  });
-}
-
 // The compressed hooks divide before the cast, and the sum of two halves of
 // these integers is exact in both formats.
 TEST(CompressionTest, AveragesInHalfPrecision) {
@@ -190,18 +170,6 @@ TEST(CompressionTest, DividesBeforeTheCast) {
     EXPECT_EQ(weight.grad().item<float>(), 65504);
   });
 }
-
-TEST(CompressionTest, SendsHalfTheBytes) {
-  run_ranks(2, [](const Group& group) {
-    const at::Tensor weight = at::ones({8}).requires_grad_();
-    const at::Tensor loss = (weight * (1 + 1.0 / 4096)).sum();
-    Reducer reducer({weight}, group, {.comm_hook = fp16_hook(group)});
-    step(reducer, loss);
-    // 1 + 2^-12 has no place in 11 bits.
-    EXPECT_TRUE(at::equal(weight.grad(), at::ones({8})));
-  });
-}
-
 // Hooks run where backward runs, with the state of the thread that prepared.
 TEST(ThreadLocalStateTest, HasGradModeAndAutocastOffWhateverForwardHad) {
   const ToyModel model({{2}, {3}});

@@ -88,24 +88,6 @@ TEST_P(ContextGradientsTest, AreReducedInTheirContext) {
   }
   EXPECT_EQ(reducer.statistics().reduced, 3);
 }
-
-TEST_P(ContextGradientsTest, DoNotHinderABackwardWithoutContext) {
-  Reducer reducer(model.parameters, group, options());
-  {
-    Pass pass;
-    const at::Tensor loss = model.loss(0);
-    reducer.prepare_for_backward(loss);
-    pass.backward(loss);
-  }
-  const at::Tensor loss = model.loss(0, 1);
-  reducer.prepare_for_backward(loss);
-  loss.backward();
-  for (size_t i = 0; i < model.parameters.size(); ++i) {
-    EXPECT_TRUE(
-        at::equal(model.parameters[i].grad(), model.gradient(i, 0, 1) * 2));
-  }
-}
-
 TEST_P(ContextGradientsTest, LeaveAGradientOfABackwardWithoutContextAlone) {
   Reducer reducer(model.parameters, group, options());
   for (int s = 0; s < 3; ++s) {

@@ -1,9 +1,8 @@
-#include "brigade/reducer/memory_ranges.h"
-
 #include <torch/torch.h>
 
 #include <vector>
 
+#include "brigade/reducer/bucket_memory.h"
 #include "gtest/gtest.h"
 
 namespace brigade {

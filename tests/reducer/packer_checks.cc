@@ -4,7 +4,7 @@
 
 #include <random>
 
-#include "brigade/reducer/packing/make_packer.h"
+#include "brigade/reducer/packing/packer.h"
 #include "gtest/gtest.h"
 
 namespace brigade::testing {

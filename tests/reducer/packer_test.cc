@@ -8,7 +8,6 @@
 #include <string>
 #include <vector>
 
-#include "brigade/reducer/packing/make_packer.h"
 #include "brigade/reducer/packing/pack_loops.h"
 #include "brigade/tests/reducer/packer_checks.h"
 #include "gmock/gmock.h"
@@ -151,39 +150,6 @@ TEST(PackerTest, PortableLoopsGiveTheBitsOfThisProcessorsLoops) {
     EXPECT_TRUE(same_bits(x, y)) << wire << " to " << gradient;
   }
 }
-
-TEST(PackerTest, MissingGradientBecomesZerosAndIsNotWrittenBack) {
-  const std::vector<PackerSlot> slots = {
-      {.numel = 5},
-      {.gap = 2, .numel = 9, .source = Source::kMissing},
-      {.numel = 40, .source = Source::kMissing},
-      {.numel = 3}};
-  for (auto [gradient, wire] : all_wire_pairs()) {
-    for (double scale : {1.0, 0.5}) {
-      const PackerCase packer_case = {.gradient_dtype = gradient,
-                                      .wire_dtype = wire,
-                                      .slots = slots,
-                                      .scale = scale};
-      expect_pack_as_aten(packer_case);
-      expect_unpack_as_aten(packer_case);
-    }
-  }
-}
-
-TEST(PackerTest, ScalesGradientsInPlace) {
-  std::vector<PackerSlot> slots = awkward_slots();
-  for (PackerSlot& slot : slots) slot.source = Source::kInPlace;
-  for (auto [gradient, wire] : all_wire_pairs()) {
-    if (gradient != wire) continue;
-    for (double scale : kScales) {
-      expect_pack_as_aten({.gradient_dtype = gradient,
-                           .wire_dtype = wire,
-                           .slots = slots,
-                           .scale = scale});
-    }
-  }
-}
-
 TEST(PackerTest, ScaleOfOneKeepsTheBitsOfNan) {
   const at::Tensor bits =
       at::tensor({0x7f800001, 0x7fc12345, -1, 0x7fa00000, 5}, at::kInt);
@@ -215,31 +181,6 @@ TEST(PackerTest, LargeSlotsOnManyThreadsHaveTheSameBits) {
     }
   }
 }
-
-TEST(PackerTest, CanBeUsedAgainWithOtherMemoryScaleAndWireDtype) {
-  auto packer = make_packer(at::kCPU, at::kFloat, {{0, 2}, {2, 1}});
-  for (float value : {3.0F, 5.0F}) {
-    for (auto wire : {at::kFloat, at::kBFloat16}) {
-      const at::Tensor a = at::full({2}, value);
-      const at::Tensor b = at::full({1}, value + 1);
-      at::Tensor flat = at::zeros({3}, wire);
-      packer->pack(std::array{a.const_data_ptr(), b.const_data_ptr()}, flat,
-                   2.0);
-      EXPECT_TRUE(
-          flat.to(at::kFloat)
-              .equal(at::tensor({2 * value, 2 * value, 2 * value + 2})));
-    }
-  }
-}
-
-TEST(PackerTest, WithoutSlotsDoesNothing) {
-  auto packer = make_packer(at::kCPU, at::kFloat, {});
-  at::Tensor flat = at::ones({2});
-  packer->pack({}, flat, 0.5);
-  packer->unpack(flat, {});
-  EXPECT_TRUE(flat.equal(at::ones({2})));
-}
-
 TEST(PackerTest, RejectsDtypesThatCannotBeAveraged) {
   for (auto dtype : {at::kLong, at::kInt, at::kByte, at::kBool}) {
     expect_value_error(

@@ -5,7 +5,7 @@
 #include <string>
 #include <vector>
 
-#include "brigade/planning/plan_check.h"
+#include "brigade/planning/bucket_plan.h"
 #include "brigade/reducer/error_texts.h"
 #include "gmock/gmock.h"
 #include "gtest/gtest.h"
@@ -15,7 +15,6 @@ namespace {
 
 using ::testing::AllOf;
 using ::testing::ElementsAre;
-using ::testing::EndsWith;
 using ::testing::HasSubstr;
 
 ParameterTable table_of(int n, bool named) {
@@ -108,22 +107,6 @@ TEST(ParameterTableTest, ReplicasMustBeAlike) {
             "parameter 0 of replica 1 is the same tensor as parameter 0 of "
             "replica 0; list it once");
 }
-
-TEST(ErrorTextsTest, SayWhatWasExpectedFoundWhereAndWhatToDo) {
-  const ParameterTable table = table_of(4, true);
-  const Occasion occasion = {.iteration = 17, .rank = 2};
-  EXPECT_EQ(
-      describe_missing_gradients(table, std::vector<size_t>{1, 3}, occasion,
-                                 ReducerOptions()),
-      "Reducer: 2 of 4 parameters got no gradient in iteration 17 on rank 2: "
-      "parameters 1 ('b'), 3 ('d').\n"
-      "Use every output of forward() in the loss, set "
-      "find_unused_parameters, or freeze parameters that are not used before "
-      "the module is wrapped. A backward with inputs has to name them, too.");
-  EXPECT_EQ(describe_bucket(table, std::vector<size_t>{0, 2}, 1, 3),
-            "bucket 1 of 3 (parameters 0 ('a'), 2 ('c'))");
-}
-
 TEST(ErrorTextsTest, NameWhatWasFrozenMeanwhile) {
   const ParameterTable table = table_of(3, true);
   const Occasion occasion = {.iteration = 2, .rank = 0};
@@ -143,20 +126,5 @@ TEST(ErrorTextsTest, NameWhatWasFrozenMeanwhile) {
                       "('b').\n"),
             HasSubstr("Use every output")));
 }
-
-TEST(ErrorTextsTest, EndWithWhatProgramsLookFor) {
-  const Occasion occasion = {.iteration = 2, .rank = 0};
-  EXPECT_THAT(
-      describe_second_gradient(table_of(2, false), 1, occasion,
-                               ReducerOptions()),
-      EndsWith("\nExpected to mark a variable ready only once: Parameter at "
-               "index 1."));
-  EXPECT_THAT(
-      describe_second_gradient(table_of(2, true), 1, occasion,
-                               ReducerOptions()),
-      EndsWith("\nExpected to mark a variable ready only once: Parameter at "
-               "index 1 with name b."));
-}
-
 }  // namespace
 }  // namespace brigade

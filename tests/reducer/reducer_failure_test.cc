@@ -139,39 +139,6 @@ TEST_F(BadHookTest, WhoseFutureFails) {
       "the network is down");
 }
 
-// An exception in the middle of backward, on every rank at the same place.
-TEST(BackwardFailureTest, OnAllRanksLeavesTheNextIterationIntact) {
-  for (size_t where : {0, 1, 2}) {
-    run_ranks(2, [&](const Group& group) {
-      const ToyModel model({{2}, {3}, {4}});
-      Reducer reducer(model.parameters, group,
-                      {.bucket_plan = {{2}, {1}, {0}}});
-      for (int s = 0; s < 2; ++s) {
-        const at::Tensor loss = model.loss(group->getRank());
-        reducer.prepare_for_backward(loss);
-        throw_before(model, where, loss);
-        expect_trains(reducer, model, group->getRank(), 2, s);
-      }
-      EXPECT_EQ(reducer.statistics().aborted, 2);
-    });
-  }
-}
-
-// Ranks have launched different numbers of buckets when they abort: without
-// realignment the next all-reduce would meet one of another size.
-TEST(BackwardFailureTest, OnAllRanksAtDifferentPlacesRealigns) {
-  run_ranks(3, [&](const Group& group) {
-    const ToyModel model({{2}, {3}, {4}});
-    Reducer reducer(model.parameters, group, {.bucket_plan = {{2}, {1}, {0}}});
-    for (int s = 0; s < 3; ++s) {
-      const at::Tensor loss = model.loss(group->getRank());
-      reducer.prepare_for_backward(loss);
-      throw_before(model, (group->getRank() + s) % 2, loss);
-      expect_trains(reducer, model, group->getRank(), 3, s);
-    }
-  });
-}
-
 // What peers get from a rank that catches up must not pass through gradients.
 TEST(BackwardFailureTest, RealigningLeavesGradientsAlone) {
   run_ranks(2, [&](const Group& group) {
@@ -191,50 +158,6 @@ TEST(BackwardFailureTest, RealigningLeavesGradientsAlone) {
                       model.average(i, 2, s) + model.average(i, 2, s + 1)));
       }
       model.zero_grad(/*set_to_none=*/false);
-    }
-  });
-}
-
-// One rank throws before its first gradient, the other after a launch.
-TEST(BackwardFailureTest, BeforeTheFirstGradientRealignsToo) {
-  run_ranks(2, [&](const Group& group) {
-    const ToyModel model({{2}, {3}});
-    Reducer reducer(model.parameters, group, {.bucket_plan = {{1}, {0}}});
-    const int rank = group->getRank();
-    expect_trains(reducer, model, rank, 2);  // ranks have compared their plans
-    for (int s = 0; s < 2; ++s) {
-      const at::Tensor loss = model.loss(rank);
-      reducer.prepare_for_backward(loss);
-      if (rank == s) {
-        loss.register_hook([](const at::Tensor&) { throw UserError("early"); });
-        EXPECT_THROW(loss.backward(), UserError);
-      } else {
-        throw_before(model, 0, loss);
-      }
-      expect_trains(reducer, model, rank, 2, s);
-    }
-  });
-}
-
-// One rank has launched everything when it throws, the other has not: both go
-// on.
-TEST(BackwardFailureTest, AfterTheLastLaunchRealignsToo) {
-  run_ranks(2, [&](const Group& group) {
-    const ToyModel model({{2}, {3}});
-    Reducer reducer(model.parameters, group, {.bucket_plan = {{1}, {0}}});
-    const int rank = group->getRank();
-    for (int s = 0; s < 2; ++s) {
-      const at::Tensor input = at::ones({1}).requires_grad_();
-      const at::Tensor first = input * 0;  // its gradient comes last
-      const at::Tensor loss = first.sum() + model.loss(rank);
-      reducer.prepare_for_backward(loss);
-      if (rank == s) {
-        first.register_hook([](const at::Tensor&) { throw UserError("late"); });
-        EXPECT_THROW(loss.backward(), UserError);
-      } else {
-        throw_before(model, 0, loss);
-      }
-      expect_trains(reducer, model, rank, 2, s);
     }
   });
 }
@@ -262,21 +185,6 @@ TEST(BackwardFailureTest, InTheFirstIterationLeavesTheRebuildInStep) {
     });
   }
 }
-
-TEST(BackwardFailureTest, EndingTheIterationTellsOfMissingGradientsToo) {
-  run_ranks(2, [&](const Group& group) {
-    const ToyModel model({{2}, {3}, {4}});
-    Reducer reducer(model.parameters, group, {.bucket_plan = {{2}, {1}, {0}}});
-    const int rank = group->getRank();
-    const at::Tensor loss = model.loss_in_order({2, 0}, rank);
-    reducer.prepare_for_backward(loss);
-    loss.backward();
-    EXPECT_THAT(text_of<c10::Error>([&] { reducer.end_iteration(); }),
-                HasSubstr("1 of 3 parameters got no gradient"));
-    expect_trains(reducer, model, rank, 2, 0);
-  });
-}
-
 TEST(BackwardFailureTest, RetryingWithoutPreparingIsAnError) {
   const ToyModel model({{2}, {3}});
   Reducer reducer(model.parameters, single_process_group());

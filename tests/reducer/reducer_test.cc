@@ -79,19 +79,6 @@ TEST_P(ReducerOnRanksTest, AveragesGradientsInEveryStep) {
     EXPECT_EQ(reducer.statistics().reduced, 4);
   });
 }
-
-TEST_P(ReducerOnRanksTest, AveragesGradientsThatAreKeptAndZeroed) {
-  run_ranks(world_size(), [&](const Group& group) {
-    const ToyModel model(kSizes);
-    Reducer reducer(model.parameters, group, options());
-    for (int s = 0; s < 4; ++s) {
-      model.zero_grad(/*set_to_none=*/false);
-      step(reducer, model.loss(group->getRank(), s));
-      expect_averages(model, world_size(), s);
-    }
-  });
-}
-
 TEST_P(ReducerOnRanksTest, ReducesWhatWasAccumulatedWithoutPreparing) {
   run_ranks(world_size(), [&](const Group& group) {
     const ToyModel model(kSizes);
@@ -387,17 +374,6 @@ TEST(ReducerTest, PutsBackAGradientThatWasTakenOutWhileItTravelled) {
     });
   }
 }
-
-TEST(ReducerTest, AccumulatesTheBackwardOfALocalForwardLocally) {
-  const ToyModel model(ToyModel::Sizes{{3}});
-  Reducer reducer(model.parameters, single_process_group());
-  reducer.prepare_for_backward(model.loss(0));
-  const at::Tensor local = model.loss(0);
-  reducer.note_local_forward({local});
-  local.backward();
-  EXPECT_EQ(reducer.statistics().reduced, 0);
-}
-
 // Gradients of the local forward come before backward has reached the prepared
 // output, or after it.
 TEST(ReducerTest, ReducesABackwardThroughAPreparedAndALocalForward) {
@@ -630,30 +606,6 @@ TEST(ReducerTest, SpansTwoBackwardsOfOneForward) {
     }
   });
 }
-
-TEST(ReducerTest, ForgetsForwardsWithoutBackward) {
-  const ToyModel model(ToyModel::Sizes{{3}});
-  Reducer reducer(model.parameters, single_process_group());
-  for (int k = 0; k < 5; ++k) reducer.prepare_for_backward(model.loss(0));
-  step(reducer, model.loss(0));
-  expect_averages(model, 1);
-  EXPECT_EQ(reducer.statistics().reduced, 1);
-}
-
-TEST(ReducerTest, IgnoresGradientsComputedWithoutAccumulating) {
-  const ToyModel model(ToyModel::Sizes{{3}});
-  Reducer reducer(model.parameters, single_process_group());
-  const at::Tensor loss = model.loss(0);
-  step(reducer, loss);
-  // Not a second backward over the iteration: nothing is accumulated.
-  const at::Tensor again = model.loss(0);
-  reducer.prepare_for_backward(again);
-  EXPECT_NO_THROW(torch::autograd::grad({again}, model.parameters, {},
-                                        /*retain_graph=*/true));
-  again.backward();
-  EXPECT_EQ(reducer.statistics().reduced, 2);
-}
-
 TEST(ReducerTest, TakesItsHooksOffWhenDestroyedWithALiveGraph) {
   const ToyModel model(ToyModel::Sizes{{3}});
   auto reducer =
@@ -717,23 +669,6 @@ TEST(ReducerTest, CopiesGradientsOncePerStepAndNotWhenTheyAreKept) {
   }
   EXPECT_EQ(reducer.statistics().bytes_packed, 10 * 128 * 4);
 }
-
-TEST(ReducerTest, LaunchesOneKthOfTheCollectivesForKMicroBatches) {
-  for (const int k : {1, 2, 5}) {
-    RecordingGroup recording(2);
-    const ToyModel model({{4}, {4}});
-    Reducer reducer(model.parameters, recording.group(),
-                    {.bucket_plan = {{1}, {0}}});
-    for (int micro_batch = 1; micro_batch <= 20; ++micro_batch) {
-      const at::Tensor loss = model.loss(0);
-      if (micro_batch % k == 0) reducer.prepare_for_backward(loss);
-      loss.backward();
-      if (micro_batch % k == 0) model.zero_grad();
-    }
-    EXPECT_EQ(all_reduced(recording).size(), 2 * 20 / k);
-  }
-}
-
 // Counts what a thread allocates for tensors on the CPU.
 class AllocationCounter final : public c10::MemoryReportingInfoBase {
  public:
@@ -818,17 +753,6 @@ TEST(ReducerTest, ConstructionNeedNotCommunicate) {
                        {.verify_across_ranks = false}),
                c10::ValueError);
 }
-
-TEST(ReducerTest, TellsWhichGradientsABackwardStillLacks) {
-  const ToyModel model({{2}, {3}, {4}});
-  Reducer reducer(model.parameters, single_process_group());
-  const at::Tensor loss = model.loss(0);
-  reducer.prepare_for_backward(loss);
-  EXPECT_THAT(reducer.missing_gradients(), ElementsAre());
-  model.loss_in_order({1}, 0).backward();
-  EXPECT_THAT(reducer.missing_gradients(), ElementsAre(0, 2));
-}
-
 TEST(ReducerTest, HigherDerivativesThroughAReducedIterationAreLocal) {
   const ToyModel model({{2}, {3}});
   Reducer reducer(model.parameters, single_process_group());

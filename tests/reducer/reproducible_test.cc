@@ -2,6 +2,7 @@
 
 #include <torch/torch.h>
 
+#include <chrono>
 #include <cstdint>
 #include <memory>
 #include <optional>
@@ -79,7 +80,7 @@ at::Tensor loss_of(const std::vector<at::Tensor>& parameters, int rank,
 
 void expect_ordered_averages(const Group& group, ReducerOptions options,
                              at::ScalarType dtype, Uses uses) {
-  options.reproducible = true;
+  if (!options.comm_hook) options.reproducible = true;
   const int world_size = group->getSize();
   const int row_size = options.reproducible_row_size.value_or(world_size);
   std::vector<at::Tensor> parameters;
@@ -113,6 +114,24 @@ TEST_P(ReproducibleTest, CapsViewsGraphsAndOrdersDoNotShow) {
                                  .gradient_as_bucket_view = !is_static},
                                 at::kFloat,
                                 is_static ? Uses::kInOrder : Uses::kBackwards);
+      }
+    }
+  });
+}
+
+// A plan that is rebuilt after the first step among them.
+TEST_P(ReproducibleTest, BucketsOfTheOrderedHookDoNotShow) {
+  const std::vector<std::vector<std::vector<size_t>>> plans = {
+      {{4, 3, 2, 1, 0}}, {{4}, {3}, {2}, {1}, {0}}, {{0, 4}, {1, 3, 2}}, {}};
+  run_ranks(GetParam(), [&](const Group& group) {
+    const auto hook = ordered_hook(group);
+    for (const at::ScalarType dtype : {at::kFloat, at::kHalf}) {
+      for (const auto& plan : plans) {
+        expect_ordered_averages(group,
+                                {.bucket_caps_bytes = {2048},
+                                 .bucket_plan = plan,
+                                 .comm_hook = hook},
+                                dtype, Uses::kInOrder);
       }
     }
   });
@@ -160,6 +179,24 @@ TEST_P(ReproducibleTest, ARankThatFailsInBackwardFailsAllAndAllTrainOn) {
         EXPECT_ANY_THROW(step(reducer, model.loss(rank)));
         armed = false;
         expect_trains(reducer, model, rank, GetParam(), 2);
+      },
+      std::chrono::minutes(10));
+}
+
+TEST(ReproducibleFailureTest, ARankThatLeavesEndsItsPeersStep) {
+  run_ranks(
+      2,
+      [](const Group& group) {
+        const ToyModel model({{2}, {3}});
+        std::optional<Reducer> reducer(
+            std::in_place, model.parameters, group,
+            ReducerOptions{.bucket_plan = {{1}, {0}}, .reproducible = true});
+        expect_trains(*reducer, model, group->getRank(), 2);
+        if (group->getRank() == 1) {
+          reducer.reset();
+        } else {
+          EXPECT_THROW(step(*reducer, model.loss(0)), c10::DistBackendError);
+        }
       },
       std::chrono::minutes(10));
 }
@@ -215,6 +252,7 @@ TEST(ReproducibleRefusalTest, AnotherHookLater) {
   EXPECT_THROW(reducer.set_comm_hook(all_reduce_hook(group)), c10::ValueError);
   reducer.set_comm_hook(ordered_hook(group));
   expect_trains(reducer, model, 0, 1);
+  EXPECT_THROW(ordered_hook(nullptr), c10::ValueError);
 }
 
 }  // namespace reproducible_test

@@ -168,30 +168,6 @@ TEST_P(UnusedOnRanksTest, RemembersWhatUnreducedBackwardsUsed) {
     }
   });
 }
-
-TEST_P(UnusedOnRanksTest, GoesOnAfterBackwardsThatThrewAtDifferentPlaces) {
-  run_ranks(world_size(), [&](const Group& group) {
-    const ToyModel model(kSizes);
-    Reducer reducer(model.parameters, group, options());
-    const int rank = group->getRank();
-    const std::vector<Order> uses(world_size(), Order{3, 1, 0});
-    for (int s = 0; s < 3; ++s) {
-      const at::Tensor loss = model.loss_in_order(uses[rank], rank);
-      reducer.prepare_for_backward(loss);
-      const auto handle =
-          model.parameters[uses[rank][(rank + s) % 3]].register_hook(
-              [](const at::Tensor&) { throw std::domain_error("user"); });
-      // Its own error; or the other rank's, where that failed before the first
-      // gradient.
-      EXPECT_ANY_THROW(loss.backward());
-      model.parameters[uses[rank][(rank + s) % 3]].remove_hook(handle);
-      model.zero_grad();
-      step(reducer, model.loss_in_order(uses[rank], rank, s));
-      expect_averages(model, uses, s);
-    }
-  });
-}
-
 INSTANTIATE_TEST_SUITE_P(Worlds, UnusedOnRanksTest,
                          ::testing::Values(std::tuple(1, false, 1, false),
                                            std::tuple(1, true, 40, true),
@@ -202,22 +178,6 @@ INSTANTIATE_TEST_SUITE_P(Worlds, UnusedOnRanksTest,
                                            std::tuple(3, false, 1, true),
                                            std::tuple(3, true, 40, false),
                                            std::tuple(3, true, 1 << 20, true)));
-
-TEST(UnusedParametersTest, LaunchesTheirBucketsBeforeBackwardEnds) {
-  const ToyModel model({{2}, {3}, {4}});
-  RecordingGroup recording(2);
-  ReducerOptions options = finding_unused();
-  options.bucket_plan = {{1}, {2}, {0}};
-  Reducer reducer(model.parameters, recording.group(), options);
-  const size_t before = recording.log().size();
-  const at::Tensor loss = model.loss_in_order({2, 0}, 0);
-  size_t launched = 0;
-  model.parameters[0].register_hook(
-      [&](const at::Tensor&) { launched = recording.log().size() - before; });
-  step(reducer, loss);
-  EXPECT_EQ(launched, 2);  // {1}, unused, and {2}
-}
-
 TEST(UnusedParametersTest, WaitForTheBackwardNotTheForward) {
   const ToyModel model({{2}, {3}});
   RecordingGroup recording(2);
@@ -382,42 +342,6 @@ TEST(UnusedParametersTest, LeaveThePlanAsItIs) {
   for (int s = 0; s < 3; ++s) step(reducer, model.loss_in_order({0, 1}, 0));
   EXPECT_EQ(reducer.statistics().rebuilds, 0);
 }
-
-TEST(UnusedParametersTest, UsedOnesAreMarkedUntilTheyAreReduced) {
-  const ToyModel model({{2}, {3}, {4}});
-  Reducer reducer(model.parameters, single_process_group(), finding_unused());
-  const auto used = [&] {
-    const at::Tensor map = reducer.local_used_parameters();
-    return std::vector<int32_t>(map.data_ptr<int32_t>(),
-                                map.data_ptr<int32_t>() + map.numel());
-  };
-  EXPECT_THAT(used(), ElementsAre(0, 0, 0));
-  model.loss_in_order({1}, 0).backward();
-  EXPECT_THAT(used(), ElementsAre(0, 1, 0));
-  model.loss_in_order({2}, 0).backward();
-  EXPECT_THAT(used(), ElementsAre(0, 1, 1));
-  step(reducer, model.loss_in_order({2}, 0));
-  EXPECT_THAT(used(), ElementsAre(0, 0, 0));
-}
-
-TEST(UnusedParametersTest, SeveralBackwardsMayShareAPreparation) {
-  const ToyModel model({{2}, {3}, {4}});
-  Reducer reducer(model.parameters, single_process_group(), finding_unused());
-  for (int s = 0; s < 3; ++s) {
-    model.zero_grad();
-    const at::Tensor first = model.loss_in_order({0}, 0);
-    const at::Tensor second = model.loss_in_order({1}, 0);
-    reducer.prepare_for_backward(std::vector<at::Tensor>{first, second});
-    first.backward();
-    EXPECT_EQ(reducer.statistics().reduced, s);
-    second.backward();
-    EXPECT_EQ(reducer.statistics().reduced, s + 1);
-    EXPECT_TRUE(
-        at::equal(model.parameters[1].grad(), model.gradient(1, 0).detach()));
-    EXPECT_FALSE(model.parameters[2].grad().defined());
-  }
-}
-
 TEST(UnusedParametersTest, GradientsOfInputsAloneReduceNothing) {
   const ToyModel model({{2}, {3}});
   Reducer reducer(model.parameters, single_process_group(), finding_unused());

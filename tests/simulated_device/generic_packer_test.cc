@@ -6,7 +6,7 @@
 #include <cstdint>
 #include <vector>
 
-#include "brigade/reducer/packing/make_packer.h"
+#include "brigade/reducer/packing/packer.h"
 #include "brigade/tests/reducer/packer_checks.h"
 #include "brigade/tests/support/simulated_device/stream_test.h"
 #include "gtest/gtest.h"

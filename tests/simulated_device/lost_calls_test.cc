@@ -10,7 +10,7 @@
 #include <utility>
 
 #include "absl/strings/str_cat.h"
-#include "brigade/reducer/dense_replica.h"
+#include "brigade/reducer/bucket_replica.h"
 #include "brigade/reducer/parameter_table.h"
 #include "brigade/reducer/reducer.h"
 #include "brigade/tests/simulated_device/streamed_model.h"
@@ -273,8 +273,7 @@ class LostReplicaCallsTest : public LostCallsTest {
   }
 
   const ParameterTable table_ = *ParameterTable::create(
-      {{at::ones({4}, simulated::on_device()).requires_grad_()}},
-      ParameterNames(), {});
+      {{at::ones({4}, simulated::on_device()).requires_grad_()}}, {}, {});
 };
 
 // It goes back to the stream that it was allocated on: the memory that travels,

@@ -5,7 +5,6 @@
 #include <chrono>
 #include <functional>
 #include <memory>
-#include <torch/csrc/distributed/c10d/HashStore.hpp>
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 #include <utility>
 #include <vector>
@@ -84,8 +83,8 @@ class WaitingBackend final : public IdenticalRanksBackend {
 };
 
 Group group_of_waiting_works() {
-  auto group = c10::make_intrusive<c10d::ProcessGroup>(
-      c10::make_intrusive<c10d::HashStore>(), 0, kWorldSize);
+  // Without a store: there are no peers to exchange statuses with.
+  auto group = c10::make_intrusive<c10d::ProcessGroup>(0, kWorldSize);
   const c10::intrusive_ptr<c10d::Backend> backend =
       c10::make_intrusive<WaitingBackend>();
   for (const c10::DeviceType type : {at::kCPU, at::kPrivateUse1}) {
@@ -102,8 +101,7 @@ class OverlapTest : public simulated::StreamTest {
   // that bucket then reads what the collective is writing: a race, unless the
   // stream of backward has waited.
   bool goes_on_beside(const Hook& hook) {
-    ReducerOptions options = {.gradient_as_bucket_view = true,
-                              .control_channel = false};
+    ReducerOptions options;
     options.bucket_caps_bytes = {64};
     options.comm_hook = hook;
     Reducer reducer(factors_, group_, std::move(options));
@@ -156,8 +154,7 @@ TEST_F(OverlapTest, OfHooksThatAskBesideBackward) {
 }
 
 TEST_F(OverlapTest, GradientsAreReadBehindTheirSums) {
-  Reducer reducer(factors_, group_,
-                  {.find_unused_parameters = true, .control_channel = false});
+  Reducer reducer(factors_, group_, {.find_unused_parameters = true});
   for (int step = 0; step < 3; ++step) {
     at::Tensor product = at::ones({16}, on_device());
     for (const at::Tensor& factor : factors_) product = product * factor;

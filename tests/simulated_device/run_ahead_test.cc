@@ -224,17 +224,6 @@ TEST_F(UnwatchedRunAheadTest, AForwardUnderNoGradAwaitsStatuses) {
               HasSubstr("rank 1 failed in iteration 4"));
 }
 
-// As torch's reducer, which tells peers nothing.
-TEST_F(UnwatchedRunAheadTest, NothingIsWaitedFor) {
-  StreamedTraining training{StreamLayout{}};
-  ReducerOptions options;
-  options.control_channel = false;
-  training.make_reducer(std::move(options));
-  training.recording().hold_statuses();
-  for (int step = 0; step < 50; ++step) training.step(step);
-  EXPECT_THAT(training.recording().statuses(), ::testing::IsEmpty());
-}
-
 // ---- Ranks with devices of their own.
 
 class OneRank {

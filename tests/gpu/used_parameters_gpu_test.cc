@@ -6,26 +6,35 @@
 #include <c10/core/impl/VirtualGuardImpl.h>
 #include <torch/cuda.h>
 
+#include <vector>
+
 #include "brigade/comm/process_group.h"
-#include "brigade/reducer/used_parameter_map.h"
+#include "brigade/reducer/used_parameters.h"
 #include "gtest/gtest.h"
 
 namespace brigade {
 namespace {
 
-TEST(UsedParameterMapGpuTest, TheHostGoesOnWhileTheMapIsBeingCopied) {
+TEST(UsedParametersGpuTest, TheHostGoesOnWhileTheMapIsBeingCopied) {
   if (!torch::cuda::is_available()) GTEST_SKIP() << "no CUDA device";
   const at::Device device(at::kCUDA, 0);
   const auto group = single_process_group();
   const c10::Stream stream =
       c10::impl::VirtualGuardImpl(at::kCUDA).getStream(device);
-  UsedParameterMap map(/*num_replicas=*/2, /*num_parameters=*/3, device);
+  std::vector<std::vector<at::Tensor>> replicas(2);
+  for (std::vector<at::Tensor>& replica : replicas) {
+    for (int i = 0; i < 3; ++i) {
+      replica.push_back(at::ones({1}, device).requires_grad_());
+    }
+  }
+  const ParameterTable table = *ParameterTable::create(replicas, {}, {});
+  UsedParameters map(table, *group, UsedParameters::Turn::kLast);
   const at::Tensor matrix = at::ones({8192, 8192}, device);
   at::Tensor product = at::empty_like(matrix);
   // A first launch loads kernels and pins memory, which may wait.
   at::mm_out(product, matrix, matrix);
-  map.launch(*group);
-  map.wait();
+  map.launch();
+  map.counts();
 
   for (int s = 0; s < 2; ++s) {
     stream.synchronize();
@@ -35,15 +44,11 @@ TEST(UsedParameterMapGpuTest, TheHostGoesOnWhileTheMapIsBeingCopied) {
     // Seconds of work in front of the copy.
     for (int i = 0; i < 60; ++i) at::mm_out(product, matrix, matrix);
     ASSERT_FALSE(stream.query());
-    map.launch(*group);
+    map.launch();
     EXPECT_FALSE(stream.query()) << "launch() has waited for the device";
     map.clear_marks();
     map.mark(2);  // of the next iteration: must not travel
     EXPECT_FALSE(stream.query());
-    map.wait();
-    EXPECT_TRUE(map.is_used_anywhere(0));
-    EXPECT_TRUE(map.is_used_anywhere(1));
-    EXPECT_FALSE(map.is_used_anywhere(2));
     EXPECT_TRUE(at::equal(map.counts(), at::tensor({2, 1, 0}, at::kInt)));
     map.clear_marks();
   }

@@ -1,13 +1,12 @@
-#include "brigade/reducer/launching.h"
+#include "brigade/reducer/iteration.h"
 
 #include <algorithm>
-#include <exception>
 #include <functional>
 #include <stdexcept>
 #include <utility>
 
 #include "absl/strings/str_cat.h"
-#include "brigade/reducer/hook_scope.h"
+#include "brigade/comm/errors/error_texts.h"
 
 namespace brigade {
 namespace {
@@ -26,7 +25,7 @@ std::optional<Failure> launch(Iteration& iteration, Collective& entry,
   const std::optional<size_t> unit = entry.unit();
   Launch launch = {.collective = &entry, .future = nullptr};
   if (entry.is_left_out()) {
-    if (unit) ++observations.buckets_skipped;
+    if (unit) ++observations.counts.buckets_skipped;
   } else {
     try {
       peers.count([&] {
@@ -37,13 +36,14 @@ std::optional<Failure> launch(Iteration& iteration, Collective& entry,
             iteration.is_shadow ? entry.launch_substitute() : entry.launch();
       });
     } catch (...) {
-      return failure_of(iteration, ErrorSource::kHook, entry);
+      return failure_of(iteration.occasion, ErrorSource::kHook, entry);
     }
-    if (unit) ++observations.buckets_launched;
+    if (unit) ++observations.counts.buckets_launched;
   }
   launch.has_travelled = launch.future != nullptr;
   iteration.launches.push_back(std::move(launch));
-  observations.launched(iteration.launches.back());
+  if (unit)
+    observations.launched(*unit, iteration.launches.back().future.get());
   return std::nullopt;
 }
 
@@ -55,6 +55,63 @@ Collective& first_unit(const Iteration& iteration) {
 }
 
 }  // namespace
+
+Iteration::Iteration(Preparation prepared_by, int rank,
+                     std::span<Collective* const> sequence_of_it,
+                     size_t num_variables)
+    : preparation(prepared_by),
+      number(prepared_by.iteration),
+      occasion{.iteration = number, .rank = rank},
+      sequence(sequence_of_it),
+      order(launch_order_of(sequence)),
+      is_ready(num_variables) {
+  launches.reserve(sequence.size());
+}
+
+void Iteration::fail(const std::exception_ptr& error) {
+  if (phase == Phase::kOver) return;
+  phase = Phase::kFailed;
+  if (failure.empty()) failure = message_of(error);
+}
+
+LaunchOrder launch_order_of(std::span<Collective* const> sequence) {
+  std::vector<uint32_t> num_pending;
+  num_pending.reserve(sequence.size());
+  for (const Collective* collective : sequence) {
+    num_pending.push_back(static_cast<uint32_t>(collective->num_awaited()));
+  }
+  return LaunchOrder(std::move(num_pending));
+}
+
+int64_t num_units(std::span<Collective* const> sequence) {
+  return std::ranges::count_if(sequence, [](const Collective* collective) {
+    return collective->unit().has_value();
+  });
+}
+
+int64_t num_units(std::span<const Launch> launches) {
+  return std::ranges::count_if(launches, [](const Launch& launch) {
+    return launch.collective->unit().has_value();
+  });
+}
+
+std::vector<size_t> missing(const Iteration& iteration) {
+  std::vector<size_t> variables;
+  for (size_t i = 0; i < iteration.is_ready.size(); ++i) {
+    if (!iteration.is_ready[i]) variables.push_back(i);
+  }
+  return variables;
+}
+
+int64_t next_unit(const Iteration& iteration) {
+  for (size_t entry = 0; entry < iteration.sequence.size(); ++entry) {
+    const std::optional<size_t> unit = iteration.sequence[entry]->unit();
+    if (unit && !iteration.order.is_launched(entry)) {
+      return static_cast<int64_t>(*unit);
+    }
+  }
+  return num_units(iteration.sequence);
+}
 
 bool mark_and_pack(Iteration& iteration, size_t entry,
                    Observations& observations) {
@@ -90,7 +147,7 @@ void launch_rest(Iteration& iteration, PeerStatus& peers,
       launch.future = next.launch_substitute();
     });
     launch.has_travelled = launch.future != nullptr;
-    if (next.unit()) ++observations.buckets_launched;
+    if (next.unit()) ++observations.counts.buckets_launched;
     iteration.launches.push_back(std::move(launch));
   }
 }
@@ -106,7 +163,8 @@ std::optional<Failure> launch_chained(Iteration& iteration, PeerStatus& peers,
   } catch (...) {
     // Nothing can stand in for what its peers have launched.
     peers.set_cannot_continue();
-    return failure_of(iteration, ErrorSource::kFuture, first_unit(iteration));
+    return failure_of(iteration.occasion, ErrorSource::kFuture,
+                      first_unit(iteration));
   }
 }
 
@@ -115,8 +173,8 @@ std::optional<Failure> find_unordered_collectives(const Iteration& iteration,
   const bool has_seen_any = iteration.continuations.has_value() &&
                             iteration.continuations->has_seen_any();
   if (!has_seen_any || num_units(iteration.sequence) < 2) return std::nullopt;
-  Failure failure =
-      failure_of(iteration, ErrorSource::kFuture, first_unit(iteration));
+  Failure failure = failure_of(iteration.occasion, ErrorSource::kFuture,
+                               first_unit(iteration));
   failure.error = std::make_exception_ptr(std::runtime_error(absl::StrCat(
       describe(hook),
       " launched collectives in a continuation of its future: "

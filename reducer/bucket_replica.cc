@@ -1,5 +1,9 @@
-#include "brigade/reducer/dense_replica.h"
+#include "brigade/reducer/bucket_replica.h"
 
+#include <ATen/ops/add.h>
+#include <ATen/ops/empty.h>
+#include <ATen/ops/mul.h>
+#include <ATen/ops/sparse_coo_tensor.h>
 #include <ATen/ops/view_as_complex.h>
 #include <ATen/ops/zeros.h>
 #include <c10/core/GradMode.h>
@@ -9,11 +13,53 @@
 #include <utility>
 
 #include "brigade/comm/streams/streams.h"
-#include "brigade/reducer/gradient_layout.h"
-#include "brigade/reducer/packing/make_packer.h"
+#include "brigade/reducer/backward_membership.h"
+#include "brigade/reducer/packing/packer.h"
 
 namespace brigade {
 namespace {
+
+// True if `tensor` is of these sizes and lays out its elements so. Strides of
+// dimensions of size 1 do not matter.
+bool is_laid_out_as(const at::Tensor& tensor, at::IntArrayRef sizes,
+                    at::IntArrayRef strides) {
+  const at::IntArrayRef own_sizes = tensor.sizes();
+  const at::IntArrayRef own_strides = tensor.strides();
+  if (own_sizes.size() != sizes.size()) return false;
+  for (size_t d = 0; d < sizes.size(); ++d) {
+    if (own_sizes[d] != sizes[d]) return false;
+    if (sizes[d] > 1 && own_strides[d] != strides[d]) return false;
+  }
+  return true;
+}
+
+// True if both have elements of one dtype on one device, and nothing special
+// about them: no other layout, no lazy conjugation, no subclass.
+bool same_kind(const at::Tensor& a, const at::Tensor& b) {
+  return a.key_set() == b.key_set() && a.dtype() == b.dtype() &&
+         a.device() == b.device();
+}
+
+// Errors: RuntimeError that names the parameter if its gradient is not dense,
+// or not of its dtype, shape and device.
+void check_gradient(const ParameterTable& table, size_t parameter,
+                    const at::Tensor& gradient) {
+  const at::Tensor& expected = table[parameter];
+  TORCH_CHECK(gradient.layout() == at::kStrided, "the gradient of ",
+              table.name_of(parameter),
+              " must be dense, it is sparse.\n"
+              "Set its flag in ReducerOptions::expect_sparse_gradients.");
+  // The parameter itself may be in another dtype for the time of a backward.
+  const bool fits_dtype = gradient.scalar_type() == table.dtype(parameter) ||
+                          gradient.scalar_type() == expected.scalar_type();
+  TORCH_CHECK(fits_dtype && gradient.device() == expected.device() &&
+                  gradient.sizes() == expected.sizes(),
+              "the gradient of ", table.name_of(parameter), " must be ",
+              table.dtype(parameter), " ", expected.sizes(), " on ",
+              expected.device(), ", it is ", gradient.scalar_type(), " ",
+              gradient.sizes(), " on ", gradient.device(),
+              ".\nSet it to None before the next backward.");
+}
 
 // Thousands of tiny parameters are cold when their bucket is full.
 constexpr size_t kPrefetchedSlots = 8;
@@ -59,7 +105,6 @@ DenseReplica::DenseReplica(const ParameterTable& table, size_t replica,
       tensors_(tensors_of(table, replica, parameters)),
       gradients_as_views_(delivery == Delivery::kViews),
       memory_(table, replica, parameters, wire_dtype),
-      views_(tensors_, memory_),
       gradients_(parameters.size()),
       sources_(parameters.size()),
       destinations_(parameters.size()),
@@ -99,7 +144,7 @@ void DenseReplica::record_delivery(const at::Tensor& tensor) const {
 
 void DenseReplica::release_memory() {
   memory_.release();
-  views_.drop_what_is_set_aside();
+  set_aside_.clear();
 }
 
 int64_t DenseReplica::pack(double scale, std::span<const size_t> unused_slots) {
@@ -109,7 +154,7 @@ int64_t DenseReplica::pack(double scale, std::span<const size_t> unused_slots) {
   memory_.repair();
   memory_.use_here();
   note_packing_stream();
-  views_.set_aside(unused_slots);
+  set_aside(unused_slots);
   int64_t numel_copied = 0;
   for (size_t slot = 0; slot < num_slots(); ++slot) {
     const size_t ahead = slot + kPrefetchedSlots;
@@ -128,9 +173,11 @@ int64_t DenseReplica::pack(double scale, std::span<const size_t> unused_slots) {
   packer_->pack(sources_, memory_.wire(), scale);
   if (gradients_as_views_) {
     for (size_t slot = 0; slot < num_slots(); ++slot) {
-      views_.tell_of_change(slot);
+      // A view that was saved for another backward has another value now.
+      const at::Tensor& view = memory_.made_view(slot);
+      if (view.use_count() > 1) view.unsafeGetTensorImpl()->bump_version();
       if (!keeps_graph_[slot] && !contains(unused_slots, slot)) {
-        views_.install(slot, *gradients_[slot]);
+        install(slot, *gradients_[slot]);
       }
     }
   }
@@ -138,10 +185,28 @@ int64_t DenseReplica::pack(double scale, std::span<const size_t> unused_slots) {
   return numel_copied * memory_.flat().element_size();
 }
 
-void DenseReplica::put_back(std::span<const size_t> globally_unused_slots) {
-  views_.put_back(globally_unused_slots, [this](const at::Tensor& gradient) {
-    record_delivery(gradient);
-  });
+void DenseReplica::install(size_t slot, at::Tensor& gradient) {
+  const at::Tensor& view = memory_.view(slot);
+  if (!gradient.is_same(view)) gradient = view;
+}
+
+void DenseReplica::set_aside(std::span<const size_t> slots) {
+  set_aside_.clear();
+  for (const size_t slot : slots) {
+    const at::Tensor& gradient = parameter(slot).grad();
+    if (memory_.is_view(slot, gradient)) {
+      set_aside_.push_back({.slot = slot, .gradient = gradient.clone()});
+    }
+  }
+}
+
+void DenseReplica::put_back(std::span<const size_t> slots) {
+  for (const SetAside& kept : set_aside_) {
+    if (!contains(slots, kept.slot)) continue;
+    record_delivery(kept.gradient);
+    memory_.view(kept.slot).copy_(kept.gradient);
+  }
+  set_aside_.clear();
 }
 
 void DenseReplica::leave_memory_to_gradients() {
@@ -222,7 +287,7 @@ int64_t DenseReplica::deliver_views(
       gradient.detach().copy_(view);
       bytes_copied += view.nbytes();
     } else {
-      views_.install(slot, gradient);  // the user may have taken it out
+      install(slot, gradient);  // the user may have taken it out
     }
   }
   return bytes_copied;
@@ -276,7 +341,17 @@ int64_t DenseReplica::deliver_copies(
 void DenseReplica::adopt_gradients() {
   if (!gradients_as_views_ || !memory_.is_allocated()) return;
   const at::NoGradGuard no_grad;
-  views_.adopt();
+  for (size_t slot = 0; slot < num_slots(); ++slot) {
+    at::Tensor& gradient = parameter(slot).mutable_grad();
+    // The next pack reports a gradient that does not fit.
+    if (!gradient.defined() || gradient.requires_grad() ||
+        gradient.layout() != at::kStrided ||
+        gradient.sizes() != memory_.shape(slot)) {
+      continue;
+    }
+    memory_.view(slot).copy_(gradient);
+    gradient = memory_.view(slot);
+  }
 }
 
 void DenseReplica::record_stream(c10::Stream stream) const {
@@ -294,6 +369,67 @@ void DenseReplica::add(const at::Tensor& buffer) {
 
 at::Tensor DenseReplica::zeros() const {
   return at::zeros({memory_.numel()}, memory_.wire_options());
+}
+
+SparseReplica::SparseReplica(const ParameterTable& table,
+                             VariableIndex variable)
+    : table_(table), variable_(variable) {}
+
+int64_t SparseReplica::pack(double scale,
+                            std::span<const size_t> /*unused_slots*/) {
+  const at::NoGradGuard no_grad;
+  const at::Tensor& gradient = table_[variable_].mutable_grad();
+  if (!gradient.defined()) {
+    buffer_ = zeros();
+    return 0;
+  }
+  TORCH_CHECK(gradient.layout() == at::kSparse, "the gradient of ",
+              table_.name_of(variable_.parameter),
+              " must be sparse COO, it is ", gradient.layout(),
+              ".\nClear its flag in ReducerOptions::expect_sparse_gradients.");
+  sparse_dim_ = gradient.sparse_dim();
+  buffer_ = at::mul(gradient, scale);
+  return static_cast<int64_t>(buffer_._values().nbytes());
+}
+
+void SparseReplica::check_result(const at::Tensor& result) const {
+  const at::Tensor& parameter = table_[variable_];
+  TORCH_CHECK(result.sizes() == parameter.sizes(),
+              "the comm hook must return a gradient of size ",
+              parameter.sizes(), " for ", table_.name_of(variable_.parameter),
+              ", it returned ", result.sizes(),
+              ".\nReturn the reduced bucket.");
+}
+
+int64_t SparseReplica::deliver(const at::Tensor& result,
+                               std::span<const size_t> globally_unused_slots) {
+  if (!globally_unused_slots.empty()) return 0;
+  const at::NoGradGuard no_grad;
+  const at::Tensor& parameter = table_[variable_];
+  parameter.mutable_grad() = result.to(parameter.scalar_type());
+  return 0;
+}
+
+void SparseReplica::record_stream(c10::Stream stream) const {
+  const at::Tensor& gradient = table_[variable_].grad();
+  if (gradient.defined()) gradient.record_stream(stream);
+}
+
+void SparseReplica::add(const at::Tensor& buffer) {
+  const at::NoGradGuard no_grad;
+  buffer_ = at::add(buffer_, buffer.to(buffer_.device()));
+}
+
+at::Tensor SparseReplica::zeros() const {
+  const at::Tensor& parameter = table_[variable_];
+  std::vector<int64_t> values_sizes = {0};
+  for (int64_t d = sparse_dim_; d < parameter.dim(); ++d) {
+    values_sizes.push_back(parameter.size(d));
+  }
+  const at::TensorOptions options = parameter.options().requires_grad(false);
+  return at::sparse_coo_tensor(
+      at::empty({sparse_dim_, 0}, options.dtype(at::kLong)),
+      at::empty(values_sizes, options), parameter.sizes());
 }
 
 }  // namespace brigade

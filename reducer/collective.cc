@@ -1,4 +1,4 @@
-#include "brigade/reducer/failure.h"
+#include "brigade/reducer/collective.h"
 
 #include <c10/util/Exception.h>
 
@@ -8,13 +8,18 @@
 
 namespace brigade {
 
-Failure failure_of(const Iteration& iteration, ErrorSource source,
+std::string describe(Occasion occasion) {
+  return absl::StrCat("iteration ", occasion.iteration, " on rank ",
+                      occasion.rank);
+}
+
+Failure failure_of(Occasion occasion, ErrorSource source,
                    Collective& collective) {
-  return {.error = std::current_exception(),
-          .source = source,
-          .collective = &collective,
-          .where = absl::StrCat(
-              "Reducer: ", describe_place(collective, iteration.occasion))};
+  return {
+      .error = std::current_exception(),
+      .source = source,
+      .collective = &collective,
+      .where = absl::StrCat("Reducer: ", describe_place(collective, occasion))};
 }
 
 bool is_peer_failure(const Failure& failure) {

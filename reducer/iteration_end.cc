@@ -1,0 +1,616 @@
+#include "brigade/reducer/iteration_end.h"
+
+#include <c10/util/Exception.h>
+#include <c10/util/hash.h>
+
+#include <algorithm>
+#include <exception>
+#include <ranges>
+#include <stdexcept>
+#include <utility>
+#include <vector>
+
+#include "absl/strings/str_cat.h"
+#include "brigade/comm/errors/error_texts.h"
+#include "brigade/comm/errors/liveness_probe.h"
+#include "brigade/comm/errors/peer_error.h"
+#include "brigade/comm/group/group_info.h"
+#include "brigade/comm/streams/futures.h"
+#include "brigade/comm/streams/streams.h"
+
+namespace brigade {
+namespace {
+
+bool has_ended(const RankStatus& rank_status) {
+  return rank_status.kind == StatusKind::kEnd;
+}
+
+bool is_over_for(const RankStatus& rank_status) {
+  return has_ended(rank_status) || rank_status.kind == StatusKind::kFailed;
+}
+
+bool launches_later(const RankStatus& rank_status) {
+  return rank_status.launches_later != 0;
+}
+
+std::string describe_awaited(const Iteration& iteration) {
+  const auto& launches = iteration.launches;
+  if (launches.empty()) return describe(iteration.occasion);
+  auto awaited = std::ranges::find_if(launches, is_pending);
+  if (awaited == launches.end()) --awaited;
+  return describe_place(*awaited->collective, iteration.occasion);
+}
+
+uint64_t hash_of_launched(const Iteration& iteration) {
+  uint64_t hash = 0;
+  for (size_t entry = 0; entry < iteration.sequence.size(); ++entry) {
+    hash = c10::hash_combine(hash, iteration.order.is_launched(entry));
+  }
+  return hash;
+}
+
+// Keeps the buffers that a policy drops until collectives in flight are done.
+void keep_until_done(const std::shared_ptr<void>& kept,
+                     const Iteration& iteration) {
+  for (const Launch& launch : iteration.launches) {
+    if (!launch.future) continue;
+    launch.future->addCallback([kept](c10::ivalue::Future&) {},
+                               /*uses_future=*/false);
+  }
+}
+
+// ---- Results
+
+// A collective without a unit is waited for by who needs its result.
+auto with_unit(Iteration& iteration) {
+  return iteration.launches | std::views::filter([](const Launch& launch) {
+           return launch.collective->unit().has_value();
+         });
+}
+
+// Undefined: nothing travelled, or nothing is to be handed over. REQUIRES: its
+// future is complete.
+at::Tensor result_of(const Launch& launch) {
+  if (!launch.future) return {};
+  return launch.collective->result_of(launch.future->value());
+}
+
+// Null unless an entry without a unit has failed, whose result a unit's
+// delivery waits for: the failure is its own.
+const Launch* failed_dependency(const Iteration& iteration) {
+  const auto found =
+      std::ranges::find_if(iteration.launches, [](const Launch& launch) {
+        return !launch.collective->unit() && launch.future &&
+               launch.future->completed() && launch.future->hasError();
+      });
+  return found == iteration.launches.end() ? nullptr : &*found;
+}
+
+// Of the exception that is being handled, of a delivery.
+Failure failed_delivery(const Iteration& iteration, Collective& collective) {
+  if (const Launch* const dependency = failed_dependency(iteration)) {
+    return failure_of(iteration.occasion, ErrorSource::kFuture,
+                      *dependency->collective);
+  }
+  return failure_of(iteration.occasion, ErrorSource::kDelivery, collective);
+}
+
+void await_result(Launch& launch, const HookTraits& hook,
+                  TimelineRecorder& timeline,
+                  std::chrono::milliseconds timeout) {
+  if (!launch.future) return;
+  launch.is_overdue = !wait_for(*launch.future, timeout);
+  TORCH_CHECK(!launch.is_overdue, "the future of ", describe(hook),
+              " was not done within ", timeout.count() / 1000.0,
+              " s, the group's timeout.\nComplete it on every rank.");
+  launch.future->waitAndThrow();
+  timeline.waited_for(*launch.collective->unit());
+}
+
+// Waits for all results, also after an error: nothing may write into a bucket's
+// memory behind the user's back. Delivers each as it comes up to the first
+// error, unless the iteration is a shadow.
+std::optional<Failure> deliver_as_results_come(Iteration& iteration,
+                                               TimelineRecorder& timeline) {
+  std::optional<Failure> failure;
+  for (const Launch& launch : with_unit(iteration)) {
+    try {
+      if (launch.future) {
+        launch.future->waitAndThrow();
+        timeline.waited_for(*launch.collective->unit());
+      }
+    } catch (...) {
+      if (!failure) {
+        failure = failure_of(iteration.occasion, ErrorSource::kFuture,
+                             *launch.collective);
+      }
+    }
+    if (failure) continue;
+    try {
+      const at::Tensor result = result_of(launch);
+      if (!iteration.is_shadow) launch.collective->deliver(result);
+    } catch (...) {
+      failure = failed_delivery(iteration, *launch.collective);
+    }
+  }
+  return failure;
+}
+
+using Results = std::vector<std::pair<Collective*, at::Tensor>>;
+
+// Waits for the results of a user's hook, `timeout` each, also after an error.
+// It is a failure, too, if the hook's continuations launched collectives.
+std::optional<Failure> collect(Iteration& iteration, const HookTraits& hook,
+                               TimelineRecorder& timeline,
+                               std::chrono::milliseconds timeout,
+                               Results& results) {
+  std::optional<Failure> failure;
+  for (Launch& launch : with_unit(iteration)) {
+    try {
+      await_result(launch, hook, timeline, timeout);
+      if (!failure) results.emplace_back(launch.collective, result_of(launch));
+    } catch (...) {
+      if (failure) continue;
+      failure = failure_of(iteration.occasion, ErrorSource::kFuture,
+                           *launch.collective);
+    }
+  }
+  if (!failure) failure = find_unordered_collectives(iteration, hook);
+  return failure;
+}
+
+// Delivers what collect() has returned, up to the first error.
+std::optional<Failure> deliver(const Iteration& iteration,
+                               const Results& results) {
+  if (iteration.is_shadow) return std::nullopt;
+  for (const auto& [collective, result] : results) {
+    try {
+      collective->deliver(result);
+    } catch (...) {
+      return failed_delivery(iteration, *collective);
+    }
+  }
+  return std::nullopt;
+}
+
+// Waits for all that an aborted iteration has launched, `timeout` each, so that
+// nothing writes into memory of the user's later.
+void drain(Iteration& iteration, std::chrono::milliseconds timeout) {
+  iteration.chained.cancel(timeout);
+  for (Launch& launch : iteration.launches) {
+    if (!launch.has_travelled || launch.is_overdue) continue;
+    try {
+      if (launch.future) {
+        launch.is_overdue = !wait_for(*launch.future, timeout);
+        if (launch.is_overdue) continue;
+        launch.future->wait();
+      }
+      const c10::Device device = launch.collective->device();
+      // Waiting orders streams only, and not the ones that the user works on.
+      if (!device.is_cpu()) current_stream(device).synchronize();
+    } catch (...) {
+      TORCH_WARN("Reducer: while waiting for ",
+                 describe_place(*launch.collective, iteration.occasion), ": ",
+                 message_of(std::current_exception()));
+    }
+  }
+}
+
+}  // namespace
+
+void IterationEnd::adopt_sequence(Iteration* iteration) {
+  const std::span<Collective* const> sequence = policy_.sequence();
+  if (iteration != nullptr) {
+    iteration->sequence = sequence;
+    if (!iteration->has_begun()) iteration->order = launch_order_of(sequence);
+  }
+  std::vector<c10::Device> devices;
+  devices.reserve(sequence.size());
+  for (const Collective* collective : sequence) {
+    if (collective->unit()) devices.push_back(collective->device());
+  }
+  observations_.bind(std::move(devices), policy_.table().num_variables());
+}
+
+void IterationEnd::let_go(const Iteration& iteration) {
+  if (std::ranges::any_of(iteration.launches, is_pending)) {
+    keep_until_done(policy_.let_go(), iteration);
+    return;
+  }
+  // A device may be busy with what is complete on the host: the current stream
+  // waits for it before the memory goes.
+  for (const Launch& launch : iteration.launches) {
+    if (launch.future) launch.future->wait();
+  }
+}
+
+void IterationEnd::raise(Iteration& iteration, const Failure& failure) {
+  const Collective& collective = *failure.collective;
+  iteration.fail(failure.error);
+  // What an entry without a unit throws is no hook's.
+  if (collective.unit() && policy_.hook_traits().throws_own_errors) {
+    std::rethrow_exception(failure.error);
+  }
+  if (!is_peer_failure(failure)) rethrow_hook_error(failure);
+
+  // A user's hook may use other groups, and be mistaken about the network.
+  if (collective.fails_by_network_only()) {
+    peers_.leave({.kind = StatusKind::kFailed,
+                  .iteration = iteration.number,
+                  .unit = static_cast<int64_t>(collective.unit().value_or(
+                      num_units(policy_.sequence()))),
+                  .text = status_text(message_of(failure.error))});
+    iteration.phase = Phase::kOver;
+  }
+  // By iteration: peers may notice the same loss in another collective of it.
+  const std::optional<LivenessProbe> probe =
+      peers_.find_survivors(absl::StrCat(iteration.number));
+  throw_peer_error(failure.where, failure.error,
+                   probe.has_value() ? &*probe : nullptr);
+}
+
+// ---- Agreement
+
+void IterationEnd::begin_together(Iteration& iteration) {
+  throw_if_apart(compare(iteration, begin_status()));
+  iteration.has_begun_together = true;
+}
+
+RankStatus IterationEnd::begin_status() const {
+  std::string words = policy_.describe_sequence();
+  if (const std::string& hook = policy_.hook_traits().name; !hook.empty()) {
+    absl::StrAppend(&words, ", comm hook ", hook);
+  }
+  return {.kind = StatusKind::kBegin, .text = status_text(words)};
+}
+
+void IterationEnd::agree(Iteration& iteration, const RankStatus& own) {
+  try {
+    throw_if_apart(compare(iteration, own));
+  } catch (...) {
+    over(iteration, Outcome::kAborted);
+    throw;
+  }
+}
+
+void IterationEnd::over(const Iteration& iteration, Outcome outcome) {
+  auto& counts = observations_.counts;
+  ++(outcome == Outcome::kDelivered ? counts.reduced : counts.aborted);
+  policy_.on_iteration_over(outcome, iteration.is_shadow);
+}
+
+StatusComparison IterationEnd::compare(Iteration& iteration, RankStatus own,
+                                       Patience patience) {
+  // Its peers may be in an iteration that it has not begun.
+  if (own.kind == StatusKind::kAsk && !policy_.skips_unused_buckets()) {
+    own.launches_later = 1;
+  }
+  StatusComparison found;
+  try {
+    confirm_ends();
+    const WaitForPeers waiting(*observations_.progress);
+    found = exchange(iteration, own, patience);
+  } catch (...) {
+    iteration.phase = Phase::kOver;
+    abandon_buffers(iteration);
+    throw;
+  }
+  if (found.status.ok()) return found;
+  iteration.phase = Phase::kOver;
+  int64_t& begun = observations_.counts.begun;
+  for (const RankStatus& peer : found.by_rank) {
+    begun = std::max(begun, peer.iteration);
+  }
+  if (found.must_close) {
+    peers_.close(std::string(found.status.message()));
+    abandon_buffers(iteration);
+  } else {
+    drop_results(iteration);
+  }
+  return found;
+}
+
+RankStatus IterationEnd::send(const Iteration& iteration, RankStatus own) {
+  own.iteration = iteration.number;
+  const uint64_t of_sequence = policy_.fingerprint();
+  own.fingerprint = own.fingerprint == 0
+                        ? of_sequence
+                        : c10::hash_combine(of_sequence, own.fingerprint);
+  return peers_.send(own, /*ends_iteration=*/is_over_for(own));
+}
+
+StatusComparison IterationEnd::exchange(Iteration& iteration,
+                                        const RankStatus& own,
+                                        Patience patience) {
+  try {
+    StatusComparison found = peers_.await(send(iteration, own), patience);
+    // Peers have delivered what this rank has not launched.
+    found.must_close |= !found.status.ok() && runs_ahead() && !has_ended(own) &&
+                        std::ranges::any_of(found.by_rank, has_ended);
+    catch_up(iteration, own, found, patience);
+    return found;
+  } catch (const c10::DistBackendError& error) {
+    const std::string where = describe_awaited(iteration);
+    const std::string text = error.what_without_backtrace();
+    peers_.close(text);
+    throw_peer_error(absl::StrCat("Reducer: ", where),
+                     std::make_exception_ptr(std::runtime_error(text)));
+  }
+}
+
+std::string IterationEnd::launch_substitutes(Iteration& iteration) {
+  try {
+    launch_rest(iteration, peers_, observations_);
+    return "";
+  } catch (...) {
+    return message_of(std::current_exception());
+  }
+}
+
+// Ranks that have launched less than others launch zeros, and tell whether they
+// could. Not before all are known to have ended: until then zeros might meet
+// another collective of the program. Where ranks begin each iteration together,
+// only those that have begun it launch later.
+void IterationEnd::catch_up(Iteration& iteration, const RankStatus& own,
+                            StatusComparison& found, Patience patience) {
+  if (found.status.ok() ||
+      !std::ranges::any_of(found.by_rank, launches_later)) {
+    return;
+  }
+  if (found.must_close) {
+    // On devices peers that have ended wait for these in the user's stream.
+    if (launches_later(own) && runs_ahead()) launch_substitutes(iteration);
+    return;
+  }
+  if (!policy_.skips_unused_buckets() &&
+      !std::ranges::any_of(found.by_rank, is_over_for)) {
+    return;
+  }
+  const auto has_launched_as_much = [&](const RankStatus& peer) {
+    return peer.kind == StatusKind::kFailed && launches_later(peer) &&
+           peer.launched == own.launched;
+  };
+  if (std::ranges::all_of(found.by_rank, has_launched_as_much)) return;
+  RankStatus caught_up = {.kind = StatusKind::kFailed};
+  if (launches_later(own)) {
+    const std::string problem = launch_substitutes(iteration);
+    if (!problem.empty()) peers_.set_cannot_continue();
+    caught_up.text = status_text(problem);
+  }
+  found.must_close =
+      peers_.await(send(iteration, caught_up), patience).must_close;
+}
+
+void IterationEnd::abort(Iteration& iteration) {
+  const bool do_all_know = iteration.phase == Phase::kOver;
+  int64_t& begun = observations_.counts.begun;
+  begun = std::max(begun, iteration.number);
+  if (iteration.failure.empty()) {
+    iteration.failure = "an exception ended backward";
+  }
+  // Peers have delivered, or will: they hear of it some iterations later.
+  const bool is_alone = policy_.group()->getSize() == 1;
+  const bool is_late = !is_alone && may_defer_status(iteration);
+  RankStatus status = {.kind = StatusKind::kFailed,
+                       .cannot_continue = is_late ? 1 : 0,
+                       .unit = next_unit(iteration),
+                       .launched = hash_of_launched(iteration),
+                       .text = status_text(iteration.failure)};
+  // Peers that have not begun it together wait for a status, not a collective.
+  const bool is_launched_by_peers =
+      !policy_.skips_unused_buckets() || iteration.has_begun_together;
+  std::string problem;
+  if (!do_all_know && !is_alone && is_launched_by_peers) {
+    if (!peers_.can_continue()) {
+      problem = "a collective has failed after it was launched";
+    } else if (is_late) {
+      problem = launch_substitutes(iteration);
+    } else {
+      status.launches_later = 1;
+    }
+  }
+  if (!problem.empty()) peers_.set_cannot_continue();
+  over(iteration, Outcome::kAborted);
+  if (do_all_know) return;
+  try {
+    if (is_late) {
+      const RankStatus sent = send(iteration, status);
+      peers_.note_closed(
+          absl::StrCat("This rank ", describe_status(sent), "."));
+      return drop_results(iteration);
+    }
+    const StatusComparison found =
+        compare(iteration, status, policy_.options().failure_patience);
+    if (!found.must_close) return;
+    if (problem.empty()) problem = "another rank can't go on";
+  } catch (...) {
+    if (problem.empty()) problem = message_of(std::current_exception());
+  }
+  TORCH_WARN("Reducer: while aborting ", describe(iteration.occasion), ": ",
+             problem,
+             "\nThe process group was closed. Make a new one on all ranks.");
+}
+
+void IterationEnd::drop_results(Iteration& iteration) {
+  const WaitForPeers waiting(*observations_.progress);
+  drain(iteration, group_timeout(*policy_.group()));
+  abandon_buffers(iteration);
+}
+
+void IterationEnd::abandon_buffers(Iteration& iteration) {
+  iteration.chained.cancel(std::chrono::milliseconds(0));
+  std::vector<Collective*> in_flight;
+  for (const Launch& launch : iteration.launches) {
+    if (is_pending(launch)) in_flight.push_back(launch.collective);
+  }
+  if (in_flight.empty()) return;
+  keep_until_done(policy_.abandon(in_flight), iteration);
+  adopt_sequence(&iteration);
+}
+
+// ---- Delivery
+
+void IterationEnd::finish(const std::shared_ptr<Iteration>& iteration) {
+  const ObservedFinalize finalizing(observations_);
+  const RankStatus end = {.kind = StatusKind::kEnd,
+                          .text = status_text(policy_.hook_traits().name)};
+  const bool is_deferred = may_defer_status(*iteration);
+  if (!is_deferred) agree(*iteration, end);
+  const HookScope scope(iteration->preparer);
+  if (is_deferred) {
+    deliver_unconfirmed(iteration, end);
+  } else {
+    deliver_together(*iteration);
+  }
+  observations_.timeline.finalized();
+  over(*iteration, Outcome::kDelivered);
+  if (!is_deferred) return;
+  // They hold the results, whose memory is the policy's to free, and the policy
+  // may have other entries before the end is confirmed.
+  iteration->launches.clear();
+  iteration->sequence = {};
+}
+
+// The result of a built-in hook is right on all ranks or on none, and is
+// delivered as it comes. A user's hook may fail on one rank alone, so ranks
+// compare their results' statuses before any delivers.
+void IterationEnd::deliver_together(Iteration& iteration) {
+  if (policy_.hook_traits().fails_by_network_only) {
+    policy_.on_end_confirmed();
+    return require_delivered(
+        iteration, deliver_as_results_come(iteration, observations_.timeline));
+  }
+  const std::chrono::milliseconds timeout = group_timeout(*policy_.group());
+  if (!iteration.chained.empty()) {
+    // One that a rank has not launched would be waited for in vain.
+    exchange_results(iteration, StatusKind::kChained,
+                     launch_chained(iteration, peers_, timeout));
+  }
+  Results results;
+  exchange_results(iteration, StatusKind::kArrived,
+                   collect(iteration, policy_.hook_traits(),
+                           observations_.timeline, timeout, results));
+  policy_.on_end_confirmed();
+  require_delivered(iteration, deliver(iteration, results));
+}
+
+// Sends `end` and does not wait for the peers' status. A user's hook's results
+// come first; if they fail, peers are told of that instead, and waited for.
+void IterationEnd::deliver_unconfirmed(
+    const std::shared_ptr<Iteration>& iteration, const RankStatus& end) {
+  const HookTraits& hook = policy_.hook_traits();
+  Results results;
+  if (!hook.fails_by_network_only) {
+    if (const auto failure =
+            collect(*iteration, hook, observations_.timeline,
+                    group_timeout(*policy_.group()), results)) {
+      tell_of_failure(*iteration, *failure);
+    }
+  }
+  try {
+    const RankStatus sent = send(*iteration, end);
+    unconfirmed_ends_.push_back({.iteration = iteration, .sent = sent});
+  } catch (...) {
+    abandon_buffers(*iteration);
+    over(*iteration, Outcome::kAborted);
+    throw;
+  }
+  require_delivered(*iteration, hook.fails_by_network_only
+                                    ? deliver_as_results_come(
+                                          *iteration, observations_.timeline)
+                                    : deliver(*iteration, results));
+}
+
+// Throws on all ranks if one has failed.
+void IterationEnd::exchange_results(Iteration& iteration, StatusKind kind,
+                                    const std::optional<Failure>& failure) {
+  if (failure) tell_of_failure(iteration, *failure);
+  agree(iteration, {.kind = kind});
+}
+
+// Throws it when peers know, or can't be told.
+void IterationEnd::tell_of_failure(Iteration& iteration,
+                                   const Failure& failure) {
+  try {
+    compare(iteration,
+            {.kind = StatusKind::kFailed,
+             .unit = static_cast<int64_t>(*failure.collective->unit()),
+             .text = status_text(message_of(failure.error))});
+  } catch (...) {
+    // This rank has an error of its own.
+  }
+  over(iteration, Outcome::kAborted);
+  if (policy_.hook_traits().throws_own_errors) {
+    std::rethrow_exception(failure.error);
+  }
+  rethrow_hook_error(failure);
+}
+
+void IterationEnd::require_delivered(Iteration& iteration,
+                                     const std::optional<Failure>& failure) {
+  if (!failure) return;
+  over(iteration, Outcome::kDeliveryFailed);
+  raise(iteration, *failure);
+}
+
+// ---- Ends that are confirmed later
+
+bool IterationEnd::runs_ahead() const {
+  return std::ranges::none_of(policy_.sequence(), [](const Collective* entry) {
+    return entry->device().is_cpu();
+  });
+}
+
+void IterationEnd::confirm_oldest_end() {
+  const UnconfirmedEnd end = std::move(unconfirmed_ends_.front());
+  unconfirmed_ends_.pop_front();
+  const size_t num_later = unconfirmed_ends_.size();
+  try {
+    StatusComparison found = peers_.await(end.sent);
+    if (found.status.ok()) return policy_.on_end_confirmed();
+    found.must_close = true;
+    peers_.close(std::string(found.status.message()));
+    throw_if_apart(
+        found,
+        absl::StrCat(
+            "Reducer: iteration ", end.iteration->number,
+            num_later == 0 ? ""
+                           : absl::StrCat(", and ", num_later, " after it"),
+            ", whose results were delivered before this was known.\nLoad a "
+            "checkpoint on all ranks"));
+  } catch (...) {
+    if (!peers_.is_closed()) {
+      peers_.close(message_of(std::current_exception()));
+    }
+    late_failure_ = message_of(std::current_exception());
+    unconfirmed_ends_.clear();
+    policy_.on_end_refuted();
+    throw;
+  }
+}
+
+void IterationEnd::confirm_ends() {
+  while (!unconfirmed_ends_.empty()) confirm_oldest_end();
+}
+
+// Results of learning count before the next iteration. An iteration that could
+// not be delivered still has entries of the policy's, which may change.
+void IterationEnd::confirm_due_ends() {
+  const auto is_delivered = [](const UnconfirmedEnd& end) {
+    return end.iteration->launches.empty();
+  };
+  const bool must_know_all =
+      policy_.is_learning() ||
+      !std::ranges::all_of(unconfirmed_ends_, is_delivered);
+  const size_t may_be_open =
+      must_know_all
+          ? 0
+          : static_cast<size_t>(policy_.options().max_unconfirmed_iterations);
+  while (!unconfirmed_ends_.empty() &&
+         (unconfirmed_ends_.size() > may_be_open ||
+          peers_.is_complete(unconfirmed_ends_.front().sent))) {
+    confirm_oldest_end();
+  }
+}
+
+}  // namespace brigade
