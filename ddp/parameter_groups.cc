@@ -12,7 +12,7 @@
 #include "absl/strings/str_join.h"
 #include "brigade/comm_hooks/averaging_hook.h"
 #include "brigade/comm_hooks/routing_hook.h"
-#include "brigade/planning/plan_by_size.h"
+#include "brigade/planning/bucket_plan.h"
 
 namespace brigade {
 namespace {

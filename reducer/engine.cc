@@ -10,10 +10,10 @@
 #include <utility>
 
 #include "absl/strings/str_cat.h"
-#include "brigade/comm/errors/message_of.h"
+#include "brigade/comm/errors/error_texts.h"
 #include "brigade/comm/errors/peer_error.h"
 #include "brigade/hooks/backward_end.h"
-#include "brigade/hooks/output_watch.h"
+#include "brigade/hooks/output_hooks.h"
 
 namespace brigade {
 namespace {

@@ -16,7 +16,7 @@
 #include "brigade/comm/recording_group.h"
 #include "brigade/comm/status/rank_status.h"
 #include "brigade/comm_hooks/averaging_hook.h"
-#include "brigade/comm_hooks/function_hook.h"
+#include "brigade/comm_hooks/comm_hooks.h"
 #include "brigade/reducer/reducer.h"
 #include "brigade/tests/reducer/failing.h"
 #include "brigade/tests/reducer/step.h"
