@@ -387,14 +387,12 @@ void save_file(const Group& group, const std::vector<CheckpointTensor>& tensors,
         })) {
       if (own != nullptr) pieces.push_back(flat(*own));
     } else {
-      const at::Device device = own != nullptr ? own->held.device()
-                                : tensors.empty()
-                                    ? control_device(*group)
-                                    : tensors.front().held.device();
       const int64_t most =
           std::ranges::max(tensor.chunks, {}, &Chunk::numel).numel;
-      const at::Tensor sent =
-          at::zeros({most}, at::TensorOptions(tensor.dtype).device(device));
+      // A rank without the tensor doesn't know its device.
+      const at::Tensor sent = at::zeros(
+          {most},
+          at::TensorOptions(tensor.dtype).device(control_device(*group)));
       if (own != nullptr) {
         sent.narrow(0, 0, own->held.numel()).copy_(flat(*own));
       }

@@ -61,6 +61,10 @@ const std::unordered_map<std::string_view, Names> kReductions = {
     {"_amp_foreach_non_finite_check_and_unscale_", {""}},
 };
 
+// With results that have no gradient.
+const Names kComparisons = {"eq", "ne",    "lt",    "le",    "gt",
+                            "ge", "equal", "isnan", "isinf", "isfinite"};
+
 const Names kHandles = {"detach", "detach_", "alias"};
 
 std::string_view base_name(const c10::FunctionSchema& schema) {
@@ -718,7 +722,7 @@ void check_grad_mode(const c10::OperatorHandle& op,
   // Module::to() converts parameters in grad mode.
   const std::string_view name = base_name(op.schema());
   if (!at::GradMode::is_enabled() || name.ends_with("_like") ||
-      name == "_to_copy") {
+      name == "_to_copy" || kComparisons.contains(name)) {
     return;
   }
   visit_sharded(stack, op.schema().arguments().size(),

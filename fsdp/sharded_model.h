@@ -82,10 +82,10 @@ class ShardedModel {
   // ---- Forward. Collective.
 
   // Runs `run(inputs...)` as one forward. Floating inputs are cast to
-  // param_dtype, in the nests of hooks/forward_argument.h, floating outputs to
-  // output_dtype, in those of hooks/tensor_casts.h, where these are set. A
-  // forward inside of a backward (recomputation) or of another forward is a
-  // part of it. Throws what `run` throws, or PeerError.
+  // param_dtype, floating outputs to output_dtype, where these are set, in the
+  // nests of hooks/nested_tensors.h. A forward inside of a backward
+  // (recomputation) or of another forward is a part of it. Throws what `run`
+  // throws, or PeerError.
   template <typename Run, typename... Inputs>
   auto forward(const Run& run, Inputs&&... inputs) {
     begin_forward();

@@ -150,6 +150,17 @@ def test_optimizers_of_whole_parameters(rank):
 
 
 @on_ranks()
+def test_parameters_are_compared_in_grad_mode(rank):
+    net = brigade.fully_shard(nn.Linear(3, 5))
+    net(torch.ones(2, 3)).sum().backward()
+    weight = net.weight
+    assert torch.equal(weight, weight) and not torch.equal(weight, weight.grad)
+    assert (weight == weight.detach()).all() and weight.isfinite().all()
+    with pytest.raises(RuntimeError, match="not recorded"):
+        weight * 2
+
+
+@on_ranks()
 def test_norms_of_replicas_have_torchs_bits(rank):
     replica = brigade.replicate(nn.Linear(3, 4, bias=False))
     for seed in range(100):

@@ -156,12 +156,12 @@ struct CountingModuleImpl : torch::nn::Module {
 };
 TORCH_MODULE(CountingModule);
 
-// Numbers of inputs by rank, divisor, buffers, unused parameters (with copies
-// instead of views).
+// Numbers of inputs by rank, divisor, whether buffers are sent, unused
+// parameters (with copies instead of views).
 class UnevenJoinTest
     : public simulated::StreamTest,
       public ::testing::WithParamInterface<
-          std::tuple<std::vector<int>, JoinDivisor, BufferMode, bool>> {};
+          std::tuple<std::vector<int>, JoinDivisor, bool, bool>> {};
 
 TEST_P(UnevenJoinTest, IsWhatCpusGet) {
   const auto& [inputs, divisor, buffers, finds_unused] = GetParam();
@@ -173,7 +173,7 @@ TEST_P(UnevenJoinTest, IsWhatCpusGet) {
         {.reducer = {.bucket_caps_bytes = {64},
                      .find_unused_parameters = finds_unused,
                      .gradient_as_bucket_view = !finds_unused},
-         .buffer_mode = buffers});
+         .broadcast_buffers = buffers});
     const int rank = group->getRank();
     const auto train_on = [&](int num_steps) {
       for (int step = 0; step < num_steps; ++step) {
@@ -197,13 +197,11 @@ TEST_P(UnevenJoinTest, IsWhatCpusGet) {
 
 INSTANTIATE_TEST_SUITE_P(
     Modes, UnevenJoinTest,
-    ::testing::Combine(
-        ::testing::Values(std::vector{1, 4}, std::vector{3, 0},
-                          std::vector{1, 3, 2}),
-        ::testing::Values(JoinDivisor::kWorldSize, JoinDivisor::kRanksWithData),
-        ::testing::Values(BufferMode::kNone, BufferMode::kBeforeForward,
-                          BufferMode::kAfterForward),
-        ::testing::Bool()));
+    ::testing::Combine(::testing::Values(std::vector{1, 4}, std::vector{3, 0},
+                                         std::vector{1, 3, 2}),
+                       ::testing::Values(JoinDivisor::kWorldSize,
+                                         JoinDivisor::kRanksWithData),
+                       ::testing::Bool(), ::testing::Bool()));
 
 }  // namespace cpu_parity_test
 }  // namespace brigade

@@ -115,7 +115,7 @@ TEST_F(VendorBackendTest, TrainsAndSavesWithoutABackendOfTheCpu) {
                 .parameters = {{c10::str("w", rank), trained(weights[1])}},
                 .mesh = UnitMesh{.ranks = {rank}}}},
               group)),
-          optimizer({weights[0]}, 0.5) {}
+          optimizer(weights, 0.5) {}
     static at::Tensor trained(at::Tensor& weight) {
       return weight.requires_grad_();
     }
