@@ -21,9 +21,9 @@
 #include "brigade/fsdp/schedule.h"
 #include "brigade/fsdp/segment_exchange.h"
 #include "brigade/fsdp/sharded_unit.h"
-#include "brigade/fsdp/sharding_timeline.h"
-#include "brigade/observing/stall_watch.h"
+#include "brigade/fsdp/sharding_recorder.h"
 #include "brigade/fsdp/unshard_buffers.h"
+#include "brigade/observing/stall_watch.h"
 
 namespace brigade {
 

@@ -48,9 +48,8 @@
 
 #include "brigade/checkpoint/checkpoint.h"
 #include "brigade/fsdp/fully_shard_options.h"
-#include "brigade/fsdp/sharding_timeline.h"
 #include "brigade/hooks/nested_tensors.h"
-#include "brigade/observing/stall_watch.h"
+#include "brigade/observing/timeline.h"
 
 namespace brigade {
 

@@ -25,7 +25,7 @@
 #include <vector>
 
 #include "brigade/hooks/autograd_node.h"
-#include "brigade/planning/variable_index.h"
+#include "brigade/planning/bucket_plan.h"
 
 namespace brigade {
 

@@ -1,6 +1,7 @@
 #include "brigade/observing/timeline.h"
 
 #include <algorithm>
+#include <string_view>
 
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_format.h"
@@ -15,6 +16,10 @@ int64_t span_ns(int64_t begin_ns, int64_t end_ns) {
 }
 
 double ms(int64_t ns) { return static_cast<double>(ns) / 1e6; }
+
+// By GatheredIn.
+constexpr std::string_view kGathers[] = {"gather forward", "gather backward",
+                                         "gather"};
 
 }  // namespace
 
@@ -68,6 +73,63 @@ std::string describe(const Timeline& timeline) {
         &text, "%6d%12s%12s%12s%12.3f\n", b, since_backward(unit.pack_end_ns),
         since_backward(unit.launch_ns), since_backward(unit.complete_ns),
         ms(summary.unit_exposed_ns[b]));
+  }
+  return text;
+}
+
+int64_t GatherTimes::travel_ns() const {
+  return span_ns(launch_ns, complete_ns);
+}
+
+int64_t GatherTimes::exposed_ns() const {
+  if (needed_ns == 0) return 0;
+  return span_ns(std::max(launch_ns, needed_ns),
+                 std::min(complete_ns, whole_ns));
+}
+
+int64_t ReductionTimes::travel_ns() const {
+  return span_ns(launch_ns, complete_ns);
+}
+
+int64_t ShardingTimeline::exposed_ns(size_t reduction) const {
+  const ReductionTimes& asked = reductions.at(reduction);
+  int64_t covered_until_ns = backward_end_ns;
+  for (size_t i = 0; i < reduction; ++i) {
+    covered_until_ns = std::max(covered_until_ns, reductions[i].complete_ns);
+  }
+  return span_ns(std::max(covered_until_ns, asked.launch_ns),
+                 asked.complete_ns);
+}
+
+std::string describe(const ShardingTimeline& timeline) {
+  if (timeline.iteration == 0) return "no iteration has been sampled\n";
+  std::string text = absl::StrFormat(
+      "iteration %d, ms: forward %.3f, backward %.3f, behind it %.3f\n"
+      "%-16s%12s%12s%12s%12s  unit\n",
+      timeline.iteration,
+      ms(span_ns(timeline.forward_begin_ns, timeline.forward_end_ns)),
+      ms(span_ns(timeline.backward_begin_ns, timeline.backward_end_ns)),
+      ms(span_ns(timeline.backward_end_ns, timeline.finalize_end_ns)), "",
+      "launched", "complete", "overlapped", "exposed");
+  const auto append = [&](std::string_view what, const auto& times,
+                          int64_t exposed_ns) {
+    const auto since_begin = [&](int64_t time_ns) {
+      return time_ns == 0
+                 ? std::string("-")
+                 : absl::StrFormat("%.3f",
+                                   ms(time_ns - timeline.forward_begin_ns));
+    };
+    absl::StrAppendFormat(
+        &text, "%-16s%12s%12s%12.3f%12.3f  '%s'\n", std::string(what),
+        since_begin(times.launch_ns), since_begin(times.complete_ns),
+        ms(times.travel_ns() - exposed_ns), ms(exposed_ns), times.unit);
+  };
+  for (const GatherTimes& gather : timeline.gathers) {
+    append(kGathers[static_cast<size_t>(gather.pass)], gather,
+           gather.exposed_ns());
+  }
+  for (size_t i = 0; i < timeline.reductions.size(); ++i) {
+    append("reduction", timeline.reductions[i], timeline.exposed_ns(i));
   }
   return text;
 }

@@ -1,7 +1,8 @@
-// Times of the steps of one iteration, and a summary of its communication
-// (docs/timeline.md). A TimelineRecorder fills them in.
+// Times of the steps of one iteration of a reducer, with a summary of its
+// communication, and of one step of a sharded model (docs/timeline.md).
 //
 //   std::cout << describe(reducer.timeline());
+//   std::cout << describe(sharded->timeline());
 //
 // All times are nanoseconds of the steady clock, 0 for a step that did not
 // happen. Steps of buckets on devices with streams are stamped when the
@@ -12,11 +13,12 @@
 #ifndef BRIGADE_OBSERVING_TIMELINE_H_
 #define BRIGADE_OBSERVING_TIMELINE_H_
 
+#include <cstddef>
 #include <cstdint>
 #include <string>
 #include <vector>
 
-#include "brigade/planning/variable_index.h"
+#include "brigade/planning/bucket_plan.h"
 
 namespace brigade {
 
@@ -62,6 +64,53 @@ TimelineSummary summarize(const Timeline& timeline);
 
 // A table for people: one line per bucket, in ms from the begin of backward.
 std::string describe(const Timeline& timeline);
+
+// ---- Of a sharded model: when units were gathered and reduced, and how much
+// of that the computation covered.
+
+// Why a unit is gathered; kOther: neither for forward nor for backward.
+enum class GatheredIn { kForward, kBackward, kOther };
+
+struct GatherTimes {
+  std::string unit = {};
+  GatheredIn pass = GatheredIn::kOther;
+  int64_t launch_ns = 0;
+  int64_t complete_ns = 0;
+  int64_t needed_ns = 0;  // first; 0: this rank did not need it
+  int64_t whole_ns = 0;   // the host went on
+
+  int64_t travel_ns() const;
+  // Of that, what the host waited for; on devices it does not wait.
+  int64_t exposed_ns() const;
+};
+
+struct ReductionTimes {
+  std::string unit = {};
+  int64_t launch_ns = 0;
+  int64_t complete_ns = 0;
+
+  int64_t travel_ns() const;
+};
+
+// A step: from the first forward after a reduced backward to the end of the
+// next one.
+struct ShardingTimeline {
+  int64_t iteration = 0;  // of reduced backwards; 0: none has been sampled
+  int64_t forward_begin_ns = 0;
+  int64_t forward_end_ns = 0;  // of the last one
+  int64_t backward_begin_ns = 0;
+  int64_t backward_end_ns = 0;                  // all gradients are there
+  int64_t finalize_end_ns = 0;                  // and all sums
+  std::vector<GatherTimes> gathers = {};        // in launch order
+  std::vector<ReductionTimes> reductions = {};  // in launch order
+
+  // The part of the reduction after backward that no earlier one covers.
+  int64_t exposed_ns(size_t reduction) const;
+};
+
+// A table for people: one line per gather and reduction, in ms from the begin
+// of forward.
+std::string describe(const ShardingTimeline& timeline);
 
 }  // namespace brigade
 

@@ -66,6 +66,15 @@ class BucketPlan {
   std::vector<VariableLocator> locators_;
 };
 
+// Which parameter of which local replica: a process may hold several of a
+// module, one per device for instance.
+struct VariableIndex {
+  size_t replica = 0;
+  size_t parameter = 0;
+
+  friend bool operator==(const VariableIndex&, const VariableIndex&) = default;
+};
+
 struct ParameterSpec {
   int64_t size_bytes = 0;  // numel * element size; may be 0
   int kind = 0;            // equal iff dtype and device are equal

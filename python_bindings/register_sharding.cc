@@ -21,12 +21,12 @@
 #include "absl/status/status.h"
 #include "absl/strings/str_cat.h"
 #include "brigade/comm/agreement.h"
+#include "brigade/comm/group/group_info.h"
 #include "brigade/comm/subgroup.h"
 #include "brigade/fsdp/backward_hooks.h"
-#include "brigade/comm/group/group_info.h"
 #include "brigade/fsdp/reduction_hook.h"
 #include "brigade/fsdp/segmented_model.h"
-#include "brigade/fsdp/sharding_timeline.h"
+#include "brigade/observing/timeline.h"
 #include "brigade/python_bindings/registrations.h"
 
 namespace brigade {
@@ -242,9 +242,8 @@ void register_timeline(py::module_& module) {
       .def_readonly("unit", &ReductionTimes::unit)
       .def_readonly("launch_ns", &ReductionTimes::launch_ns)
       .def_readonly("complete_ns", &ReductionTimes::complete_ns);
-  py::class_<ShardingTimeline>(
-      module, "ShardingTimeline",
-      "See fsdp/sharding_timeline.h; str() is a table.")
+  py::class_<ShardingTimeline>(module, "ShardingTimeline",
+                               "See observing/timeline.h; str() is a table.")
       .def_readonly("iteration", &ShardingTimeline::iteration,
                     "0: none has been sampled.")
       .def_readonly("forward_begin_ns", &ShardingTimeline::forward_begin_ns)

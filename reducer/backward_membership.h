@@ -12,7 +12,7 @@
 #include <optional>
 #include <vector>
 
-#include "brigade/planning/variable_index.h"
+#include "brigade/planning/bucket_plan.h"
 
 namespace brigade {
 

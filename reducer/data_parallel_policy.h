@@ -26,7 +26,6 @@
 #include "brigade/hooks/gradient_hooks.h"
 #include "brigade/hooks/graph_search.h"
 #include "brigade/planning/bucket_plan.h"
-#include "brigade/planning/variable_index.h"
 #include "brigade/reducer/bucket.h"
 #include "brigade/reducer/bucket_memory.h"
 #include "brigade/reducer/collective.h"

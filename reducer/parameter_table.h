@@ -23,7 +23,6 @@
 
 #include "absl/status/statusor.h"
 #include "brigade/planning/bucket_plan.h"
-#include "brigade/planning/variable_index.h"
 
 namespace brigade {
 

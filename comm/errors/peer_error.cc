@@ -1,6 +1,7 @@
 #include "brigade/comm/errors/peer_error.h"
 
 #include "brigade/comm/errors/error_texts.h"
+#include "brigade/comm/errors/liveness_probe.h"
 
 namespace brigade {
 namespace {

@@ -15,9 +15,10 @@
 
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
-#include "brigade/comm/errors/liveness_probe.h"
 
 namespace brigade {
+
+struct LivenessProbe;
 
 // A peer or the network failed. Python sees
 // torch.distributed.DistBackendError.
