@@ -451,8 +451,8 @@ void SafetensorsReader::parse_header(std::string_view text, int64_t data_begin,
   }
   header_checksum_ = checksum_of_header(header);
   if (!checksums_.empty() && checksums_[kChecksum] != header_checksum_) {
-    damaged(path_, "the header must have the CRC-32 '", checksums_[kChecksum],
-            "', but has ", header_checksum_);
+    damaged(path_, "the header must have the CRC-32 ",
+            quoted_name(checksums_[kChecksum]), ", but has ", header_checksum_);
   }
 }
 

@@ -41,11 +41,6 @@ constexpr char kIdKey[] = "brigade.checkpoint";
 constexpr char kAnotherModel[] =
     ".\nLoad a checkpoint that was saved of the same model.";
 
-std::string text_of(const std::exception& error) {
-  const auto* const checked = dynamic_cast<const c10::Error*>(&error);
-  return checked != nullptr ? checked->what_without_backtrace() : error.what();
-}
-
 // ---- Stored tensors.
 
 // Consecutive elements of a tensor in one file.
@@ -119,8 +114,9 @@ StoredTensors parse_index(const std::string& path,
       TORCH_CHECK_VALUE(names.insert(tensor.name).second, "tensor ",
                         quoted_name(tensor.name), " occurs twice");
     }
-  } catch (const std::exception& error) {
-    TORCH_CHECK_VALUE(false, path, ": is no index of shards: ", text_of(error),
+  } catch (const std::exception&) {
+    TORCH_CHECK_VALUE(false, path, ": is no index of shards: ",
+                      message_of(std::current_exception()),
                       "\nUse a folder that save_checkpoint() has written.");
   }
   return stored;
@@ -401,14 +397,6 @@ std::unique_ptr<SafetensorsReader> open_shard(const std::string& folder,
   return reader;
 }
 
-std::set<int64_t> files_of(const StoredTensors& stored) {
-  std::set<int64_t> files;
-  for (const StoredTensor& tensor : stored.tensors) {
-    for (const Chunk& chunk : tensor.chunks) files.insert(chunk.file);
-  }
-  return files;
-}
-
 // Files of other checkpoints, complete or not. A file that can't be removed
 // stays.
 void remove_other_shards(const std::string& folder, const std::string& id) {
@@ -459,7 +447,11 @@ void save_folder(const Group& group,
     });
     do_on_all_ranks(group, [&] {  // before the index is replaced
       if (rank != 0) return;
-      for (const int64_t file : files_of(stored)) {
+      std::set<int64_t> files;
+      for (const StoredTensor& tensor : stored.tensors) {
+        for (const Chunk& chunk : tensor.chunks) files.insert(chunk.file);
+      }
+      for (const int64_t file : files) {
         TORCH_CHECK_VALUE(fs::exists(shard_path(folder, stored, file)),
                           "rank 0 does not see the file that rank ", file,
                           " has written to '", folder,
@@ -625,8 +617,8 @@ std::vector<std::string> on_all_ranks(
   std::string own;
   try {
     own = absl::StrCat("+", step());
-  } catch (const std::exception& error) {
-    own = absl::StrCat("-", text_of(error));
+  } catch (...) {
+    own = absl::StrCat("-", message_of(std::current_exception()));
   }
   std::vector<std::string> texts = gather_texts(group, own);
   for (size_t rank = 0; rank < texts.size(); ++rank) {
