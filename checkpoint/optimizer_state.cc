@@ -293,20 +293,21 @@ std::vector<std::string> expect_saved(
 
   std::set<std::string> wanted;
   for (OptimizerState::Parameter& stepped : state.parameters) {
-    const CheckpointTensor& parameter = tensor_of(tensors, state, stepped);
-    std::set<std::string> found;
-    std::string missing;
-    for (const std::string& field : stepped.fields) {
-      const std::string name = absl::StrCat(parameter.name, ".", field);
-      contents.names.contains(name) ? void(found.insert(name))
-                                    : void(missing = name);
-    }
+    const std::string prefix =
+        absl::StrCat(tensor_of(tensors, state, stepped).name, ".");
+    const auto is_saved = [&](const std::string& field) {
+      return contents.names.contains(prefix + field);
+    };
     stepped.values.clear();
-    if (found.empty() && !state.needs_tensors) continue;
-    TORCH_CHECK_VALUE(missing.empty(), where, " has no tensor '", missing,
-                      "', which is state of this ", state.type, kLoadAlone);
-    wanted.merge(found);
+    if (std::ranges::none_of(stepped.fields, is_saved) &&
+        !state.needs_tensors) {
+      continue;
+    }
     for (const std::string& field : stepped.fields) {
+      TORCH_CHECK_VALUE(is_saved(field), where, " has no tensor '", prefix,
+                        field, "', which is state of this ", state.type,
+                        kLoadAlone);
+      wanted.insert(prefix + field);
       stepped.values[field] = field == kStep
                                   ? at::empty({}, at::kLong)
                                   : at::empty_like(stepped.parameter);
