@@ -268,7 +268,9 @@ TEST_F(SafetensorsTest, AHeaderThatContradictsItselfIsAnError) {
                              R"("data_offsets":[0,8],"more":)" +
                              deep),
               HasSubstr("and nothing else"));
-  EXPECT_THAT(error_of_header(R"({"__metadata__":{"step":)" + deep + "}}"),
+  EXPECT_THAT(error_of_header(R"({"__metadata__":{"step":)" + deep +
+                              R"(},"w":{"dtype":"F32","shape":[2],)"
+                              R"("data_offsets":[0,8]}})"),
               HasSubstr("must have text as 'step'"));
   EXPECT_THAT(error_of_header(R"({"w":1})"), HasSubstr("must have a dtype"));
 
