@@ -14,7 +14,6 @@
 #include <nlohmann/json.hpp>
 #include <set>
 #include <utility>
-#include <variant>
 
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_join.h"
@@ -77,76 +76,33 @@ void visit_state(State& state, const Options& options, const Use& use) {
   }
 }
 
-// The functions of one optimizer type.
-struct OptimizerType {
-  using Field = std::variant<at::Tensor*, int64_t*>;
-
-  std::string name;
-  bool (*is_type_of)(const optim::Optimizer&);
-  std::string (*options_of)(optim::OptimizerOptions&);
-  void (*set_options)(optim::OptimizerOptions&, const Json&);
-  std::unique_ptr<optim::OptimizerParamState> (*make_state)();
-  std::map<std::string, Field> (*fields)(optim::OptimizerParamState&,
-                                         const optim::OptimizerOptions&);
-};
-
-template <typename Optimizer, typename State, typename Options>
-OptimizerType make_type(std::string name) {
-  return {.name = std::move(name),
-          .is_type_of =
-              [](const optim::Optimizer& optimizer) {
-                return dynamic_cast<const Optimizer*>(&optimizer) != nullptr;
-              },
-          .options_of =
-              [](optim::OptimizerOptions& options) {
-                Json json;
-                visit_options(static_cast<Options&>(options),
-                              [&](const char* key, const auto& value) {
-                                json[key] = value;
-                              });
-                return json.dump();
-              },
-          .set_options =
-              [](optim::OptimizerOptions& options, const Json& json) {
-                visit_options(static_cast<Options&>(options),
-                              [&](const char* key, auto& value) {
-                                if (json.contains(key))
-                                  json.at(key).get_to(value);
-                              });
-              },
-          .make_state = []() -> std::unique_ptr<optim::OptimizerParamState> {
-            return std::make_unique<State>();
-          },
-          .fields =
-              [](optim::OptimizerParamState& state,
-                 const optim::OptimizerOptions& options) {
-                std::map<std::string, OptimizerType::Field> fields;
-                visit_state(static_cast<State&>(state),
-                            static_cast<const Options&>(options),
-                            [&](const char* key, auto& value) {
-                              fields[key] = &value;
-                            });
-                return fields;
-              }};
-}
-
-const OptimizerType& type_of(const optim::Optimizer& optimizer) {
-  static const std::vector<OptimizerType> types = {
-      make_type<optim::SGD, optim::SGDParamState, optim::SGDOptions>("SGD"),
-      make_type<optim::Adam, optim::AdamParamState, optim::AdamOptions>("Adam"),
-      make_type<optim::AdamW, optim::AdamWParamState, optim::AdamWOptions>(
-          "AdamW"),
-      make_type<optim::RMSprop, optim::RMSpropParamState,
-                optim::RMSpropOptions>("RMSprop"),
-      make_type<optim::Adagrad, optim::AdagradParamState,
-                optim::AdagradOptions>("Adagrad")};
-  for (const OptimizerType& type : types) {
-    if (type.is_type_of(optimizer)) return type;
+// Calls use<State, Options>(name of the type).
+template <typename Use>
+auto with_type(const optim::Optimizer& optimizer, const Use& use) {
+#define BRIGADE_TRY(Type)                                             \
+  if (dynamic_cast<const optim::Type*>(&optimizer) != nullptr) {      \
+    return use.template                                               \
+    operator()<optim::Type##ParamState, optim::Type##Options>(#Type); \
   }
+  BRIGADE_TRY(SGD)
+  BRIGADE_TRY(Adam)
+  BRIGADE_TRY(AdamW)
+  BRIGADE_TRY(RMSprop)
+  BRIGADE_TRY(Adagrad)
+#undef BRIGADE_TRY
   TORCH_CHECK_VALUE(false,
                     "expected an optimizer with state by parameter: "
                     "SGD, Adam, AdamW, RMSprop or Adagrad, found another.\n"
                     "Save and load its state as CheckpointTensors.");
+}
+
+at::Tensor to_tensor(const at::Tensor& value) { return value; }
+at::Tensor to_tensor(int64_t count) {
+  return at::scalar_tensor(count, at::kLong);
+}
+void set_value(at::Tensor& value, const at::Tensor& saved) { value = saved; }
+void set_value(int64_t& count, const at::Tensor& saved) {
+  count = saved.item<int64_t>();
 }
 
 // ---- Names and options of a checkpoint.
@@ -196,59 +152,63 @@ std::vector<std::string> take_options(const std::string& type,
 }  // namespace
 
 OptimizerState state_of(const optim::Optimizer& optimizer) {
-  const OptimizerType& type = type_of(optimizer);
-  OptimizerState state = {.type = type.name,
-                          .needs_tensors = type.name == "Adagrad",
-                          .options = {},
-                          .parameters = {}};
-  const std::unique_ptr<optim::OptimizerParamState> none = type.make_state();
-  for (const optim::OptimizerParamGroup& group : optimizer.param_groups()) {
-    const std::unique_ptr<optim::OptimizerOptions> options =
-        group.options().clone();
-    for (const at::Tensor& parameter : group.params()) {
-      OptimizerState::Parameter& stepped = state.parameters.emplace_back();
-      stepped.parameter = parameter;
-      stepped.group = state.options.size();
-      for (const auto& [name, value] : type.fields(*none, *options)) {
-        stepped.fields.push_back(name);
+  return with_type(optimizer, [&]<typename State, typename Options>(
+                                  const std::string& type) {
+    OptimizerState state = {.type = type,
+                            .needs_tensors = type == "Adagrad",
+                            .options = {},
+                            .parameters = {}};
+    const State none;
+    for (const optim::OptimizerParamGroup& group : optimizer.param_groups()) {
+      const auto& options = static_cast<const Options&>(group.options());
+      for (const at::Tensor& parameter : group.params()) {
+        OptimizerState::Parameter& stepped = state.parameters.emplace_back();
+        stepped.parameter = parameter;
+        stepped.group = state.options.size();
+        visit_state(none, options, [&](const char* name, const auto&) {
+          stepped.fields.push_back(name);
+        });
+        const auto kept =
+            optimizer.state().find(parameter.unsafeGetTensorImpl());
+        if (kept == optimizer.state().end()) continue;
+        visit_state(static_cast<const State&>(*kept->second), options,
+                    [&](const char* name, const auto& value) {
+                      stepped.values[name] = to_tensor(value);
+                    });
       }
-      const auto kept = optimizer.state().find(parameter.unsafeGetTensorImpl());
-      if (kept == optimizer.state().end()) continue;
-      for (const auto& [name, value] : type.fields(*kept->second, *options)) {
-        const auto* const tensor = std::get_if<at::Tensor*>(&value);
-        stepped.values[name] =
-            tensor != nullptr
-                ? **tensor
-                : at::scalar_tensor(*std::get<int64_t*>(value), at::kLong);
-      }
+      Json json;
+      visit_options(options, [&](const char* name, const auto& value) {
+        json[name] = value;
+      });
+      state.options.push_back(json.dump());
     }
-    state.options.push_back(type.options_of(*options));
-  }
-  return state;
+    return state;
+  });
 }
 
 void set_state(optim::Optimizer& optimizer, const OptimizerState& state) {
-  const OptimizerType& type = type_of(optimizer);
-  for (const OptimizerState::Parameter& stepped : state.parameters) {
-    void* const key = stepped.parameter.unsafeGetTensorImpl();
-    optimizer.state().erase(key);
-    if (stepped.values.empty()) continue;
-    std::unique_ptr<optim::OptimizerParamState> kept = type.make_state();
-    for (const auto& [name, field] : type.fields(
-             *kept, optimizer.param_groups()[stepped.group].options())) {
-      const at::Tensor& value = stepped.values.at(name);
-      if (const auto* tensor = std::get_if<at::Tensor*>(&field)) {
-        **tensor = value;
-      } else {
-        *std::get<int64_t*>(field) = value.item<int64_t>();
-      }
+  with_type(optimizer, [&]<typename State, typename Options>(const char*) {
+    const auto options_of = [&](size_t group) -> Options& {
+      return static_cast<Options&>(optimizer.param_groups()[group].options());
+    };
+    for (const OptimizerState::Parameter& stepped : state.parameters) {
+      void* const key = stepped.parameter.unsafeGetTensorImpl();
+      optimizer.state().erase(key);
+      if (stepped.values.empty()) continue;
+      auto kept = std::make_unique<State>();
+      visit_state(*kept, options_of(stepped.group),
+                  [&](const char* name, auto& value) {
+                    set_value(value, stepped.values.at(name));
+                  });
+      optimizer.state()[key] = std::move(kept);
     }
-    optimizer.state()[key] = std::move(kept);
-  }
-  for (size_t g = 0; g < state.options.size(); ++g) {
-    type.set_options(optimizer.param_groups()[g].options(),
-                     Json::parse(state.options[g]));
-  }
+    for (size_t g = 0; g < state.options.size(); ++g) {
+      const Json saved = Json::parse(state.options[g]);
+      visit_options(options_of(g), [&](const char* name, auto& value) {
+        if (saved.contains(name)) saved.at(name).get_to(value);
+      });
+    }
+  });
 }
 
 std::vector<CheckpointTensor> with_optimizer(
@@ -333,22 +293,24 @@ std::vector<std::string> expect_saved(
 
   std::set<std::string> wanted;
   for (OptimizerState::Parameter& stepped : state.parameters) {
-    const CheckpointTensor& parameter = tensor_of(tensors, state, stepped);
-    std::set<std::string> found;
-    std::string missing;
-    for (const std::string& field : stepped.fields) {
-      const std::string name = absl::StrCat(parameter.name, ".", field);
-      contents.names.contains(name) ? void(found.insert(name))
-                                    : void(missing = name);
-    }
+    const std::string prefix =
+        absl::StrCat(tensor_of(tensors, state, stepped).name, ".");
+    const auto is_saved = [&](const std::string& field) {
+      return contents.names.contains(prefix + field);
+    };
     stepped.values.clear();
-    if (found.empty() && !state.needs_tensors) continue;
-    TORCH_CHECK_VALUE(missing.empty(), where, " has no tensor '", missing,
-                      "', which is state of this ", state.type, kLoadAlone);
-    wanted.merge(found);
+    if (std::ranges::none_of(stepped.fields, is_saved) &&
+        !state.needs_tensors) {
+      continue;
+    }
     for (const std::string& field : stepped.fields) {
-      stepped.values[field] = field == kStep ? at::empty({}, at::kLong)
-                                             : at::empty_like(stepped.parameter);
+      TORCH_CHECK_VALUE(is_saved(field), where, " has no tensor '", prefix,
+                        field, "', which is state of this ", state.type,
+                        kLoadAlone);
+      wanted.insert(prefix + field);
+      stepped.values[field] = field == kStep
+                                  ? at::empty({}, at::kLong)
+                                  : at::empty_like(stepped.parameter);
     }
   }
   // Saved state that this optimizer does not read would be lost.

@@ -7,11 +7,10 @@
 #include <zlib.h>
 
 #include <algorithm>
+#include <bit>
 #include <cerrno>
-#include <charconv>
 #include <cstdio>
 #include <filesystem>
-#include <functional>
 #include <nlohmann/json.hpp>
 #include <optional>
 #include <random>
@@ -30,6 +29,8 @@ namespace brigade {
 namespace {
 
 using nlohmann::json;
+
+static_assert(std::endian::native == std::endian::little);
 
 constexpr int64_t kLengthBytes = 8;  // of the header's length, before it
 constexpr int64_t kMaxHeaderBytes = 100'000'000;  // the format's limit
@@ -129,16 +130,6 @@ std::string to_hex(uint32_t checksum) {
   return absl::StrCat(absl::Hex(checksum, absl::kZeroPad8));
 }
 
-std::optional<uint32_t> from_hex(std::string_view text) {
-  uint32_t checksum = 0;
-  const auto [end, error] =
-      std::from_chars(text.data(), text.data() + text.size(), checksum, 16);
-  if (text.size() != 8 || end != text.data() + 8 || error != std::errc()) {
-    return std::nullopt;
-  }
-  return checksum;
-}
-
 // Empty if it exceeds 2^62. Multiplies as the format's own reader does: a
 // product that overflows before a 0 comes is too large.
 std::optional<int64_t> checked_num_bytes(const SafetensorsEntry& entry) {
@@ -162,12 +153,12 @@ std::string form_of(const SafetensorsEntry& entry) {
 }
 
 // Note [Checksums]
-uint32_t checksum_of_header(json header) {
+std::string checksum_of_header(json header) {
   for (auto& [name, value] : header.items()) {
     value.erase(name == kMetadata ? kChecksum : "data_offsets");
   }
   const std::string text = header.dump();
-  return extend_checksum(0, std::as_bytes(std::span(text)));
+  return to_hex(extend_checksum(0, std::as_bytes(std::span(text))));
 }
 
 // The length depends on the number of checksums and not on their values.
@@ -186,7 +177,7 @@ std::string format_header(const std::vector<SafetensorsEntry>& entries,
                           {"data_offsets", {begin, end}}};
     begin = end;
   }
-  saved[kChecksum] = to_hex(checksum_of_header(header));
+  saved[kChecksum] = checksum_of_header(header);
   std::string text = header.dump();
   text.resize((text.size() + 7) / 8 * 8, ' ');
   return text;
@@ -220,29 +211,12 @@ void check_entries(const std::string& path,
   }
 }
 
-// Stricter than json::parse(), which takes the last of equal names, any depth,
-// and a NUL for the end.
 json parse_json(const std::string& path, std::string_view text) {
+  // json::parse() takes a NUL for the end.
   if (text.substr(0, 1) != "{" || text.find('\0') != text.npos) {
     damaged(path, "the header must begin with '{' and have no NUL");
   }
-  std::set<std::string> names, fields;
-  std::string problem;
-  const auto watch = [&](int depth, json::parse_event_t event, json& value) {
-    if (event == json::parse_event_t::key && depth <= 2) {
-      const std::string& key = value.get_ref<const std::string&>();
-      if (depth == 1) fields.clear();
-      if (!(depth == 1 ? names : fields).insert(key).second) {
-        problem = absl::StrCat(quoted_name(key), " is in the header twice");
-      }
-    }
-    const bool opens = event == json::parse_event_t::object_start ||
-                       event == json::parse_event_t::array_start;
-    if (opens && depth > 2) problem = "the header has lists in lists";
-    return !opens || depth <= 2;
-  };
-  json header = json::parse(text, watch, /*allow_exceptions=*/false);
-  if (!problem.empty()) damaged(path, problem);
+  json header = json::parse(text, nullptr, /*allow_exceptions=*/false);
   if (!header.is_object()) damaged(path, "the header is no valid JSON");
   return header;
 }
@@ -274,7 +248,9 @@ PlacedEntry parse_entry(const std::string& path, const std::string& name,
   const auto wrong = [&](const auto&... parts) {
     damaged(path, "tensor ", quoted_name(name), " ", parts...);
   };
-  if (!fields.is_object()) wrong("must have a dtype, shape and data_offsets");
+  if (!fields.is_object() || fields.size() != 3) {
+    wrong("must have a dtype, shape and data_offsets, and nothing else");
+  }
   const auto text = fields.find("dtype");
   const std::optional<c10::ScalarType> dtype =
       text != fields.end() && text->is_string()
@@ -388,11 +364,8 @@ void SafetensorsWriter::finish() {
   TORCH_CHECK_VALUE(!is_finished_ && entry_ == entries_.size(), path_,
                     ": finish() needs all data, once");
   const std::string header = format_header(entries_, metadata_, checksums_);
-  std::byte length[kLengthBytes];
-  for (int b = 0; b < kLengthBytes; ++b) {
-    length[b] = static_cast<std::byte>(header.size() >> 8 * b & 0xff);
-  }
-  write_at(path_, file_, 0, length);
+  const uint64_t length = header.size();
+  write_at(path_, file_, 0, std::as_bytes(std::span(&length, 1)));
   write_at(path_, file_, kLengthBytes, std::as_bytes(std::span(header)));
   sync_file(path_, file_);
   if (std::rename(temporary_path_.c_str(), path_.c_str()) != 0) {
@@ -415,16 +388,12 @@ SafetensorsReader::SafetensorsReader(std::string path)
   if (!S_ISREG(facts.st_mode)) {
     damaged(path_, "is no file, but a folder or a device");
   }
-  std::byte bytes[kLengthBytes] = {};
   if (facts.st_size < kLengthBytes) {
     damaged(path_, "must begin with 8 bytes of header length, but has ",
             facts.st_size);
   }
-  read_at(path_, file_, 0, bytes);
   uint64_t length = 0;
-  for (int b = kLengthBytes; b-- > 0;) {
-    length = length << 8 | std::to_integer<uint64_t>(bytes[b]);
-  }
+  read_at(path_, file_, 0, std::as_writable_bytes(std::span(&length, 1)));
   const int64_t most =
       std::min<int64_t>(kMaxHeaderBytes, facts.st_size - kLengthBytes);
   if (length > static_cast<uint64_t>(most)) {
@@ -468,39 +437,23 @@ void SafetensorsReader::parse_header(std::string_view text, int64_t data_begin,
     damaged(path_, "the data must end at byte ", end,
             ", after the last tensor, but the file ends at ", num_data_bytes);
   }
+  if (const auto metadata = header.find(kMetadata); metadata != header.end()) {
+    if (!metadata->is_object()) {
+      damaged(path_, "__metadata__ must be an object");
+    }
+    for (const auto& [key, value] : metadata->items()) {
+      if (!value.is_string()) {
+        damaged(path_, "__metadata__ must have text as ", quoted_name(key));
+      }
+      (absl::StartsWith(key, kChecksum) ? checksums_ : metadata_)
+          .emplace(key, value);
+    }
+  }
   header_checksum_ = checksum_of_header(header);
-  const json metadata = header.value(kMetadata, json::object());
-  if (!metadata.is_object()) damaged(path_, "__metadata__ must be an object");
-  const std::string prefix = absl::StrCat(kChecksum, ".");
-  for (const auto& [key, value] : metadata.items()) {
-    if (!value.is_string()) {
-      damaged(path_, "__metadata__ must have text as ", quoted_name(key));
-    }
-    if (!absl::StartsWith(key, kChecksum)) {
-      metadata_.emplace(key, value);
-      continue;
-    }
-    const std::optional<uint32_t> checksum = from_hex(value.get<std::string>());
-    if (!checksum) damaged(path_, quoted_name(key), " must have 8 digits");
-    if (absl::StartsWith(key, prefix)) {
-      checksums_.emplace(key.substr(prefix.size()), *checksum);
-    }
+  if (!checksums_.empty() && checksums_[kChecksum] != header_checksum_) {
+    damaged(path_, "the header must have the CRC-32 ",
+            quoted_name(checksums_[kChecksum]), ", but has ", header_checksum_);
   }
-  const auto own = metadata.find(kChecksum);
-  if (own == metadata.end() && !checksums_.empty()) {
-    damaged(path_, "the header has checksums of tensors, but not its own");
-  }
-  if (own != metadata.end() &&
-      from_hex(own->get<std::string>()) != std::optional(header_checksum_)) {
-    damaged(path_, "the header must have the CRC-32 ", own->get<std::string>(),
-            ", but has ", to_hex(header_checksum_));
-  }
-}
-
-std::string SafetensorsReader::file_id() const {
-  struct stat facts = {};
-  ::fstat(file_, &facts);
-  return absl::StrCat(facts.st_dev, ":", facts.st_ino);
 }
 
 const SafetensorsEntry* SafetensorsReader::find(std::string_view name) const {
@@ -531,7 +484,8 @@ void SafetensorsReader::read(std::string_view name, int64_t offset_bytes,
 void SafetensorsReader::verify(std::string_view name) const {
   constexpr int64_t kPieceBytes = 1 << 20;
   const int64_t length = entries_[place_of(name).entry].num_bytes();
-  const auto expected = checksums_.find(name);
+  const auto expected =
+      checksums_.find(absl::StrCat(kChecksum, ".", std::string(name)));
   if (expected == checksums_.end()) return;
   std::vector<std::byte> buffer(std::min(length, kPieceBytes));
   uint32_t found = 0;
@@ -541,9 +495,9 @@ void SafetensorsReader::verify(std::string_view name) const {
     read(name, offset, piece);
     found = extend_checksum(found, piece);
   }
-  if (found != expected->second) {
+  if (to_hex(found) != expected->second) {
     damaged(path_, "tensor ", quoted_name(name), " must have the CRC-32 ",
-            to_hex(expected->second), ", but has ", to_hex(found));
+            expected->second, ", but has ", to_hex(found));
   }
 }
 

@@ -13,8 +13,9 @@
 //
 // Data is little-endian, in C order. Python's package `safetensors` reads and
 // writes the same format, https://github.com/huggingface/safetensors. This
-// reader is stricter in two points: a name that occurs twice and space before
-// the header are errors. Dtypes of less than a byte are errors.
+// reader is stricter in two points: other fields of a tensor and space before
+// the header are errors. Of a name that occurs twice the last one counts.
+// Dtypes of less than a byte are errors.
 //
 // Note [Checksums]
 // The metadata gets "brigade.crc32.<name>", the CRC-32 of each tensor's data,
@@ -120,9 +121,7 @@ class SafetensorsReader {
   // Without the checksums.
   const SafetensorsMetadata& metadata() const { return metadata_; }
   // CRC-32 of the header, that is, of all checksums in it.
-  uint32_t header_checksum() const { return header_checksum_; }
-  // Device and inode of the open file.
-  std::string file_id() const;
+  const std::string& header_checksum() const { return header_checksum_; }
 
   // nullptr if there is none.
   const SafetensorsEntry* find(std::string_view name) const;
@@ -148,9 +147,9 @@ class SafetensorsReader {
   const int file_;
   std::vector<SafetensorsEntry> entries_;
   SafetensorsMetadata metadata_;
-  uint32_t header_checksum_ = 0;
-  std::map<std::string, Place, std::less<>> places_;        // by name
-  std::map<std::string, uint32_t, std::less<>> checksums_;  // by name
+  std::string header_checksum_;
+  SafetensorsMetadata checksums_;  // by their keys in the metadata
+  std::map<std::string, Place, std::less<>> places_;  // by name
 };
 
 }  // namespace brigade

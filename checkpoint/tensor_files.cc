@@ -12,7 +12,6 @@
 #include <algorithm>
 #include <exception>
 #include <filesystem>
-#include <fstream>
 #include <map>
 #include <memory>
 #include <nlohmann/json.hpp>
@@ -42,11 +41,6 @@ constexpr char kIdKey[] = "brigade.checkpoint";
 constexpr char kAnotherModel[] =
     ".\nLoad a checkpoint that was saved of the same model.";
 
-std::string text_of(const std::exception& error) {
-  const auto* const checked = dynamic_cast<const c10::Error*>(&error);
-  return checked != nullptr ? checked->what_without_backtrace() : error.what();
-}
-
 // ---- Stored tensors.
 
 // Consecutive elements of a tensor in one file.
@@ -56,19 +50,30 @@ struct Chunk {
   int64_t numel = 0;  // > 0
 };
 
+void to_json(Json& json, const Chunk& chunk) {
+  json = {chunk.file, chunk.begin, chunk.numel};
+}
+void from_json(const Json& json, Chunk& chunk) {
+  chunk = {json.at(0), json.at(1), json.at(2)};
+}
+
 struct StoredTensor {
   std::string name;
-  c10::ScalarType dtype = c10::ScalarType::Float;
+  std::string dtype;  // as safetensors files name it
   std::vector<int64_t> shape;
   std::vector<int64_t> strides;
   std::vector<Chunk> chunks;  // all elements, ascending
 };
+NLOHMANN_DEFINE_TYPE_NON_INTRUSIVE(StoredTensor, name, dtype, shape, strides,
+                                   chunks)
 
+// What the index holds.
 struct StoredTensors {
   std::string id;  // of the checkpoint
   int64_t world_size = 1;
   std::vector<StoredTensor> tensors;
 };
+NLOHMANN_DEFINE_TYPE_NON_INTRUSIVE(StoredTensors, id, world_size, tensors)
 
 int64_t numel_of(const std::vector<int64_t>& shape) {
   int64_t numel = 1;
@@ -97,59 +102,21 @@ void check_chunks(const StoredTensor& tensor, int64_t num_files) {
       " elements, expected ", numel);
 }
 
-Json json_of(const StoredTensor& tensor) {
-  Json chunks = Json::array();
-  for (const Chunk& chunk : tensor.chunks) {
-    chunks.push_back({chunk.file, chunk.begin, chunk.numel});
-  }
-  return {{"name", tensor.name},
-          {"dtype", safetensors_dtype_name(tensor.dtype)},
-          {"shape", tensor.shape},
-          {"strides", tensor.strides},
-          {"chunks", std::move(chunks)}};
-}
-
-// Throws Json::exception or ValueError.
-StoredTensor tensor_of(const Json& json) {
-  StoredTensor tensor = {
-      .name = json.at("name"),
-      .dtype = safetensors_dtype(json.at("dtype").get<std::string>()),
-      .shape = json.at("shape"),
-      .strides = json.at("strides"),
-      .chunks = {}};
-  for (const Json& chunk : json.at("chunks")) {
-    tensor.chunks.push_back({chunk.at(0), chunk.at(1), chunk.at(2)});
-  }
-  return tensor;
-}
-
-std::string format_index(const StoredTensors& stored) {
-  Json tensors = Json::array();
-  for (const StoredTensor& tensor : stored.tensors) {
-    tensors.push_back(json_of(tensor));
-  }
-  return Json{{"id", stored.id},
-              {"world_size", stored.world_size},
-              {"tensors", std::move(tensors)}}
-      .dump();
-}
-
 StoredTensors parse_index(const std::string& path,
                           const SafetensorsMetadata& metadata) {
   StoredTensors stored;
-  std::set<std::string> names;
+  std::set<std::string_view> names;
   try {
-    const Json json = Json::parse(metadata.at(kIndexKey));
-    json.at("id").get_to(stored.id);
-    json.at("world_size").get_to(stored.world_size);
-    for (const Json& tensor : json.at("tensors")) {
-      stored.tensors.push_back(tensor_of(tensor));
-      check_chunks(stored.tensors.back(), stored.world_size);
-      TORCH_CHECK_VALUE(names.insert(stored.tensors.back().name).second,
-                        "tensor ", tensor.at("name").dump(), " occurs twice");
+    Json::parse(metadata.at(kIndexKey)).get_to(stored);
+    for (const StoredTensor& tensor : stored.tensors) {
+      check_chunks(tensor, stored.world_size);
+      safetensors_dtype(tensor.dtype);  // throws if there is none
+      TORCH_CHECK_VALUE(names.insert(tensor.name).second, "tensor ",
+                        quoted_name(tensor.name), " occurs twice");
     }
-  } catch (const std::exception& error) {
-    TORCH_CHECK_VALUE(false, path, ": is no index of shards: ", text_of(error),
+  } catch (const std::exception&) {
+    TORCH_CHECK_VALUE(false, path, ": is no index of shards: ",
+                      message_of(std::current_exception()),
                       "\nUse a folder that save_checkpoint() has written.");
   }
   return stored;
@@ -223,38 +190,39 @@ Json line_of(const CheckpointTensor& tensor, int rank) {
       "]");
   const bool is_compared =
       tensor.shape.empty() && holds_all(tensor) && !tensor.is_optional;
-  Json form = json_of({.name = tensor.name,
-                       .dtype = tensor.held.scalar_type(),
-                       .shape = tensor.shape,
-                       .strides = tensor.strides,
-                       .chunks = {}});
+  Json form =
+      StoredTensor{.name = tensor.name,
+                   .dtype = safetensors_dtype_name(tensor.held.scalar_type()),
+                   .shape = tensor.shape,
+                   .strides = tensor.strides,
+                   .chunks = {}};
   form["value checksum"] =
       is_compared ? extend_checksum(0, bytes_of(tensor.held.cpu())) : 0;
   return {{"form", std::move(form)},
           {"ranks", tensor.ranks},
-          {"chunk", {rank, tensor.begin, tensor.held.numel()}}};
+          {"chunk", Chunk{rank, tensor.begin, tensor.held.numel()}}};
 }
 
 // All tensors of all ranks, by the ranks' tables: those of longer elements
 // first, so that files keep them aligned. Throws if the tables contradict each
 // other.
 std::vector<StoredTensor> merge(const std::vector<Json>& tables) {
-  std::vector<StoredTensor> tensors;
-  std::vector<Json> first_lines;                // by tensor
-  std::vector<std::vector<int>> ranks_with_it;  // by tensor
-  std::map<std::string, size_t> places;         // by name
+  struct Merged {
+    StoredTensor tensor;
+    Json first_line;
+    std::vector<int> ranks;
+  };
+  std::map<std::string, Merged> by_name;
   for (size_t rank = 0; rank < tables.size(); ++rank) {
     for (const Json& line : tables[rank]) {
       const Json& form = line.at("form");
       const std::string name = form.at("name");
-      const auto [place, is_new] = places.emplace(name, tensors.size());
+      const auto [place, is_new] = by_name.try_emplace(name);
+      auto& [tensor, first, ranks] = place->second;
       if (is_new) {
-        tensors.push_back(tensor_of(form));
-        first_lines.push_back(line);
-        ranks_with_it.emplace_back();
+        form.get_to(tensor);
+        first = line;
       }
-      const Json& first = first_lines[place->second];
-      std::vector<int>& ranks = ranks_with_it[place->second];
       TORCH_CHECK_VALUE(line.at("ranks") == first.at("ranks"),
                         "expected each tensor on one mesh, found '", name,
                         "' on two, which hold different values.\nGive "
@@ -266,29 +234,30 @@ std::vector<StoredTensor> merge(const std::vector<Json>& tables) {
                         first.at("form").dump(), ", rank ", rank, " has ",
                         form.dump());
       ranks.push_back(static_cast<int>(rank));
-      const Json& run = line.at("chunk");
-      const Chunk chunk = {run.at(0), run.at(1), run.at(2)};
-      std::vector<Chunk>& chunks = tensors[place->second].chunks;
-      const bool is_copy = std::ranges::any_of(chunks, [&](const Chunk& known) {
-        return known.begin == chunk.begin && known.numel == chunk.numel;
-      });
-      if (chunk.numel > 0 && !is_copy) chunks.push_back(chunk);
+      const Chunk chunk = line.at("chunk");
+      const bool is_copy =
+          std::ranges::any_of(tensor.chunks, [&](const Chunk& known) {
+            return known.begin == chunk.begin && known.numel == chunk.numel;
+          });
+      if (chunk.numel > 0 && !is_copy) tensor.chunks.push_back(chunk);
     }
   }
-  for (size_t i = 0; i < tensors.size(); ++i) {
-    const size_t num_expected = first_lines[i].at("ranks").size();
-    TORCH_CHECK_VALUE(ranks_with_it[i].size() ==
-                          (num_expected == 0 ? tables.size() : num_expected),
-                      "expected the same tensors on all ranks, found '",
-                      tensors[i].name, "' on ",
-                      describe_ranks(ranks_with_it[i]), " only");
-    std::ranges::sort(tensors[i].chunks, {}, &Chunk::begin);
-    check_chunks(tensors[i], static_cast<int64_t>(tables.size()));
+  std::vector<StoredTensor> tensors;
+  for (auto& [name, merged] : by_name) {
+    auto& [tensor, first, ranks] = merged;
+    const size_t num_expected = first.at("ranks").size();
+    TORCH_CHECK_VALUE(
+        ranks.size() == (num_expected == 0 ? tables.size() : num_expected),
+        "expected the same tensors on all ranks, found '", name, "' on ",
+        describe_ranks(ranks), " only");
+    std::ranges::sort(tensor.chunks, {}, &Chunk::begin);
+    check_chunks(tensor, static_cast<int64_t>(tables.size()));
+    tensors.push_back(std::move(tensor));
   }
-  std::ranges::stable_sort(tensors, std::greater<>(),
-                           [](const StoredTensor& tensor) {
-                             return c10::elementSize(tensor.dtype);
-                           });
+  std::ranges::stable_sort(
+      tensors, std::greater<>(), [](const StoredTensor& tensor) {
+        return c10::elementSize(safetensors_dtype(tensor.dtype));
+      });
   return tensors;
 }
 
@@ -366,7 +335,8 @@ void save_file(const Group& group, const std::vector<CheckpointTensor>& tensors,
     if (group->getRank() != 0) return;
     std::vector<SafetensorsEntry> entries;
     for (const StoredTensor& tensor : stored.tensors) {
-      entries.push_back({tensor.name, tensor.dtype, tensor.shape});
+      entries.push_back(
+          {tensor.name, safetensors_dtype(tensor.dtype), tensor.shape});
     }
     writer.emplace(path, std::move(entries), metadata);
   });
@@ -390,9 +360,9 @@ void save_file(const Group& group, const std::vector<CheckpointTensor>& tensors,
       const int64_t most =
           std::ranges::max(tensor.chunks, {}, &Chunk::numel).numel;
       // A rank without the tensor doesn't know its device.
-      const at::Tensor sent = at::zeros(
-          {most},
-          at::TensorOptions(tensor.dtype).device(control_device(*group)));
+      const at::Tensor sent =
+          at::zeros({most}, at::TensorOptions(safetensors_dtype(tensor.dtype))
+                                .device(control_device(*group)));
       if (own != nullptr) {
         sent.narrow(0, 0, own->held.numel()).copy_(flat(*own));
       }
@@ -425,14 +395,6 @@ std::unique_ptr<SafetensorsReader> open_shard(const std::string& folder,
                     path, ": expected a file of checkpoint ", stored.id,
                     ", found another.\nUse another copy of it.");
   return reader;
-}
-
-std::set<int64_t> files_of(const StoredTensors& stored) {
-  std::set<int64_t> files;
-  for (const StoredTensor& tensor : stored.tensors) {
-    for (const Chunk& chunk : tensor.chunks) files.insert(chunk.file);
-  }
-  return files;
 }
 
 // Files of other checkpoints, complete or not. A file that can't be removed
@@ -485,7 +447,11 @@ void save_folder(const Group& group,
     });
     do_on_all_ranks(group, [&] {  // before the index is replaced
       if (rank != 0) return;
-      for (const int64_t file : files_of(stored)) {
+      std::set<int64_t> files;
+      for (const StoredTensor& tensor : stored.tensors) {
+        for (const Chunk& chunk : tensor.chunks) files.insert(chunk.file);
+      }
+      for (const int64_t file : files) {
         TORCH_CHECK_VALUE(fs::exists(shard_path(folder, stored, file)),
                           "rank 0 does not see the file that rank ", file,
                           " has written to '", folder,
@@ -500,7 +466,7 @@ void save_folder(const Group& group,
   }
   do_on_all_ranks(group, [&] {
     if (rank != 0) return;
-    metadata[kIndexKey] = format_index(stored);
+    metadata[kIndexKey] = Json(stored).dump();
     SafetensorsWriter(fs::path(folder) / "index.safetensors", {}, metadata)
         .finish();
     remove_other_shards(folder, stored.id);
@@ -517,17 +483,16 @@ class StoredFiles {
     auto first = std::make_unique<SafetensorsReader>(
         is_folder ? (fs::path(path) / "index.safetensors").string() : path);
     metadata_ = first->metadata();
-    fingerprint_ = absl::StrCat("a checkpoint of checksum ",
-                                absl::Hex(first->header_checksum()));
+    fingerprint_ =
+        absl::StrCat("a checkpoint of checksum ", first->header_checksum());
     if (is_folder) {
       stored_ = parse_index(first->path(), metadata_);
       metadata_.erase(kIndexKey);
     } else {
-      is_file_ = true;
       for (const SafetensorsEntry& entry : first->entries()) {
         const int64_t numel = numel_of(entry.shape);
         StoredTensor tensor = {.name = entry.name,
-                               .dtype = entry.dtype,
+                               .dtype = safetensors_dtype_name(entry.dtype),
                                .shape = entry.shape,
                                .strides = c_strides(entry.shape),
                                .chunks = {}};
@@ -557,37 +522,16 @@ class StoredFiles {
     TORCH_CHECK_VALUE(place != places_.end(), "'", path_, "' has no tensor '",
                       tensor.name, "'", kAnotherModel);
     const StoredTensor& found = *place->second;
-    const c10::ScalarType dtype = tensor.held.scalar_type();
+    const std::string dtype = safetensors_dtype_name(tensor.held.scalar_type());
     TORCH_CHECK_VALUE(found.shape == tensor.shape && found.dtype == dtype, "'",
-                      path_, "': tensor '", tensor.name, "' is ",
-                      safetensors_dtype_name(found.dtype), " of [",
-                      absl::StrJoin(found.shape, ", "), "], where ",
-                      safetensors_dtype_name(dtype), " of [",
-                      absl::StrJoin(tensor.shape, ", "), "] is expected",
-                      kAnotherModel);
+                      path_, "': tensor '", tensor.name, "' is ", found.dtype,
+                      " of [", absl::StrJoin(found.shape, ", "), "], where ",
+                      dtype, " of [", absl::StrJoin(tensor.shape, ", "),
+                      "] is expected", kAnotherModel);
   }
 
-  // Identifies the file of all tensors on this host and in the group. Empty for
-  // a folder and for an unknown host.
-  std::string shared_file() const {
-    if (!is_file_) return "";
-    std::string boot;
-    std::ifstream("/proc/sys/kernel/random/boot_id") >> boot;
-    return boot.empty() ? ""
-                        : absl::StrCat(boot, " ", readers_.at(0)->file_id());
-  }
-
-  // Compares checksums: of one file every `num_readers`-th tensor from `place`
-  // on, of a folder all that this rank reads.
-  void verify(const std::vector<CheckpointTensor>& tensors, size_t place,
-              size_t num_readers) {
-    if (is_file_) {
-      const auto& entries = readers_.at(0)->entries();
-      for (size_t i = place; i < entries.size(); i += num_readers) {
-        readers_.at(0)->verify(entries[i].name);
-      }
-      return;
-    }
+  // Compares the checksums of all data that read() of these tensors reads.
+  void verify(const std::vector<CheckpointTensor>& tensors) {
     for (const CheckpointTensor& tensor : tensors) {
       for_each_piece(tensor, [&](const Chunk& chunk, int64_t, int64_t) {
         const SafetensorsReader& reader = open(chunk.file);
@@ -659,7 +603,6 @@ class StoredFiles {
   }
 
   const std::string path_;
-  bool is_file_ = false;
   std::string fingerprint_;  // another one for other contents
   SafetensorsMetadata metadata_;
   StoredTensors stored_;
@@ -674,8 +617,8 @@ std::vector<std::string> on_all_ranks(
   std::string own;
   try {
     own = absl::StrCat("+", step());
-  } catch (const std::exception& error) {
-    own = absl::StrCat("-", text_of(error));
+  } catch (...) {
+    own = absl::StrCat("-", message_of(std::current_exception()));
   }
   std::vector<std::string> texts = gather_texts(group, own);
   for (size_t rank = 0; rank < texts.size(); ++rank) {
@@ -743,18 +686,7 @@ SafetensorsMetadata load_tensors(
                                return files->fingerprint();
                              }),
                 "checkpoint");
-  // Ranks that read one file share the verification.
-  const std::vector<std::string> shared =
-      on_all_ranks(group, [&] { return files->shared_file(); });
-  const auto own = shared.begin() + group->getRank();
-  const bool is_shared = !own->empty();
-  const auto count = [&](auto end) {
-    return static_cast<size_t>(std::count(shared.begin(), end, *own));
-  };
-  do_on_all_ranks(group, [&] {
-    files->verify(tensors, is_shared ? count(own) : 0,
-                  is_shared ? count(shared.end()) : 1);
-  });
+  do_on_all_ranks(group, [&] { files->verify(tensors); });
   do_on_all_ranks(group, [&] {
     try {
       for (const CheckpointTensor& tensor : tensors) files->read(tensor);

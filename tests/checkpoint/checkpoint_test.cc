@@ -488,8 +488,6 @@ TEST_F(CheckpointTest, AFileOfAnotherCheckpointIsRefused) {
   EXPECT_THAT(error_of_loading(folder()), HasSubstr("a file of checkpoint"));
 }
 
-// Ranks of one host share the verification of one file; a copy elsewhere is
-// another file.
 TEST_F(CheckpointTest, EachCopyOfAFileIsVerified) {
   save(1, 1, 2);
   const std::string good = bytes_of_file(file());

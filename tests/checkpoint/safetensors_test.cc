@@ -23,7 +23,6 @@ namespace {
 namespace fs = std::filesystem;
 
 using ::testing::AllOf;
-using ::testing::AnyOf;
 using ::testing::ElementsAre;
 using testing::error_of;
 using ::testing::HasSubstr;
@@ -223,23 +222,15 @@ TEST_F(SafetensorsTest, AFileCutAnywhereIsAnErrorThatNamesIt) {
   EXPECT_THAT(open_error(), HasSubstr("the data must end at byte 27"));
 }
 
-TEST_F(SafetensorsTest, AFlippedBitIsAnErrorOrChangesNothing) {
-  int num_harmless = 0;
+TEST_F(SafetensorsTest, AFlippedBitIsAnErrorThatNamesTheFile) {
   for (size_t bit = 0; bit < golden_file().size() * 8; ++bit) {
     std::string file = golden_file();
     file[bit / 8] = static_cast<char>(file[bit / 8] ^ 1 << bit % 8);
     put(file);
-    SCOPED_TRACE(bit);
-    const std::string error = error_of([&] {
-      const SafetensorsReader reader(path_);
-      verify_all(reader);
-      ++num_harmless;
-      expect_golden(reader);
-    });
-    ASSERT_THAT(error, AnyOf("no error", StartsWith(path_ + ": ")));
+    ASSERT_THAT(error_of([&] { verify_all(SafetensorsReader(path_)); }),
+                StartsWith(path_ + ": "))
+        << bit;
   }
-  // A digit of the header's checksum as a capital letter: c, f and b.
-  EXPECT_EQ(num_harmless, 3);
 }
 
 TEST_F(SafetensorsTest, AFlippedBitOfDataNamesItsTensor) {
@@ -269,23 +260,19 @@ TEST_F(SafetensorsTest, AHeaderThatContradictsItselfIsAnError) {
        {"{", "{}}", "{\"\xff\":1}", R"({"w":1e999})"}) {
     EXPECT_THAT(error_of_header(text), HasSubstr("no valid JSON"));
   }
-  EXPECT_THAT(error_of_header(R"({"w":)" + std::string(100'000, '[')),
-              HasSubstr("lists in lists"));
-  EXPECT_THAT(error_of_header(R"({"w":1})"), HasSubstr("must have a dtype"));
-
-  // Names.
-  EXPECT_THAT(error_of_header(
-                  R"({"w":{"dtype":"F32","shape":[1],"data_offsets":[0,4]},)"
-                  R"("w":{"dtype":"F32","shape":[1],"data_offsets":[4,8]}})"),
-              HasSubstr("'w' is in the header twice"));
-  EXPECT_THAT(error_of_entry(R"("dtype":"F64","dtype":"F32","shape":[2],)"
-                             R"("data_offsets":[0,8])"),
-              HasSubstr("'dtype' is in the header twice"));
-
-  // Metadata.
-  EXPECT_THAT(error_of_header(R"({"__metadata__":{"step":17},"w":{"dtype":)"
-                              R"("F32","shape":[2],"data_offsets":[0,8]}})"),
+  const std::string deep =
+      std::string(100'000, '[') + std::string(100'000, ']');
+  EXPECT_THAT(error_of_header(R"({"w":)" + deep + "}"),
+              HasSubstr("must have a dtype"));
+  EXPECT_THAT(error_of_entry(R"("dtype":"F32","shape":[2],)"
+                             R"("data_offsets":[0,8],"more":)" +
+                             deep),
+              HasSubstr("and nothing else"));
+  EXPECT_THAT(error_of_header(R"({"__metadata__":{"step":)" + deep +
+                              R"(},"w":{"dtype":"F32","shape":[2],)"
+                              R"("data_offsets":[0,8]}})"),
               HasSubstr("must have text as 'step'"));
+  EXPECT_THAT(error_of_header(R"({"w":1})"), HasSubstr("must have a dtype"));
 
   // Dtypes and shapes.
   for (const std::string dtype : {"\"F4\"", "\"f32\"", "1"}) {
