@@ -11,10 +11,10 @@
 #include "absl/status/status.h"
 #include "absl/strings/str_cat.h"
 #include "brigade/comm/agreement.h"
-#include "brigade/comm/subgroup.h"
-#include "brigade/fsdp/sharded_unit.h"
 #include "brigade/comm/group/group_info.h"
+#include "brigade/comm/subgroup.h"
 #include "brigade/fsdp/segmented_model.h"
+#include "brigade/fsdp/sharded_unit.h"
 
 namespace brigade {
 namespace {
