@@ -74,7 +74,7 @@ class ReplicatedModule {
   // unfreezes one.
   void run_forward(c10::function_ref<std::vector<at::Tensor>()> forward);
 
-  // Of mixed precision: what floating-point arguments are cast to.
+  // Of mixed precision: the dtype that floating-point arguments are cast to.
   std::optional<at::ScalarType> forward_dtype() const;
 
   // While off, backward accumulates gradients on this rank only.

@@ -60,7 +60,7 @@ Engine::~Engine() {
   if (iteration_) end_.let_go(*iteration_);
 }
 
-// What ranks have compared decides on the plan.
+// Ranks have compared everything that the plan follows from: it is agreed on.
 void Engine::connect() {
   const std::lock_guard<std::mutex> lock(mutex_);
   if (!policy_.options().verify_across_ranks) return peers_.connect_later();
@@ -113,7 +113,8 @@ void Engine::start_iteration() {
   agree_on_sequence(*agreeing);
 }
 
-// As by a checkpoint around what is wrapped, which computes forward again.
+// A checkpoint around the wrapped module, for instance, runs forward again in
+// backward.
 void Engine::require_no_running_backward() const {
   const bool is_inside = iteration_ && iteration_->phase == Phase::kReducing &&
                          running_backward_id() >= 0;
@@ -316,7 +317,7 @@ void Engine::gradient_ready(VariableIndex variable, bool is_defined) {
   });
 }
 
-// As where the wrapped module is called in place of its wrapper.
+// The program called the wrapped module and not its wrapper, say.
 void Engine::report_unannounced(VariableIndex variable) {
   const std::string text = policy_.describe_unannounced(
       variable, occasion(observations_.counts.begun));
@@ -389,7 +390,7 @@ void Engine::begin_reduction() {
   launch_ready();
 }
 
-// What a policy knows when a backward begins: the gradients that will not come.
+// Marks the gradients that the policy knows will not come.
 void Engine::mark_at_begin() {
   const bool is_shadow = iteration_->is_shadow;
   policy_.mark_used_at_begin(is_shadow);

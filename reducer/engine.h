@@ -62,7 +62,8 @@ class Engine {
   // are compared; otherwise the first prepare() connects and compares.
   void connect();
 
-  // What of it is constant: the table, the group and the options but the hook.
+  // Without the lock only its constants may be read: the table, the group, and
+  // the options except for the hook.
   const DataParallelPolicy& policy() const { return policy_; }
 
   // Calls `read(policy)` under the lock that also covers the policy.
@@ -72,8 +73,8 @@ class Engine {
     return read(policy_);
   }
 
-  // Each of these is what the method of Reducer says that calls it, with its
-  // errors; ReducerSetup is checked already.
+  // Methods without a comment have the contract and the errors of Reducer's
+  // method that calls them.
 
   // ---- An iteration.
   void prepare(std::span<const at::Tensor> outputs);

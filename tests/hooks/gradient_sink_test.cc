@@ -11,6 +11,7 @@
 #include <vector>
 
 #include "brigade/hooks/gradient_hooks.h"
+#include "brigade/tests/hooks/undefined_gradient.h"
 #include "gmock/gmock.h"
 #include "gtest/gtest.h"
 
@@ -19,6 +20,7 @@ namespace {
 
 using ::testing::ElementsAre;
 using ::testing::IsEmpty;
+using testing::Undefined;
 
 at::Tensor leaf(const std::vector<double>& values,
                 at::ScalarType dtype = at::kFloat) {
@@ -62,19 +64,6 @@ class PostAccumulateHook final
 
  private:
   std::function<void(const at::Tensor&)> function_;
-};
-
-// A function whose backward has nothing to say.
-class Undefined : public torch::autograd::Function<Undefined> {
- public:
-  static at::Tensor forward(torch::autograd::AutogradContext*,
-                            const at::Tensor& x) {
-    return x.clone();
-  }
-  static torch::autograd::variable_list backward(
-      torch::autograd::AutogradContext*, torch::autograd::variable_list) {
-    return {at::Tensor()};
-  }
 };
 
 class GradientSinkTest : public ::testing::Test {

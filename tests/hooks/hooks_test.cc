@@ -10,6 +10,7 @@
 #include "brigade/hooks/backward_end.h"
 #include "brigade/hooks/gradient_hooks.h"
 #include "brigade/hooks/output_hooks.h"
+#include "brigade/tests/hooks/undefined_gradient.h"
 #include "gmock/gmock.h"
 #include "gtest/gtest.h"
 
@@ -18,6 +19,7 @@ namespace hooks_test {
 
 using ::testing::ElementsAre;
 using ::testing::IsEmpty;
+using testing::Undefined;
 
 at::Tensor parameter() { return torch::ones({2}, at::requires_grad()); }
 
@@ -47,19 +49,6 @@ TEST(GradientHooksTest, TellsOfEachGradientAfterItIsAccumulated) {
   (parameters[0] * parameters[1]).sum().backward();
   EXPECT_THAT(listener.ready, ::testing::UnorderedElementsAre(0, 1));
 }
-
-// A function whose backward has nothing to say.
-class Undefined : public torch::autograd::Function<Undefined> {
- public:
-  static at::Tensor forward(torch::autograd::AutogradContext*,
-                            const at::Tensor& x) {
-    return x.clone();
-  }
-  static torch::autograd::variable_list backward(
-      torch::autograd::AutogradContext*, torch::autograd::variable_list) {
-    return {at::Tensor()};
-  }
-};
 
 TEST(GradientHooksTest, TellsThatAGradientIsUndefined) {
   const std::vector<at::Tensor> parameters = {parameter(), parameter()};
