@@ -34,8 +34,14 @@ std::string mebibytes(int64_t bytes) {
 
 }  // namespace
 
+int64_t SegmentedModel::ask(const std::string& text, uint64_t digest,
+                            int64_t number) {
+  check_usable();
+  return with_peers([&] { return exchange_.ask(text, digest, number); });
+}
+
 void SegmentedModel::unshard(std::span<const size_t> units, bool may_write) {
-  const std::lock_guard lock(mutex_);
+  const auto lock = enter();
   if (kind_ != Open::kNone) {  // a part of the segment
     run_->use(units);
     return;
@@ -47,8 +53,7 @@ void SegmentedModel::unshard(std::span<const size_t> units, bool may_write) {
     hash.add(unit).add(units_.at(unit).gathered ? 1 : 0);
     if (!units_[unit].gathered) missing.push_back(unit);
   }
-  exchange_.ask(
-      units.size() == 1
+  ask(units.size() == 1
           ? absl::StrCat("unshards unit '", units_[units[0]].name, "'")
           : absl::StrCat("unshards ", units.size(), " units"),
       hash.add(may_write ? 1 : 0).value());
@@ -106,7 +111,7 @@ void SegmentedModel::set_stall_report_after(std::chrono::milliseconds time) {
 }
 
 void SegmentedModel::reduce() {
-  const std::lock_guard lock(mutex_);
+  const auto lock = enter();
   TORCH_CHECK(kind_ == Open::kNone,
               "fully_shard: reduce() inside of a forward or backward.\nCall it "
               "between them.");
@@ -115,19 +120,17 @@ void SegmentedModel::reduce() {
 }
 
 void SegmentedModel::meet_peers() {
-  const std::lock_guard lock(mutex_);
-  check_usable();
-  exchange_.ask("meets its peers", 0);
+  const auto lock = enter();
+  ask("meets its peers", 0);
 }
 
 int64_t SegmentedModel::num_ranks_with(bool has_data) {
-  const std::lock_guard lock(mutex_);
-  check_usable();
-  return exchange_.ask("counts ranks with data", 0, has_data ? 1 : 0);
+  const auto lock = enter();
+  return ask("counts ranks with data", 0, has_data ? 1 : 0);
 }
 
 void SegmentedModel::step_without_data() {
-  const std::lock_guard lock(mutex_);
+  const auto lock = enter();
   SegmentKind kind = SegmentKind::kShadow;
   do {
     open(SegmentKind::kShadow);
@@ -150,7 +153,7 @@ void SegmentedModel::step_without_data() {
 double SegmentedModel::clip_grad_norm(double max_norm, double p) {
   TORCH_CHECK_VALUE(p > 0, "clip_grad_norm: expected p > 0, found ", p,
                     ".\nGive 2 for the Euclidean norm, or infinity.");
-  const std::lock_guard lock(mutex_);
+  const auto lock = enter();
   check_usable();
   const at::NoGradGuard no_grad;
   const bool is_max = std::isinf(p);
