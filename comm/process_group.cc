@@ -15,7 +15,7 @@
 #include "brigade/comm/backends/device_backend.h"
 #include "brigade/comm/backends/end_on_own_thread.h"
 #include "brigade/comm/backends/gloo_backend.h"
-#include "brigade/comm/backends/identical_ranks_backend.h"
+#include "brigade/comm/backends/single_process_backend.h"
 #include "brigade/comm/errors/peer_error.h"
 #include "brigade/comm/group/group_info.h"
 
@@ -234,10 +234,9 @@ c10::intrusive_ptr<ProcessGroup> single_process_group(
                     "single_process_group needs at least 1 device type.");
   auto store = c10::make_intrusive<c10d::HashStore>();
   auto group = c10::make_intrusive<ProcessGroup>(store, 0, 1);
-  auto backend = c10::make_intrusive<IdenticalRanksBackend>(0, 1);
+  auto backend = make_single_process_backend();
   for (at::DeviceType type : device_types) {
-    group->setBackend(type, ProcessGroup::BackendType::CUSTOM,
-                      c10::intrusive_ptr<c10d::Backend>(backend));
+    group->setBackend(type, ProcessGroup::BackendType::CUSTOM, backend);
   }
   group->setDefaultBackend(ProcessGroup::BackendType::CUSTOM);
   group->setGroupName("single process");

@@ -8,8 +8,8 @@
 #include "absl/status/status.h"
 #include "brigade/comm/errors/peer_error.h"
 #include "brigade/comm/process_group.h"
-#include "brigade/comm/recording_group.h"
 #include "brigade/tests/support/local_ranks.h"
+#include "brigade/tests/support/recording_group.h"
 #include "gmock/gmock.h"
 #include "gtest/gtest.h"
 

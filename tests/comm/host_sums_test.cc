@@ -14,8 +14,8 @@
 #include "brigade/comm/close_group.h"
 #include "brigade/comm/errors/error_texts.h"
 #include "brigade/comm/process_group.h"
-#include "brigade/comm/recording_group.h"
 #include "brigade/tests/support/local_ranks.h"
+#include "brigade/tests/support/recording_group.h"
 #include "gmock/gmock.h"
 #include "gtest/gtest.h"
 

@@ -9,6 +9,7 @@
 #include <atomic>
 #include <cstdlib>
 #include <filesystem>
+#include <functional>
 #include <optional>
 #include <stdexcept>
 #include <string>
@@ -19,6 +20,7 @@
 
 #include "absl/strings/str_cat.h"
 #include "brigade/comm/errors/peer_error.h"
+#include "brigade/comm/group/group_collectives.h"
 #include "brigade/tests/support/local_ranks.h"
 #include "brigade/tests/support/process_ranks.h"
 #include "gmock/gmock.h"
@@ -36,6 +38,7 @@ using testing::RankResult;
 using testing::run_ranks;
 
 using Group = c10::intrusive_ptr<c10d::ProcessGroup>;
+using Tensors = std::vector<at::Tensor>;
 
 constexpr std::chrono::minutes kForever{10};
 
@@ -205,13 +208,34 @@ TEST(SingleProcessGroupTest, AnswersEveryCollectiveExactly) {
   EXPECT_EQ(group->getRank(), 0);
   EXPECT_EQ(group->getSize(), 1);
   at::Tensor input = at::arange(6, at::kFloat);
-  at::Tensor output = at::zeros(6);
-  group->_allgather_base(output, input)->wait();
-  EXPECT_TRUE(at::equal(output, input));
-  group->_reduce_scatter_base(output, input)->wait();
-  EXPECT_TRUE(at::equal(output, input));
-  std::vector<at::Tensor> tensors = {input};
-  group->broadcast(tensors)->wait();
+  Tensors inputs = {input};
+  std::vector<Tensors> lists = {inputs};
+  using Call = std::function<c10::intrusive_ptr<c10d::Work>(Tensors&)>;
+  for (const Call& call : std::vector<Call>{
+           [&](Tensors& to) { return gather_into(*group, to[0], input); },
+           [&](Tensors& to) { return reduce_into(*group, to[0], input); },
+           [&](Tensors& to) { return exchange_parts(*group, to[0], input); },
+           [&](Tensors& to) { return group->alltoall(to, inputs); },
+           [&](Tensors& to) { return group->scatter(to, lists); },
+           [&](Tensors& to) { return group->reduce_scatter(to, lists); },
+           [&](Tensors& to) {
+             std::vector<Tensors> by_rank = {to};
+             return group->allgather(by_rank, inputs);
+           },
+           [&](Tensors& to) {
+             std::vector<Tensors> by_rank = {to};
+             return group->gather(by_rank, inputs);
+           }}) {
+    Tensors outputs = {at::zeros(6)};
+    const auto work = call(outputs);
+    EXPECT_TRUE(work->wait());
+    EXPECT_TRUE(at::equal(outputs[0], at::arange(6, at::kFloat)));
+    EXPECT_TRUE(
+        work->getFuture()->value().toTensorVector()[0].is_same(outputs[0]));
+  }
+  group->broadcast(inputs)->wait();
+  group->allreduce(inputs)->wait();
+  group->reduce(inputs)->wait();
   group->barrier()->wait();
   EXPECT_TRUE(at::equal(input, at::arange(6, at::kFloat)));
   group->getStore()->set("key", "value");

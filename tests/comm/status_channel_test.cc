@@ -12,9 +12,9 @@
 
 #include "brigade/comm/errors/peer_error.h"
 #include "brigade/comm/process_group.h"
-#include "brigade/comm/recording_group.h"
 #include "brigade/comm/status/status_transport.h"
 #include "brigade/tests/support/local_ranks.h"
+#include "brigade/tests/support/recording_group.h"
 #include "gmock/gmock.h"
 #include "gtest/gtest.h"
 
@@ -339,12 +339,8 @@ TEST(RecordedStatusesTest, AreAnsweredAsTheTestSays) {
   });
   EXPECT_EQ(difference(exchange(channel, {.iteration = 7})),
             "rank 1 failed in iteration 7");
-  recording.answer_statuses_with(
-      [](RankStatus own) { return std::vector<RankStatus>{own}; });
-  EXPECT_THROW(channel.exchange({}), c10::ValueError);
   EXPECT_THAT(recording.statuses(),
-              ElementsAre("began iteration 0", "began iteration 7",
-                          "began iteration 0"));
+              ElementsAre("began iteration 0", "began iteration 7"));
 }
 
 }  // namespace

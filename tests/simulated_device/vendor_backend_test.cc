@@ -11,13 +11,13 @@
 #include <vector>
 
 #include "brigade/comm/backends/device_backend.h"
-#include "brigade/comm/backends/identical_ranks_backend.h"
 #include "brigade/comm/group/group_info.h"
 #include "brigade/comm/process_group.h"
 #include "brigade/comm/subgroup.h"
 #include "brigade/fsdp/segmented_model.h"
 #include "brigade/reducer/reducer.h"
 #include "brigade/tests/simulated_device/host_backend.h"
+#include "brigade/tests/support/identical_ranks_backend.h"
 #include "brigade/tests/support/simulated_device/stream_test.h"
 #include "gmock/gmock.h"
 #include "gtest/gtest.h"
