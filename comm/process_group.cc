@@ -18,6 +18,7 @@
 #include "brigade/comm/backends/single_process_backend.h"
 #include "brigade/comm/errors/peer_error.h"
 #include "brigade/comm/group/group_info.h"
+#include "brigade/comm/group/launch_environment.h"
 
 namespace brigade {
 namespace {
@@ -36,9 +37,6 @@ void validate(const ProcessGroupOptions& options) {
                     "ProcessGroupOptions: expected the device_type whose "
                     "tensors make_backend "
                     "is for, found cpu, which has Gloo.\nSet device_type.");
-  TORCH_CHECK_VALUE(!is_cpu || options.serves_cpu,
-                    "ProcessGroupOptions::serves_cpu: expected true for "
-                    "device_type kCPU, found false.\nSet device_type.");
   TORCH_CHECK_VALUE(options.timeout.count() > 0,
                     "ProcessGroupOptions::timeout must be > 0 ms, got ",
                     options.timeout.count(), " ms.");
@@ -166,6 +164,13 @@ c10::intrusive_ptr<ProcessGroup> init_process_group(
 c10::intrusive_ptr<ProcessGroup> make_process_group(
     c10::intrusive_ptr<c10d::Store> store, int rank, int world_size,
     const ProcessGroupOptions& options) {
+  return connect_process_group(std::move(store), rank, world_size, options,
+                               /*serves_cpu=*/true);
+}
+
+c10::intrusive_ptr<ProcessGroup> connect_process_group(
+    c10::intrusive_ptr<c10d::Store> store, int rank, int world_size,
+    const ProcessGroupOptions& options, bool serves_cpu) {
   validate(options);
   validate_place(rank, world_size);
   TORCH_CHECK_VALUE(store.defined(),
@@ -195,7 +200,7 @@ c10::intrusive_ptr<ProcessGroup> make_process_group(
   c10::intrusive_ptr<c10d::Backend> on_device;
   if (is_nccl) on_device = make_nccl_backend(place);  // meets nobody
   try {
-    if (options.serves_cpu) {
+    if (serves_cpu) {
       gloo = make_gloo_backend(part_for("gloo"), rank, world_size,
                                options.timeout);
     } else {

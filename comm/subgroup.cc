@@ -40,14 +40,14 @@ c10::intrusive_ptr<c10d::ProcessGroup> connect_subgroup(
   const bool over_gloo =
       !device.is_cpu() && is_over_gloo(*group, device.type());
   const c10::DeviceGuard on_device(device);  // which the backend is bound to
-  auto made = make_process_group(
+  auto made = connect_process_group(
       c10::make_intrusive<c10d::PrefixStore>(name, store), own, size,
       {.device_type = over_gloo ? at::kCPU : device.type(),
        .make_backend =
            over_gloo ? nullptr : find_make_backend(*group, device.type()),
-       .serves_cpu = over_gloo || device.is_cpu(),
        .timeout = group_timeout(*group),
-       .name = name});
+       .name = name},
+      /*serves_cpu=*/over_gloo || device.is_cpu());
   if (over_gloo) {
     made->setBackend(device.type(), c10d::ProcessGroup::BackendType::GLOO,
                      made->getBackend(at::kCPU));

@@ -175,7 +175,7 @@ struct SharedSegment::Mapping {
   }
 
   // Ranks whose processes have ended. poll() skips descriptors below 0.
-  std::vector<int> dead_ranks() const {
+  std::vector<int> ended_ranks() const {
     std::vector<pollfd> peers = pidfds;
     std::vector<int> dead;
     if (poll(peers.data(), peers.size(), 0) <= 0) return dead;
@@ -329,9 +329,15 @@ bool SharedSegment::sleep(int rank, const Seen& seen, Deadline deadline) {
   return true;
 }
 
+std::vector<int> SharedSegment::dead_ranks() const {
+  std::vector<int> dead = map_->ended_ranks();
+  std::erase_if(
+      dead, [&](int rank) { return layout().of(rank).has_left.load() != 0; });
+  return dead;
+}
+
 void SharedSegment::close_if_a_rank_is_dead() {
-  for (const int rank : map_->dead_ranks()) {
-    if (layout().of(rank).has_left.load() != 0) continue;
+  for (const int rank : dead_ranks()) {
     const std::string reason =
         absl::StrCat("rank ", names_[rank], " (process ", map_->processes[rank],
                      ") has ended");

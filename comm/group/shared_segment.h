@@ -93,6 +93,9 @@ class SharedSegment {
   // Whether the process of `rank` exists and has not destroyed its segment.
   bool is_alive(int rank) const;
 
+  // Ranks whose processes have ended before they destroyed their segment.
+  std::vector<int> dead_ranks() const;
+
   // Ends all waits whose condition is false, on all ranks, now and later. The
   // first reason (at most 500 bytes are kept) is the one that all ranks report.
   // `lost`: the rank that has died, -1: none.

@@ -128,9 +128,6 @@ class OrderedCollectives {
   // Whether all ranks share memory. The same on all ranks.
   bool is_on_one_host() const { return is_on_one_host_; }
 
-  // Whether an error ends all calls from here on.
-  bool has_failed() const { return failure() != nullptr; }
-
  private:
   struct OfGroup;
   struct InFlight {

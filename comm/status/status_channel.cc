@@ -70,9 +70,7 @@ StatusChannel::~StatusChannel() {
     new std::shared_ptr<StatusTransport>(transport_);
     return;
   }
-  if (failure_) return;
-  transport_->leave(last_);
-  if (prefix_.empty()) return;
+  if (failure_ || prefix_.empty()) return;
   probe_liveness(group_, end_key(prefix_), left_after(last_.iteration),
                  milliseconds{0});
 }

@@ -147,7 +147,7 @@ TEST(AgreementTest, OneSmallGatherWhenAllAgree) {
                     absl::OkStatus());
   ASSERT_THAT(recording.log(), SizeIs(1));
   EXPECT_EQ(recording.log()[0].type, c10d::OpType::ALLGATHER);
-  EXPECT_EQ(recording.log()[0].bytes, 32);
+  EXPECT_EQ(recording.log()[0].bytes, 24);
 }
 
 TEST(AgreementTest, ABrokenGroupIsAPeerError) {

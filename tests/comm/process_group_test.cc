@@ -21,6 +21,7 @@
 #include "absl/strings/str_cat.h"
 #include "brigade/comm/errors/peer_error.h"
 #include "brigade/comm/group/group_collectives.h"
+#include "brigade/comm/group/launch_environment.h"
 #include "brigade/tests/support/local_ranks.h"
 #include "brigade/tests/support/process_ranks.h"
 #include "gmock/gmock.h"
@@ -140,7 +141,7 @@ TEST(ProcessGroupTest, RefusesBadArguments) {
       text_of<c10::ValueError>([&] { make_process_group(nullptr, 0, 1); }),
       HasSubstr("needs a store"));
   EXPECT_THAT(text_of<c10::ValueError>([&] {
-                init_process_group(LaunchEnvironment{.world_size = 2});
+                init_process_group(LaunchEnvironment{.world_size = 2}, {});
               }),
               HasSubstr("must name where 2 ranks meet"));
   EXPECT_THAT(text_of<c10::ValueError>([] { GroupScope scope(nullptr); }),
@@ -245,7 +246,7 @@ TEST(SingleProcessGroupTest, AnswersEveryCollectiveExactly) {
 TEST(InitProcessGroupTest, AWorldOfOneFromALauncherOpensNoConnection) {
   const LaunchEnvironment env = {.master_addr = "192.0.2.1",  // nobody there
                                  .master_port = 1};
-  const Group group = init_process_group(env);
+  const Group group = init_process_group(env, {});
   EXPECT_EQ(all_reduced(group, at::ones(1)).item<float>(), 1);
 }
 

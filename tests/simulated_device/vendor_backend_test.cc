@@ -12,6 +12,7 @@
 
 #include "brigade/comm/backends/device_backend.h"
 #include "brigade/comm/group/group_info.h"
+#include "brigade/comm/group/launch_environment.h"
 #include "brigade/comm/process_group.h"
 #include "brigade/comm/subgroup.h"
 #include "brigade/fsdp/segmented_model.h"
@@ -248,10 +249,6 @@ TEST_F(VendorBackendTest, WhatDoesNotFitIsRefused) {
                            with_host_backend());
       },
       ThrowsMessage<c10::ValueError>(HasSubstr("local rank 99 needs")));
-  ProcessGroupOptions without_any;
-  without_any.serves_cpu = false;
-  EXPECT_THAT([&] { make_process_group(store, 0, 1, without_any); },
-              ThrowsMessage<c10::ValueError>(HasSubstr("serves_cpu")));
   options.device_type = at::kCPU;
   EXPECT_THAT([&] { make_process_group(store, 0, 1, options); },
               ThrowsMessage<c10::ValueError>(HasSubstr("Set device_type")));

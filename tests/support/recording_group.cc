@@ -163,7 +163,6 @@ class RecordingBackend final : public IdenticalRanksBackend,
       return std::move(answers_.extract(sequence).mapped().by_rank);
     }
 
-    void leave(const RankStatus&) override {}
     void give_up(const RankStatus&) override {}
 
    private:
