@@ -229,7 +229,6 @@ c10::intrusive_ptr<ProcessGroup> connect_process_group(
     remember_make_backend(group, options.device_type, options.make_backend);
   }
   group->setGroupName(options.name);
-  remember_timeout(group, options.timeout);
   return group;
 }
 

@@ -13,12 +13,12 @@
 
 #include <array>
 #include <chrono>
-#include <functional>
 #include <string>
-#include <torch/csrc/distributed/c10d/Backend.hpp>
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 #include <torch/csrc/distributed/c10d/Store.hpp>
 #include <vector>
+
+#include "brigade/comm/backends/backend_place.h"
 
 namespace brigade {
 
@@ -27,19 +27,6 @@ namespace brigade {
 inline constexpr std::array kDeviceTypes = {
     c10::DeviceType::CPU, c10::DeviceType::CUDA, c10::DeviceType::XPU,
     c10::DeviceType::PrivateUse1};
-
-// The group of a backend and this rank's place in it. The store is the
-// backend's own.
-struct BackendPlace {
-  c10::intrusive_ptr<c10d::Store> store;
-  int rank = 0;
-  int world_size = 1;
-  std::chrono::milliseconds timeout;
-  std::string group_name;
-};
-
-using MakeBackend =
-    std::function<c10::intrusive_ptr<c10d::Backend>(const BackendPlace&)>;
 
 struct ProcessGroupOptions {
   // kCPU: Gloo for CPU tensors. kCUDA: NCCL for CUDA tensors. Another one

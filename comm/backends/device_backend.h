@@ -10,9 +10,11 @@
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 #include <torch/csrc/distributed/c10d/Store.hpp>
 
-#include "brigade/comm/process_group.h"
+#include "brigade/comm/backends/backend_place.h"
 
 namespace brigade {
+
+struct ProcessGroupOptions;
 
 // Makes device `local_rank` the calling thread's current one; nothing for the
 // CPU. Errors: ValueError if there is no such device; RuntimeError for CUDA in

@@ -22,6 +22,7 @@ std::vector<at::Tensor> on_host(const std::vector<at::Tensor>& tensors) {
 
 HostBackend::HostBackend(const BackendPlace& place)
     : c10d::Backend(place.rank, place.world_size),
+      options_(c10::make_intrusive<Options>("host", place.timeout)),
       gloo_(make_gloo_backend(place.store, place.rank, place.world_size,
                               place.timeout)),
       thread_([this] { run_all(); }) {}

@@ -28,6 +28,7 @@ class HostBackend final : public c10d::Backend {
   ~HostBackend() override;
 
   const std::string getBackendName() const override { return "host"; }
+  c10::intrusive_ptr<Options> getBackendOptions() override { return options_; }
   c10::intrusive_ptr<c10d::Work> allreduce(
       std::vector<at::Tensor>& tensors,
       const c10d::AllreduceOptions& options) override;
@@ -63,6 +64,7 @@ class HostBackend final : public c10d::Backend {
   void enqueue(std::function<void()> collective);
   void run_all();
 
+  const c10::intrusive_ptr<Options> options_;
   const c10::intrusive_ptr<c10d::Backend> gloo_;
   CommunicationStreams streams_;
 
