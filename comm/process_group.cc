@@ -16,6 +16,7 @@
 #include "brigade/comm/backends/end_on_own_thread.h"
 #include "brigade/comm/backends/gloo_backend.h"
 #include "brigade/comm/backends/single_process_backend.h"
+#include "brigade/comm/close_group.h"
 #include "brigade/comm/errors/peer_error.h"
 #include "brigade/comm/group/group_info.h"
 #include "brigade/comm/group/launch_environment.h"
@@ -60,9 +61,9 @@ void meet(c10d::Store& store, int world_size) {
   store.wait({"all here"});
 }
 
-void end_group(ProcessGroup& group, void (ProcessGroup::*end)()) {
+void shut_down(ProcessGroup& group) {
   try {
-    (group.*end)();
+    group.shutdown();
   } catch (const std::exception& error) {
     TORCH_WARN("process group '", group.getGroupName(),
                "' did not end cleanly: ", error.what());
@@ -76,7 +77,7 @@ class ShutDownAtEnd {
       : store_(std::move(store)), group_(std::move(group)) {}
   ShutDownAtEnd(ShutDownAtEnd&&) = default;
   ~ShutDownAtEnd() {
-    if (group_) end_group(*group_, &ProcessGroup::shutdown);
+    if (group_) shut_down(*group_);
   }
 
  private:
@@ -257,11 +258,11 @@ GroupScope::GroupScope(c10::intrusive_ptr<ProcessGroup> group, GroupEnd end)
 
 GroupScope::~GroupScope() {
   if (std::uncaught_exceptions() > exceptions_at_entry_) {
-    end_group(*group_, &ProcessGroup::abort);
+    close_group(*group_);
   } else if (end_ == GroupEnd::kApart) {
     end_on_own_thread(ShutDownAtEnd(std::move(store_), std::move(group_)));
   } else {
-    end_group(*group_, &ProcessGroup::shutdown);
+    shut_down(*group_);
   }
 }
 

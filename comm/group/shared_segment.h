@@ -48,7 +48,7 @@ class SharedSegment {
   // memory. A rank that wants none passes 0; tests pass other numbers to play
   // several hosts.
   //
-  // One all-gather of 48 bytes on the group's control device, and one of 8
+  // One all-gather of 40 bytes on the group's control device, and one of 8
   // bytes if all hosts are equal. Null and no collective for a group of one
   // rank. Errors: PeerError.
   static std::shared_ptr<SharedSegment> make(
