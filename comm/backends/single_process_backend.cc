@@ -89,11 +89,6 @@ class SingleProcessBackend final : public c10d::Backend {
                           const c10d::AllgatherOptions&) override {
     return copied({output}, {input});
   }
-  WorkPtr allgather_into_tensor_coalesced(
-      Tensors& outputs, Tensors& inputs,
-      const c10d::AllgatherOptions&) override {
-    return copied(outputs, inputs);
-  }
   WorkPtr gather(TensorLists& outputs, Tensors& inputs,
                  const c10d::GatherOptions&) override {
     return copied(outputs.at(0), inputs);
@@ -113,12 +108,6 @@ class SingleProcessBackend final : public c10d::Backend {
     copied({output}, {input});
     return reduced({output}, options.reduceOp);
   }
-  WorkPtr reduce_scatter_tensor_coalesced(
-      Tensors& outputs, Tensors& inputs,
-      const c10d::ReduceScatterOptions& options) override {
-    copied(outputs, inputs);
-    return reduced(outputs, options.reduceOp);
-  }
   WorkPtr alltoall_base(at::Tensor& output, at::Tensor& input, Splits&, Splits&,
                         const c10d::AllToAllOptions&) override {
     return copied({output}, {input});
@@ -128,7 +117,6 @@ class SingleProcessBackend final : public c10d::Backend {
     return copied(outputs, inputs);
   }
   WorkPtr barrier(const c10d::BarrierOptions&) override { return done({}); }
-  void monitoredBarrier(const c10d::BarrierOptions&, bool) override {}
 };
 
 }  // namespace

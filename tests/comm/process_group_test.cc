@@ -80,22 +80,6 @@ class ScopedVariable {
   std::optional<std::string> before_;
 };
 
-class WorldSizeTest : public ::testing::TestWithParam<int> {};
-INSTANTIATE_TEST_SUITE_P(Threads, WorldSizeTest, ::testing::Values(1, 2, 3, 4));
-
-TEST_P(WorldSizeTest, GroupSumsEveryRank) {
-  const int world_size = GetParam();
-  run_ranks(world_size, [&](Group group) {
-    EXPECT_EQ(group->getSize(), world_size);
-    const at::Tensor sum =
-        all_reduced(group, at::arange(8, at::kFloat) + group->getRank());
-    const int rank_sum = world_size * (world_size - 1) / 2;
-    EXPECT_TRUE(
-        at::equal(sum, at::arange(8, at::kFloat) * world_size + rank_sum))
-        << "rank " << group->getRank() << " got " << sum;
-  });
-}
-
 TEST(ProcessGroupTest, GroupsOfOneStoreDoNotMix) {
   auto store = c10::make_intrusive<c10d::HashStore>();
   std::vector<std::jthread> ranks;
