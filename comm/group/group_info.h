@@ -140,7 +140,7 @@ class RankNames {
 class StatusTransport;
 
 // A backend that answers for all ranks by itself, because its peers do not
-// exist: the recording group's.
+// exist: that of tests/support/recording_group.h.
 class AnswersForAllRanks {
  public:
   // A group of `world_size` of the ranks, in which this one has number `rank`.
