@@ -332,7 +332,7 @@ void completed_on_another_thread(StreamedTraining& training,
                                  ReducerOptions options) {
   RecordingGroup& recording = training.recording();
   recording.hold();
-  const std::jthread network([&](const std::stop_token& over) {
+  std::jthread network([&](const std::stop_token& over) {
     while (!over.stop_requested()) {
       for (const size_t sequence : recording.held()) {
         recording.complete(sequence);
@@ -342,6 +342,9 @@ void completed_on_another_thread(StreamedTraining& training,
   });
   options.comm_hook = casting_hook(recording.group());
   train(training, std::move(options));
+  network.request_stop();
+  network.join();
+  recording.release();
 }
 
 void lazily_allocated(StreamedTraining& training, ReducerOptions options) {
