@@ -61,26 +61,20 @@ class RowSums {
 OrderedAllReduce::OrderedAllReduce(
     const c10::intrusive_ptr<c10d::ProcessGroup>& group,
     const OrderedOptions& options)
-    : group_(group, "OrderedAllReduce"),
-      options_(options),
-      identity_(ChannelIdentity::made_alone(group)) {}
+    : group_(group, "OrderedAllReduce"), options_(options) {}
 
 void OrderedAllReduce::connect() {
-  connect_as(ChannelIdentity::made_together(group_.lock()));
+  collectives_.emplace(group_.lock(), options_);
 }
 
 void OrderedAllReduce::connect_for(std::span<const at::Tensor> tensors) {
   if (std::ranges::any_of(tensors, &at::Tensor::is_cpu)) connect();
 }
 
-void OrderedAllReduce::connect_as(ChannelIdentity identity) {
-  collectives_.emplace(group_.lock(), options_, identity);
-}
-
 OrderedAllReduce::FuturePtr OrderedAllReduce::run(const at::Tensor& tensor,
                                                   double scale) {
   if (!tensor.is_cpu()) return run_on_device(*group_.lock(), tensor, scale);
-  if (!collectives_) connect_as(identity_);
+  if (!collectives_) connect();
   return collectives_->all_reduce(tensor, scale);
 }
 

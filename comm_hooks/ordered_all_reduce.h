@@ -22,7 +22,6 @@
 #include <span>
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 
-#include "brigade/comm/group/group_info.h"
 #include "brigade/comm/ordered/ordered_collectives.h"
 #include "brigade/comm_hooks/hook_traits.h"
 
@@ -58,7 +57,6 @@ class OrderedAllReduce {
   FuturePtr run(const at::Tensor& tensor, double scale);
 
  private:
-  void connect_as(ChannelIdentity identity);
   FuturePtr run_on_device(c10d::ProcessGroup& group, const at::Tensor& tensor,
                           double scale);
   FuturePtr reduce_here(c10d::ProcessGroup& group, const at::Tensor& tensor,
@@ -67,7 +65,6 @@ class OrderedAllReduce {
 
   const GroupReference group_;
   const OrderedOptions options_;
-  const ChannelIdentity identity_;
   std::optional<OrderedCollectives> collectives_;
   std::map<c10::DeviceIndex, c10::Stream> streams_;
 };

@@ -78,11 +78,7 @@ PeerStatus::PeerStatus(c10::intrusive_ptr<c10d::ProcessGroup> group)
 
 void PeerStatus::connect() {
   if (is_connected()) return;
-  channel_ = std::make_unique<StatusChannel>(group_, identity_);
-}
-
-void PeerStatus::connect_later() {
-  identity_ = ChannelIdentity::made_alone(group_);
+  channel_ = std::make_unique<StatusChannel>(group_);
 }
 
 RankStatus PeerStatus::send(RankStatus own, bool ends_iteration) {

@@ -17,7 +17,6 @@
 
 #include "absl/status/status.h"
 #include "brigade/comm/errors/liveness_probe.h"
-#include "brigade/comm/group/group_info.h"
 #include "brigade/comm/status/rank_status.h"
 #include "brigade/comm/status/status_channel.h"
 
@@ -104,9 +103,6 @@ class PeerStatus {
   // may wait for something else. Throws PeerError.
   void connect();
 
-  // In place of connect(), where ranks don't construct this together: they
-  // connect later, and meet whatever the others have constructed here.
-  void connect_later();
   bool is_connected() const { return channel_ != nullptr; }
 
   // Prefix of keys in the group's store, equal on all ranks; empty: there is
@@ -165,9 +161,8 @@ class PeerStatus {
  private:
   const c10::intrusive_ptr<c10d::ProcessGroup> group_;
   GroupAccount account_;
-  std::optional<ChannelIdentity> identity_;  // if ranks connect later
-  std::unique_ptr<StatusChannel> channel_;   // null until ranks connect
-  std::string closed_because_;               // empty: the group is open
+  std::unique_ptr<StatusChannel> channel_;  // null until ranks connect
+  std::string closed_because_;              // empty: the group is open
   std::optional<uint64_t> agreed_;
 };
 

@@ -13,7 +13,6 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
 
 import brigade
-from brigade import _C
 
 from cases import pairwise
 from ranks import on_ranks
@@ -226,31 +225,6 @@ def test_an_outermost_module_without_parameters_of_its_own(rank):
     expect_equal(model, plain)
     empty = brigade.fully_shard(nn.Tanh())
     assert torch.equal(empty(torch.ones(1)), torch.ones(1).tanh())
-
-
-class _MeshOf:
-    """What fully_shard asks of a mesh of one dimension."""
-
-    ndim = 1
-
-    def __init__(self, group):
-        self.get_group, self.size = lambda: group, group.size
-
-
-def test_one_process_stands_for_ranks_that_hold_the_same():
-    model = nn.Linear(4, 4, bias=False)
-    nn.init.ones_(model.weight)
-    brigade.fully_shard(model, mesh=_MeshOf(_C.recording_group(2)))
-    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
-    assert model.num_ranks_with(True) == 2
-    x = torch.arange(8.0).view(2, 4)
-    for step in (1, 2):
-        optimizer.zero_grad()
-        assert model.weight.grad is None
-        model(x).sum().backward()
-        assert torch.equal(model.weight.grad.to_local(), x.sum(0).repeat(2))
-        optimizer.step()
-        assert torch.equal(model.weight.to_local(), 1 - step * x.sum(0).repeat(2))
 
 
 class _Product(torch.autograd.Function):

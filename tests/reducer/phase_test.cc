@@ -13,7 +13,6 @@
 #include <utility>
 #include <vector>
 
-#include "brigade/comm/recording_group.h"
 #include "brigade/comm/status/rank_status.h"
 #include "brigade/comm_hooks/averaging_hook.h"
 #include "brigade/comm_hooks/comm_hooks.h"
@@ -21,6 +20,7 @@
 #include "brigade/tests/reducer/failing.h"
 #include "brigade/tests/reducer/step.h"
 #include "brigade/tests/reducer/toy_model.h"
+#include "brigade/tests/support/recording_group.h"
 #include "gmock/gmock.h"
 #include "gtest/gtest.h"
 

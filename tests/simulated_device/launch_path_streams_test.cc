@@ -13,9 +13,9 @@
 #include <string_view>
 #include <vector>
 
-#include "brigade/comm/recording_group.h"
 #include "brigade/fsdp/reduction_hook.h"
 #include "brigade/fsdp/segmented_model.h"
+#include "brigade/tests/support/recording_group.h"
 #include "brigade/tests/support/simulated_device/stream_test.h"
 #include "gmock/gmock.h"
 #include "gtest/gtest.h"

@@ -13,11 +13,11 @@
 #include <set>
 #include <vector>
 
-#include "brigade/comm/recording_group.h"
 #include "brigade/fsdp/segmented_model.h"
 #include "brigade/hooks/checkpoint.h"
 #include "brigade/reducer/reducer.h"
 #include "brigade/tests/simulated_device/streamed_model.h"
+#include "brigade/tests/support/recording_group.h"
 #include "brigade/tests/support/simulated_device/stream_test.h"
 #include "gtest/gtest.h"
 
