@@ -1,5 +1,6 @@
 #include "brigade/observing/timeline_recorder.h"
 
+#include <array>
 #include <atomic>
 #include <map>
 #include <utility>
@@ -8,6 +9,11 @@
 
 namespace brigade {
 namespace {
+
+// By DeviceTimes::Step.
+constexpr std::array<int64_t UnitTimes::*, 4> kTimes = {
+    &UnitTimes::pack_begin_ns, &UnitTimes::pack_end_ns, &UnitTimes::launch_ns,
+    &UnitTimes::complete_ns};
 
 int64_t elapsed_ns(const c10::Event& from, const c10::Event& to) {
   return static_cast<int64_t>(from.elapsedTime(to) * 1e6);
@@ -85,15 +91,13 @@ void DeviceTimes::resolve(Timeline& timeline) const {
   clocks.read(marks_[kBackwardBegin], timeline.backward_begin_ns);
   clocks.read(marks_[kBackwardEnd], timeline.backward_end_ns);
   for (size_t b = 0; b < by_unit_.size(); ++b) {
-    UnitTimes& unit = timeline.units[b];
-    clocks.read(by_unit_[b][kPackBegin], unit.pack_begin_ns);
-    clocks.read(by_unit_[b][kPackEnd], unit.pack_end_ns);
-    clocks.read(by_unit_[b][kLaunch], unit.launch_ns);
-    clocks.read(by_unit_[b][kComplete], unit.complete_ns);
+    for (size_t step = 0; step < kTimes.size(); ++step) {
+      clocks.read(by_unit_[b][step], timeline.units[b].*kTimes[step]);
+    }
   }
 }
 
-// What a callback may write when the iteration, or the engine, is gone.
+// Written by callbacks, also when the iteration, or the engine, is gone.
 struct TimelineRecorder::Completions {
   explicit Completions(size_t num_units) : complete_ns(num_units) {
     device_times.restart(num_units);
@@ -114,42 +118,21 @@ void TimelineRecorder::bind(std::vector<c10::Device> devices,
   if (devices != devices_) sampling_ = false;
   devices_ = std::move(devices);
   num_variables_ = num_variables;
-  if (sample_rate_ == 0) return;
-  for (Timeline* timeline : {&current_, &last_}) {
-    timeline->units.reserve(devices_.size());
-    timeline->gradients.reserve(num_variables);
-  }
-  current_completions_ = std::make_shared<Completions>(devices_.size());
-}
-
-bool TimelineRecorder::is_sampled(int64_t iteration, int64_t sample_rate) {
-  return sample_rate > 0 &&
-         (iteration <= kAlwaysSampled || iteration % sample_rate == 0);
 }
 
 void TimelineRecorder::forward_begins(int64_t iteration) {
-  if (is_sampled(iteration)) forward_begin_ns_ = now_ns();
+  if (is_sampled(iteration, sample_rate_)) forward_begin_ns_ = now_ns();
 }
 
 void TimelineRecorder::prepared(int64_t iteration) {
-  sampling_ = is_sampled(iteration);
+  sampling_ = is_sampled(iteration, sample_rate_);
   if (!sampling_) return;
-  current_.iteration = iteration;
-  current_.forward_begin_ns = std::exchange(forward_begin_ns_, 0);
-  current_.forward_end_ns = now_ns();
-  current_.backward_begin_ns = 0;
-  current_.gradients.clear();
+  current_ = {.iteration = iteration,
+              .forward_begin_ns = std::exchange(forward_begin_ns_, 0),
+              .forward_end_ns = now_ns(),
+              .units = std::vector<UnitTimes>(devices_.size())};
   current_.gradients.reserve(num_variables_);
-  current_.units.assign(devices_.size(), UnitTimes{});
-  // Not if futures of an iteration that was aborted may still write there.
-  if (!current_completions_ || current_completions_.use_count() > 1 ||
-      current_completions_->complete_ns.size() != devices_.size()) {
-    current_completions_ = std::make_shared<Completions>(devices_.size());
-  }
-  for (std::atomic<int64_t>& time_ns : current_completions_->complete_ns) {
-    time_ns.store(0, std::memory_order_relaxed);
-  }
-  current_completions_->device_times.restart(devices_.size());
+  current_completions_ = std::make_shared<Completions>(devices_.size());
   mark(DeviceTimes::kForwardEnd);
 }
 
@@ -159,35 +142,16 @@ void TimelineRecorder::mark(DeviceTimes::Mark mark) {
   }
 }
 
+void TimelineRecorder::stamp(size_t unit, DeviceTimes::Step step) {
+  if (!sampling_) return;
+  current_.units[unit].*kTimes[step] = now_ns();
+  current_completions_->device_times.record(unit, step, devices_[unit]);
+}
+
 void TimelineRecorder::stamp_backward() {
   current_.backward_begin_ns = now_ns();
   current_.host_backward_begin_ns = current_.backward_begin_ns;
   mark(DeviceTimes::kBackwardBegin);
-}
-
-void TimelineRecorder::stamp_gradient(VariableIndex variable) {
-  current_.gradients.push_back({.variable = variable, .ready_ns = now_ns()});
-}
-
-void TimelineRecorder::pack_begins(size_t unit) {
-  if (!sampling_) return;
-  current_.units[unit].pack_begin_ns = now_ns();
-  current_completions_->device_times.record(unit, DeviceTimes::kPackBegin,
-                                            devices_[unit]);
-}
-
-void TimelineRecorder::pack_ends(size_t unit) {
-  if (!sampling_) return;
-  current_.units[unit].pack_end_ns = now_ns();
-  current_completions_->device_times.record(unit, DeviceTimes::kPackEnd,
-                                            devices_[unit]);
-}
-
-void TimelineRecorder::launch_begins(size_t unit) {
-  if (!sampling_) return;
-  current_.units[unit].launch_ns = now_ns();
-  current_completions_->device_times.record(unit, DeviceTimes::kLaunch,
-                                            devices_[unit]);
 }
 
 void TimelineRecorder::launched(size_t unit, c10::ivalue::Future& future) {
@@ -221,15 +185,13 @@ void TimelineRecorder::finalized() {
     current_.units[b].complete_ns = current_completions_->complete_ns[b];
   }
   current_.finalize_end_ns = now_ns();
-  std::swap(current_, last_);
-  std::swap(current_completions_, last_completions_);
+  last_ = std::move(current_);
+  last_completions_ = std::move(current_completions_);
 }
 
 Timeline TimelineRecorder::last() const {
   Timeline timeline = last_;
-  if (last_completions_) {
-    last_completions_->device_times.resolve(timeline);
-  }
+  if (last_completions_) last_completions_->device_times.resolve(timeline);
   return timeline;
 }
 
