@@ -226,10 +226,11 @@ class DistributedDataParallel {
 // Collective. Calls `loop`. When it has returned, a rank launches whatever its
 // peers launch, on zeros, until all loops have returned. Then every rank gets
 // the model of the lowest rank that had data last. States of optimizers are not
-// copied (optimizer_broadcast.h does that). What `loop` throws passes through,
-// and this rank shadows nobody; its peers learn of it as they do without
-// join(). An error of an iteration ends join() on every rank: a loop that
-// catches one and goes on trains with nobody.
+// copied: save_checkpoint() on that rank and load_checkpoint() on all ranks do
+// that. An exception of `loop` passes through, and this rank shadows nobody;
+// its peers learn of it as they do without join(). An error of an iteration
+// ends join() on every rank: a loop that catches one and goes on trains with
+// nobody.
 //
 // With several models, of one process group, the first one announces
 // iterations; in every iteration each is used, in the order of the list, one
