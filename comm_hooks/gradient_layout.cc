@@ -4,12 +4,6 @@
 
 namespace brigade {
 
-at::IntArrayRef gradient_strides(const at::Tensor& parameter,
-                                 at::DimVector& room) {
-  return gradient_strides(parameter.sizes(), parameter.strides(),
-                          parameter.is_non_overlapping_and_dense(), room);
-}
-
 at::IntArrayRef gradient_strides(at::IntArrayRef sizes, at::IntArrayRef strides,
                                  bool is_non_overlapping_and_dense,
                                  at::DimVector& room) {
@@ -24,8 +18,11 @@ at::IntArrayRef gradient_strides(at::IntArrayRef sizes, at::IntArrayRef strides,
 at::Tensor gradient_in(const at::Tensor& flat, int64_t offset_numel,
                        const at::Tensor& parameter) {
   at::DimVector room;
-  return flat.as_strided(parameter.sizes(), gradient_strides(parameter, room),
-                         flat.storage_offset() + offset_numel);
+  return flat.as_strided(
+      parameter.sizes(),
+      gradient_strides(parameter.sizes(), parameter.strides(),
+                       parameter.is_non_overlapping_and_dense(), room),
+      flat.storage_offset() + offset_numel);
 }
 
 }  // namespace brigade

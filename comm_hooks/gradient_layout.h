@@ -12,12 +12,8 @@
 
 namespace brigade {
 
-// The parameter's own strides if it covers its memory without gaps, else those
-// of a contiguous tensor, which are put into `room`.
-at::IntArrayRef gradient_strides(const at::Tensor& parameter,
-                                 at::DimVector& room);
-
-// As above, of a parameter of these sizes and strides.
+// Of a parameter of these sizes and strides: its own strides if it covers its
+// memory without gaps, else those of a contiguous tensor, put into `room`.
 at::IntArrayRef gradient_strides(at::IntArrayRef sizes, at::IntArrayRef strides,
                                  bool is_non_overlapping_and_dense,
                                  at::DimVector& room);

@@ -89,8 +89,9 @@ void RoutingHook::iteration_begins(bool has_data) {
   }
 }
 
-bool RoutingHook::steps_parameters() const {
-  return std::ranges::any_of(traits_, &HookTraits::steps_parameters);
+HookTraits RoutingHook::traits() const {
+  return {.steps_parameters =
+              std::ranges::any_of(traits_, &HookTraits::steps_parameters)};
 }
 
 }  // namespace brigade

@@ -39,8 +39,8 @@ class RoutingHook final : public c10d::CommHookInterface,
   c10::intrusive_ptr<c10::ivalue::Future> runHook(
       c10d::GradBucket& bucket) override;
   at::Tensor parseHookResult(const c10::IValue& result) override;
+  HookTraits traits() const override;
   void iteration_begins(bool has_data) override;
-  bool steps_parameters() const override;
 
  private:
   using HookPtr = std::shared_ptr<c10d::CommHookInterface>;

@@ -50,8 +50,9 @@ class HookWithAName final : public c10d::CommHookInterface,
     return nullptr;
   }
   at::Tensor parseHookResult(const c10::IValue&) override { return {}; }
-  bool throws_own_errors() const override { return true; }
-  std::string hook_name() const override { return "named"; }
+  HookTraits traits() const override {
+    return {.throws_own_errors = true, .name = "named"};
+  }
 };
 
 TEST(HookTraitsTest, OfAUsersHookAndOfOneAroundIt) {
