@@ -81,22 +81,6 @@ TEST_F(GraphSearchTest, PassesOverLeavesThatAreNoParameters) {
   }
 }
 
-struct Identity : public torch::autograd::Function<Identity> {
-  static at::Tensor forward(torch::autograd::AutogradContext*, at::Tensor a,
-                            at::Tensor b) {
-    return a + b;
-  }
-  static torch::autograd::variable_list backward(
-      torch::autograd::AutogradContext*,
-      torch::autograd::variable_list gradients) {
-    return {gradients[0], gradients[0]};
-  }
-};
-
-TEST_F(GraphSearchTest, PassesThroughCustomFunctions) {
-  EXPECT_THAT(unreached({Identity::apply(w[1] * 2, w[3])}), ElementsAre(0, 2));
-}
-
 TEST_F(GraphSearchTest, SearchesWhileABackwardRuns) {
   at::Tensor middle = w[0] * w[1];
   std::vector<size_t> found;

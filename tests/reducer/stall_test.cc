@@ -128,17 +128,6 @@ TEST_F(StallCheckTest, TellsHowLongALateRankHasNotChanged) {
               Optional(HasSubstr("rank 2 works on (no change for 0.15 s)")));
 }
 
-TEST_F(StallCheckTest, ARankInTheIterationBeforeIsLate) {
-  set_place(0, 17, 0);
-  set_place(1, 16, 5);
-  set_place(2, 17, 0);
-  begin_to_wait(0);
-  begin_to_wait(2);
-  EXPECT_THAT(stall_of_rank_0({1, 2}),
-              Optional(AllOf(HasSubstr("rank 1 does something"),
-                             Not(HasSubstr("rank 2")))));
-}
-
 TEST_F(StallCheckTest, ARankThatHasLaunchedAsMuchButIsBusyIsLate) {
   for (int rank = 0; rank < kWorldSize; ++rank) set_place(rank, 1, 0);
   ranks_[1]->words = "has prepared iteration 1";
