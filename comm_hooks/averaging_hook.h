@@ -1,8 +1,6 @@
-// The class of the built-in comm hooks of comm_hooks.h: averaging all-reduces,
-// in the gradients' own dtype or in a smaller one on the wire, by the group, in
-// memory that its ranks share, or in the order of the ranks. The divisor may
-// change from iteration to iteration: the world size, or the number of ranks
-// that still have data.
+// The class of the built-in comm hooks: averaging all-reduces, in the
+// gradients' dtype or a smaller one, by the group, in shared memory, or in rank
+// order. The divisor may change between iterations.
 //
 // Thread safety: one call at a time.
 

@@ -1,5 +1,4 @@
-// Sends buckets by different comm hooks: parameters that are equal on some
-// ranks only travel in the process group of these.
+// A comm hook that chooses another one by the bucket's parameters.
 //
 // Thread safety: as the hooks that it calls.
 
@@ -22,13 +21,9 @@ struct Route {
   std::shared_ptr<c10d::CommHookInterface> hook;
 };
 
-// A bucket goes where its parameters are routed; those of no route go by the
-// first hook. Buckets are launched in one order on all ranks, whatever their
-// routes. One that holds parameters of several routes is an error: give the
-// reducer a bucket_plan, and rebuild_buckets = false.
-//
-// A hook that declares a wire format finds it, at the price of one more pass
-// over the bucket than if it were the only hook.
+// Parameters of no route go by the first hook. A bucket that holds parameters
+// of several routes is an error: give the reducer a bucket_plan, and
+// rebuild_buckets = false. A wire format costs one more pass over the bucket.
 class RoutingHook final : public c10d::CommHookInterface,
                           public CommHookExtension {
  public:

@@ -1,4 +1,4 @@
-// Every option of data parallelism over whole copies of a module.
+// Options of DistributedDataParallel.
 
 #ifndef BRIGADE_DDP_DATA_PARALLEL_OPTIONS_H_
 #define BRIGADE_DDP_DATA_PARALLEL_OPTIONS_H_
@@ -14,26 +14,23 @@
 
 namespace brigade {
 
-// Parameters that are copies of each other only on the ranks of `group`: the
-// experts of a layer, for instance, of which other ranks hold other ones. All
-// ranks name the same parameters, each with the group that it is in. They begin
-// with the values of the group's rank 0, and are averaged by all-reduce,
-// whatever `reducer.comm_hook` is: step_in_backward() does not step them.
+// Parameters that are equal on the ranks of `group` only, such as experts. All
+// ranks name the same parameters, each with its own group. They begin with the
+// values of the group's rank 0, and are averaged by all-reduce, whatever
+// `reducer.comm_hook` is: step_in_backward() does not step them.
 struct ParameterGroup {
   std::vector<std::string> names;
   c10::intrusive_ptr<c10d::ProcessGroup> group;
 };
 
-// Forward runs on copies of the parameters in `parameters`, and tensors among
-// its arguments are cast to it; outputs stay in it. Before and after forward
-// parameters are what they always are, and so are their gradients: see
-// hooks/parameter_casts.h. Parameters and tensors that are not floating-point
-// ones stay as they are, and so do ignored parameters.
+// Forward runs on copies of the parameters in `parameters`, and floating-point
+// tensors among its arguments are cast to it; outputs stay in it. Outside of
+// forward parameters and gradients have their own precision
+// (hooks/parameter_casts.h). Ignored parameters stay as they are.
 //
-// To know:
 // - Arguments are cast in vectors, arrays, maps, pairs, tuples, optionals and
 //   IValues; structs and references inside of these are passed on as they are.
-//   What forward changes in an argument may be changed in a copy.
+//   A change of an argument in forward may be made in a copy.
 // - kHalf needs losses that are scaled; there is no loss scaling here.
 // - checkpoint() inside of forward is refused while an optimizer steps in
 //   backward, and if parameters are on several devices. A comm hook of your own

@@ -404,6 +404,14 @@ void join(std::span<ReplicatedModule* const> models,
     models[num_entered]->state_->enter(session,
                                        /*announces=*/num_entered == 0);
   }
+  models.front()->reducer().meet_peers("called join()");
+  require_agreement(
+      first.group_, "join option",
+      std::array{absl::StrCat(
+          options.divide_by == JoinDivisor::kWorldSize ? "kWorldSize"
+                                                       : "kRanksWithData",
+          ", end_early ", options.end_early ? "true" : "false")},
+      absl::OkStatus());
   loop();
   for (;;) {
     first.meet_peers();

@@ -40,8 +40,7 @@
 
 namespace brigade {
 
-// The part of DistributedDataParallel that does not depend on the module's
-// type: keeps the copies of one module on all ranks equal.
+// The part of DistributedDataParallel that is the same for all module types.
 class ReplicatedModule {
  public:
   // Collective. Verifies that all ranks hold the same module, then gives every
@@ -62,10 +61,9 @@ class ReplicatedModule {
   ReplicatedModule(const ReplicatedModule&) = delete;
   ReplicatedModule& operator=(const ReplicatedModule&) = delete;
 
-  // Calls `forward`, which returns the tensors in its outputs. The reducer is
-  // prepared for a backward through them, unless gradients are not being
-  // recorded or not synchronized. Collective then: every rank calls it equally
-  // often.
+  // Calls `forward`, which returns the tensors in its outputs, and prepares the
+  // reducer for a backward through them, unless gradients are not recorded or
+  // not synchronized. Collective then: the same number of calls on every rank.
   //
   // Errors: RuntimeError if the module got other parameters since it was
   // wrapped; what `forward`, Reducer::meet_peers() and
@@ -82,9 +80,8 @@ class ReplicatedModule {
   void set_synchronizes(bool value);
 
   // Collective, not in forward or backward: gives every rank the buffers of
-  // rank 0, or of the lowest rank with data while ranks join. They differ when
-  // training ends, since they are made equal before forwards, and then updated
-  // by each rank.
+  // rank 0, or of the lowest rank with data while ranks join. After the last
+  // forward each rank has updated its own.
   //
   // Errors: what Reducer::meet_peers() throws; PeerError, and
   // reducer().can_continue() is false then.
@@ -119,14 +116,11 @@ class NoSync {
 };
 
 // `Module`: a module holder (torch::nn::Linear, or yours by TORCH_MODULE), a
-// std::shared_ptr of a module, or a torch::jit::Module. It is shared, not
-// copied: optimizers and serialisation go on using it.
+// std::shared_ptr of a module, or a torch::jit::Module. Shared, not copied.
 template <typename Module>
 class DistributedDataParallel {
  public:
-  // Collective: every rank of `group` wraps the same module. Afterwards all
-  // hold rank 0's parameters and buffers, but for ignored ones and those of
-  // parameter groups. Errors: see ReplicatedModule.
+  // Collective. See ReplicatedModule.
   DistributedDataParallel(Module module,
                           c10::intrusive_ptr<c10d::ProcessGroup> group,
                           DistributedDataParallelOptions options = {})
@@ -136,11 +130,8 @@ class DistributedDataParallel {
   // The module's forward, with any arguments and result; a script module takes
   // its arguments one by one, or as one vector of IValues. The backward that
   // follows averages gradients over the group, unless inside no_sync() or a
-  // NoGradGuard. Collective then: every rank calls it equally often. Evaluate
-  // on one rank under a NoGradGuard, which communicates nothing.
-  //
-  // Errors: what the module's forward and ReplicatedModule::run_forward()
-  // throw.
+  // NoGradGuard. Collective then. Evaluate on one rank under a NoGradGuard,
+  // which communicates nothing. Errors: as ReplicatedModule::run_forward().
   template <typename... Args>
   auto forward(Args&&... args) {
     const auto run = [&] {
@@ -161,9 +152,8 @@ class DistributedDataParallel {
     return forward(std::forward<Args>(args)...);
   }
 
-  // Until the returned guard is destroyed, forwards are not prepared: their
-  // backwards accumulate gradients on this rank, and launch nothing. The next
-  // forward outside averages the sums.
+  // Until the returned guard is destroyed, backwards accumulate gradients on
+  // this rank. The next one outside averages the sums.
   [[nodiscard]] NoSync no_sync() { return NoSync(replicated_); }
 
   // Collective. See ReplicatedModule.

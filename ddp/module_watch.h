@@ -1,8 +1,5 @@
-// Notices that a module no longer has the parameters that are reduced.
-//
-// Looks at which tensors are registered in the module, and whether they are
-// frozen; if that is not as it was, reducer/parameter_changes.h has a closer
-// look.
+// Throws if a module no longer has the parameters that are reduced: compares
+// the registered tensors, and calls check_parameters() if they changed.
 //
 // Thread safety: one call at a time, and none while the module changes.
 
