@@ -7,21 +7,11 @@
 
 #include <optional>
 #include <string>
-#include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 #include <vector>
 
 #include "brigade/reducer/reducer_options.h"
 
 namespace brigade {
-
-// Parameters that are equal on the ranks of `group` only, such as experts. All
-// ranks name the same parameters, each with its own group. They begin with the
-// values of the group's rank 0, and are averaged by all-reduce, whatever
-// `reducer.comm_hook` is: step_in_backward() does not step them.
-struct ParameterGroup {
-  std::vector<std::string> names;
-  c10::intrusive_ptr<c10d::ProcessGroup> group;
-};
 
 // Forward runs on copies of the parameters in `parameters`, and floating-point
 // tensors among its arguments are cast to it; outputs stay in it. Outside of
@@ -38,8 +28,7 @@ struct ParameterGroup {
 struct MixedPrecision {
   at::ScalarType parameters = at::kBFloat16;
   // Of gradients as they travel, if it is smaller than their own; unset: as
-  // `parameters`. Not with a comm hook, which decides itself (and parameter
-  // groups then use the gradients' own).
+  // `parameters`. Not with a comm hook, which decides itself.
   std::optional<at::ScalarType> reduction = std::nullopt;
   // Floating-point buffers are cast once, by the constructor; unset: they stay.
   // LibTorch's batch norm on the CPU needs them in `parameters`.
@@ -60,13 +49,6 @@ struct DistributedDataParallelOptions {
   // Names of parameters and buffers that each rank keeps to itself: not
   // compared, not made equal, not reduced.
   std::vector<std::string> ignored = {};
-
-  // Averaged over their own groups, in buckets of their own. Launches stay in
-  // one order on all ranks, across groups. Other parameters travel by
-  // `reducer.comm_hook`. Buckets are not rebuilt then. With unused parameters,
-  // one keeps its gradient if no rank of the whole group used it. Such a model
-  // can't be joined, nor be `reducer.reproducible`.
-  std::vector<ParameterGroup> parameter_groups = {};
 
   // Unset: forward runs in the parameters' own precision.
   std::optional<MixedPrecision> mixed_precision = std::nullopt;

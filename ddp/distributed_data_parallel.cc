@@ -18,7 +18,6 @@
 #include "brigade/ddp/join_session.h"
 #include "brigade/ddp/module_tensors.h"
 #include "brigade/ddp/module_watch.h"
-#include "brigade/ddp/parameter_groups.h"
 #include "brigade/hooks/parameter_casts.h"
 
 namespace brigade {
@@ -77,6 +76,17 @@ absl::Status check_precision(const Options& options) {
   return absl::OkStatus();
 }
 
+absl::Status check_ignored(const ModuleTensors& module,
+                           std::vector<std::string> ignored) {
+  for (const auto& tensors : {module.parameters, module.buffers}) {
+    for (const NamedTensor& entry : tensors) std::erase(ignored, entry.name);
+  }
+  if (ignored.empty()) return absl::OkStatus();
+  return absl::InvalidArgumentError(absl::StrCat(
+      "ignored: module ", module.module_name, " has no '",
+      absl::StrJoin(ignored, "', '"), "'; give names as the module does"));
+}
+
 // The options on which the ranks' collectives depend.
 std::vector<std::string> describe_options(const Options& options) {
   std::vector<std::string> items = {absl::StrCat(
@@ -87,10 +97,6 @@ std::vector<std::string> describe_options(const Options& options) {
                      ", reduction ", name_of(precision->reduction),
                      ", buffers ", name_of(precision->buffers)));
   }
-  for (const ParameterGroup& group : options.parameter_groups) {
-    items.push_back(absl::StrCat("a parameter group of ",
-                                 absl::StrJoin(group.names, ", ")));
-  }
   return items;
 }
 
@@ -98,7 +104,7 @@ std::vector<std::string> describe_options(const Options& options) {
 ModuleTensors verified_tensors(const AnyModule& module, const Options& options,
                                const Group& group) {
   ModuleTensors tensors = tensors_of_module(module);
-  absl::Status status = check_names(tensors, options);
+  absl::Status status = check_ignored(tensors, options.ignored);
   status.Update(check_precision(options));
   tensors.parameters = without(std::move(tensors.parameters), options.ignored);
   tensors.buffers = without(std::move(tensors.buffers), options.ignored);
@@ -178,16 +184,10 @@ ReplicatedModule::State::State(AnyModule module, Group group, Options options)
     averaging_ = default_hook(group_, wire_dtype(options_), ordered);
     chosen.comm_hook = averaging_;
   }
-  chosen.comm_hook =
-      route_groups(std::move(chosen.comm_hook), reduced,
-                   options_.parameter_groups, wire_dtype(options_));
   if (chosen.parameter_names.empty()) {
     for (const NamedTensor& parameter : reduced) {
       chosen.parameter_names.push_back(parameter.name);
     }
-  }
-  if (auto plan = plan_with_groups(reduced, options_); !plan.empty()) {
-    chosen.bucket_plan = std::move(plan);
   }
   const bool connects = ordered && chosen.verify_across_ranks;
   reducer_ =
@@ -295,10 +295,6 @@ void ReplicatedModule::State::enter(JoinSession& session, bool announces) {
   TORCH_CHECK(session_ == nullptr,
               "join: this model is being joined already.\nLet the inner loop "
               "run inside the outer join.");
-  TORCH_CHECK_VALUE(options_.parameter_groups.empty(),
-                    "join: a model with parameter groups can't be joined, "
-                    "since a group may run out before the others.\nGive every "
-                    "rank equally many inputs.");
   TORCH_CHECK_VALUE(
       reducer_->comm_hook() == averaging_ ||
           session.options().divide_by == JoinDivisor::kWorldSize,
@@ -334,18 +330,7 @@ void ReplicatedModule::State::shadow() {
 }
 
 void ReplicatedModule::State::copy_from(int rank) {
-  const auto parameters_of = [&](const ParameterGroup* group) {
-    std::vector<NamedTensor> parameters = tensors_.parameters;
-    std::erase_if(parameters, [&](const NamedTensor& parameter) {
-      return group_of(parameter.name, options_.parameter_groups) != group;
-    });
-    return parameters;
-  };
-  broadcast_from(rank, parameters_of(nullptr), "parameters", group_);
-  for (const ParameterGroup& own : options_.parameter_groups) {
-    broadcast_from(/*source=*/0, parameters_of(&own), "parameters of a group",
-                   own.group);
-  }
+  broadcast_from(rank, tensors_.parameters, "parameters", group_);
   broadcast_from(rank, buffers(), "buffers", group_);
 }
 

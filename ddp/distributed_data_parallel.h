@@ -44,8 +44,7 @@ namespace brigade {
 class ReplicatedModule {
  public:
   // Collective. Verifies that all ranks hold the same module, then gives every
-  // rank the parameters and buffers of rank 0, but for ignored ones and those
-  // of parameter groups.
+  // rank the parameters and buffers of rank 0, but for ignored ones.
   //
   // Errors: ValueError on every rank if one has no parameter that requires a
   // gradient, or options that name what it does not have, or if parameters or
@@ -161,9 +160,8 @@ class DistributedDataParallel {
 
   Module& module() { return module_; }
 
-  // For its plan, statistics, timeline and errors. Its set_comm_hook() replaces
-  // all that carries buckets: parameter groups would then be averaged over the
-  // whole group, mixed_precision.reduction is lost, and join() can't divide by
+  // For its plan, statistics, timeline and errors. After its set_comm_hook()
+  // mixed_precision.reduction is lost, and join() can't divide by
   // kRanksWithData. Give a hook to the constructor instead.
   Reducer& reducer() { return replicated_.reducer(); }
 
@@ -231,10 +229,10 @@ class DistributedDataParallel {
 // those of the lowest rank that has data, there of the highest.
 //
 // Errors: ValueError if there is no model, if they are of several groups, if
-// one has parameter groups, if ranks with data are to be counted under a comm
-// hook that averages by itself, or if ranks give other options; RuntimeError if
-// one is being joined already, if one is used before the first of the list, and
-// on every rank if one runs out and training ends early; what the models throw.
+// ranks with data are to be counted under a comm hook that averages by itself,
+// or if ranks give other options; RuntimeError if one is being joined already,
+// if one is used before the first of the list, and on every rank if one runs
+// out and training ends early; what the models throw.
 void join(std::span<ReplicatedModule* const> models,
           const std::function<void()>& loop, JoinOptions options = {});
 
