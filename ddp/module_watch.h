@@ -27,19 +27,17 @@ class ModuleWatch {
   void check();
 
  private:
-  // What is registered now: one entry per registration, in an order that only
-  // registrations change. None of a script module, which keeps its parameters.
+  // One entry per registration, in an order that only registrations change.
+  // None of a script module, which keeps its parameters.
   using Registrations = std::vector<const c10::TensorImpl*>;
 
-  static void append(const torch::nn::Module& module, Registrations& found);
   void list_registrations();
-  std::vector<RegisteredParameter> present_parameters() const;
 
   const AnyModule module_;
   const std::string module_name_;
   WrappedParameters wrapped_;
   Registrations remembered_;
-  Registrations present_;  // kept for its memory
+  Registrations present_;
 };
 
 }  // namespace brigade

@@ -19,39 +19,31 @@ int64_t elapsed_ns(const c10::Event& from, const c10::Event& to) {
   return static_cast<int64_t>(from.elapsedTime(to) * 1e6);
 }
 
-// Maps the events of one device to the steady clock. Times between them stay
-// exact to what the device tells of two events that are close to each other.
-class DeviceClock {
- public:
-  explicit DeviceClock(const c10::Event& reference) : reference_(reference) {
-    c10::Event now(reference.device_type(), c10::EventFlag::BACKEND_DEFAULT);
-    now.record(current_stream(reference.device()));
-    now.synchronize();
-    reference_time_ns_ = now_ns() - elapsed_ns(reference, now);
-  }
+// When the device passed `event`, by the steady clock.
+int64_t steady_time_ns(const c10::Event& event) {
+  c10::Event now(event.device_type(), c10::EventFlag::BACKEND_DEFAULT);
+  now.record(current_stream(event.device()));
+  now.synchronize();
+  return now_ns() - elapsed_ns(event, now);
+}
 
-  int64_t time_ns(const c10::Event& event) const {
-    return reference_time_ns_ + elapsed_ns(reference_, event);
-  }
-
- private:
-  const c10::Event& reference_;
-  int64_t reference_time_ns_ = 0;
-};
-
-class Clocks {
+// Maps events to the steady clock by the first one of each device, so that the
+// times between them stay exact.
+class DeviceClocks {
  public:
   // Leaves `time_ns` alone if nothing was recorded.
   void read(const std::optional<c10::Event>& event, int64_t& time_ns) {
     if (!event) return;
     event->synchronize();
-    const auto [clock, is_new] =
-        by_device_.try_emplace(event->device_index(), *event);
-    time_ns = clock->second.time_ns(*event);
+    const auto [known, is_new] =
+        first_.try_emplace(event->device_index(), &*event, 0);
+    auto& [first, first_time_ns] = known->second;
+    if (is_new) first_time_ns = steady_time_ns(*event);
+    time_ns = first_time_ns + elapsed_ns(*first, *event);
   }
 
  private:
-  std::map<c10::DeviceIndex, DeviceClock> by_device_;
+  std::map<c10::DeviceIndex, std::pair<const c10::Event*, int64_t>> first_;
 };
 
 }  // namespace
@@ -86,7 +78,7 @@ void DeviceTimes::record(Event& event, c10::Device device) noexcept {
 
 void DeviceTimes::resolve(Timeline& timeline) const {
   const std::lock_guard<std::mutex> lock(mutex_);
-  Clocks clocks;
+  DeviceClocks clocks;
   clocks.read(marks_[kForwardEnd], timeline.forward_end_ns);
   clocks.read(marks_[kBackwardBegin], timeline.backward_begin_ns);
   clocks.read(marks_[kBackwardEnd], timeline.backward_end_ns);
