@@ -177,11 +177,9 @@ struct Saved {
 class Recomputation : public std::enable_shared_from_this<Recomputation> {
  public:
   // Made just before the first run, on its thread.
-  Recomputation(const CheckpointOptions& options,
-                std::span<const at::Tensor> inputs, Function function)
+  Recomputation(std::span<const at::Tensor> inputs, Function function)
       : inputs_(kept(inputs)),
-        conditions_(options.preserve_rng_state ? generators_for(inputs)
-                                               : std::vector<at::Generator>()),
+        conditions_(generators_for(inputs)),
         function_(std::move(function)) {}
 
   // The new place of a tensor that the first run saves.
@@ -359,11 +357,10 @@ class CheckpointedRun::Scope {
   const SavedTensorScope saved_tensors_;
 };
 
-CheckpointedRun::CheckpointedRun(const CheckpointOptions& options,
-                                 std::span<const at::Tensor> inputs,
+CheckpointedRun::CheckpointedRun(std::span<const at::Tensor> inputs,
                                  Function function)
-    : scope_(std::make_unique<Scope>(std::make_shared<Recomputation>(
-          options, inputs, std::move(function)))) {}
+    : scope_(std::make_unique<Scope>(
+          std::make_shared<Recomputation>(inputs, std::move(function)))) {}
 
 CheckpointedRun::~CheckpointedRun() = default;
 

@@ -41,18 +41,11 @@
 
 namespace brigade {
 
-struct CheckpointOptions {
-  // Gives the second run the random numbers of the first: those of the CPU and
-  // of the devices of the inputs. Costs a copy of the generators' states.
-  bool preserve_rng_state = true;
-};
-
 // While it lives, tensors that this thread's autograd saves are recomputed by
 // running `function` again.
 class CheckpointedRun {
  public:
-  CheckpointedRun(const CheckpointOptions& options,
-                  std::span<const at::Tensor> inputs,
+  CheckpointedRun(std::span<const at::Tensor> inputs,
                   std::function<void(std::span<const at::Tensor>)> function);
   ~CheckpointedRun();
   CheckpointedRun(const CheckpointedRun&) = delete;
@@ -71,8 +64,7 @@ class CheckpointedRun {
 // other threads during backward.
 // What `function` throws comes out of checkpoint() or of backward().
 template <typename Function, typename... Inputs>
-auto checkpoint(const CheckpointOptions& options, Function&& function,
-                const Inputs&... inputs) {
+auto checkpoint(Function&& function, const Inputs&... inputs) {
   static_assert(
       (std::is_convertible_v<const Inputs&, at::Tensor> && ...),
       "checkpoint() takes tensors: let the function capture the rest");
@@ -87,18 +79,8 @@ auto checkpoint(const CheckpointOptions& options, Function&& function,
   };
   if (!at::GradMode::is_enabled()) return call(tensors);
   const CheckpointedRun first_run(
-      options, tensors,
-      [call](std::span<const at::Tensor> again) { call(again); });
+      tensors, [call](std::span<const at::Tensor> again) { call(again); });
   return call(tensors);
-}
-
-template <typename Function, typename... Inputs>
-requires(!std::is_same_v<
-         std::decay_t<Function>,
-         CheckpointOptions>) auto checkpoint(Function&& function,
-                                             const Inputs&... inputs) {
-  return checkpoint(CheckpointOptions(), std::forward<Function>(function),
-                    inputs...);
 }
 
 }  // namespace brigade

@@ -106,28 +106,6 @@ INSTANTIATE_TEST_SUITE_P(
                       std::tuple(false, true, at::kFloat),
                       std::tuple(false, false, at::kBFloat16)));
 
-TEST(MixedPrecisionStepsTest, OptimizersStepInFullPrecision) {
-  run_ranks(2, [](const Group& group) {
-    ToyModule module;
-    DistributedDataParallel model(module, group,
-                                  {.mixed_precision = kHalfPrecision});
-    torch::optim::SGD optimizer(module->parameters(), /*lr=*/1.0 / 4096);
-    std::vector<at::Tensor> expected;
-    for (const at::Tensor& p : module->toy.parameters) {
-      expected.push_back(p.detach().clone());
-    }
-    for (int s = 0; s < 3; ++s) {
-      optimizer.zero_grad();
-      model(kAll, group->getRank(), s).backward();
-      optimizer.step();
-      for (const size_t i : kAll) {
-        expected[i] = expected[i] - module->toy.average(i, 2, s) / 4096;
-        EXPECT_TRUE(at::equal(module->toy.parameters[i], expected[i]));
-      }
-    }
-  });
-}
-
 TEST(MixedPrecisionStepsTest, BatchNorm) {
   torch::nn::BatchNorm1d norm(3);
   DistributedDataParallel model(

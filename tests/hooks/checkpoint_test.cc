@@ -179,17 +179,6 @@ TEST_F(CheckpointTest, DrawsTheSameRandomNumbersAgain) {
       [&] { return checkpoint(function, x) * torch::randn({4}); });
 }
 
-TEST_F(CheckpointTest, DrawsAfreshIfRandomStateIsNotPreserved) {
-  std::vector<at::Tensor> drawn;
-  const auto function = [&](const at::Tensor& a) {
-    drawn.push_back(torch::randn({4}));
-    return a * drawn.back();
-  };
-  checkpoint({.preserve_rng_state = false}, function, x).sum().backward();
-  ASSERT_EQ(drawn.size(), 2);
-  EXPECT_FALSE(drawn[0].equal(drawn[1]));
-}
-
 TEST_F(CheckpointTest, RunsUnderTheSameAutocastAgain) {
   const at::Tensor weight = torch::randn({4, 4}, at::requires_grad());
   std::vector<at::ScalarType> dtypes;
