@@ -5,7 +5,6 @@
 #include <algorithm>
 #include <exception>
 #include <unordered_set>
-#include <utility>
 
 #include "absl/strings/str_cat.h"
 #include "brigade/comm/agreement.h"

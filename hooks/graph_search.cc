@@ -3,8 +3,6 @@
 #include <c10/util/Exception.h>
 #include <torch/csrc/autograd/variable.h>
 
-#include <algorithm>
-
 #include "brigade/hooks/autograd_node.h"
 
 namespace brigade {

@@ -3,7 +3,6 @@
 #include <torch/torch.h>
 
 #include <algorithm>
-#include <memory>
 #include <optional>
 #include <random>
 #include <set>
