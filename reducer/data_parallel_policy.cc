@@ -252,11 +252,11 @@ void DataParallelPolicy::predict_unused(std::span<const at::Tensor> outputs) {
     static const std::string name =
         "torch.distributed.ddp.reducer::search_unused_parameters";
     const ProfilerRange searching(name, at::RecordScope::FUNCTION);
-    const std::span<const size_t> unused = unused_search_->unreached(outputs);
-    unused_.assign(unused.begin(), unused.end());
-    if (statistics_.graph_searches++ > 0) {
-      found_same_unused_ = found_same_unused_ && unused_search_->repeated();
+    unused_ = unused_search_->unreached(outputs);
+    if (statistics_.graph_searches++ > 0 && unused_ != last_found_unused_) {
+      found_same_unused_ = false;
     }
+    last_found_unused_ = unused_;
   } else if (!hook_counts_) {
     return;
   } else if (!hook_counts_->is_learning()) {

@@ -229,6 +229,7 @@ class DataParallelPolicy {
   ReadyOrder ready_order_;
   std::optional<GraphSearch> unused_search_;  // if it may change
   bool found_same_unused_ = true;             // in all searches
+  std::vector<size_t> last_found_unused_;     // by the last search
   std::optional<HookCounts> hook_counts_;     // if it is static
   std::unique_ptr<UsedParameters> used_;      // in both cases
 

@@ -19,7 +19,6 @@
 #include "brigade/comm_hooks/chained_collectives.h"
 #include "brigade/comm_hooks/comm_hooks.h"
 #include "brigade/comm_hooks/hook_traits.h"
-#include "brigade/comm_hooks/routing_hook.h"
 #include "brigade/tests/simulated_device/streamed_training.h"
 #include "brigade/tests/support/simulated_device/stream_test.h"
 #include "gmock/gmock.h"
@@ -260,20 +259,6 @@ Hook hook_of_two_collectives(const Group& group) {
 
 void second_collectives(StreamedTraining& training, ReducerOptions options) {
   options.comm_hook = hook_of_two_collectives(training.recording().group());
-  train(training, std::move(options));
-}
-
-void routes(StreamedTraining& training, ReducerOptions options) {
-  const Group group = training.recording().group();
-  const Tensors& parameters = training.model().parameters();
-  options.bucket_plan = {{5}, {3, 4}, {0, 1, 2}};
-  options.rebuild_buckets = false;
-  options.comm_hook = std::make_shared<RoutingHook>(
-      all_reduce_hook(group),
-      std::vector<Route>{{.parameters = {parameters[3], parameters[4]},
-                          .hook = fp16_hook(group)},
-                         {.parameters = {parameters[5]},
-                          .hook = hook_of_two_collectives(group)}});
   train(training, std::move(options));
 }
 
@@ -525,7 +510,6 @@ const Scenario kScenarios[] = {
     {"FinalizedElsewhere", finalized_elsewhere},
     {"HalfPrecisionOnTheWire", half_precision_on_the_wire},
     {"SecondCollectives", second_collectives},
-    {"Routes", routes},
     {"StepsInBackward", steps_in_backward},
     {"HookChanged", hook_changed},
     {"Timed", timed},
