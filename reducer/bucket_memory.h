@@ -50,13 +50,8 @@ class BucketMemory {
   // anything. REQUIRES: flat_travels(), on the CPU.
   void replace();
 
-  // To be called before buffers are read or written: a comm hook may have kept
-  // a tensor of them, and changed what it is.
-  //
-  // Errors: ValueError if it has made one smaller.
-  void repair();
-
-  // The current stream is about to use the buffers.
+  // The current stream is about to use the buffers, to which a comm hook may
+  // have given other memory.
   void use_here();
 
   // On the current stream: they have travelled. Who uses them next is behind
@@ -89,23 +84,23 @@ class BucketMemory {
   // The slot's place in another tensor, 1D, [numel].
   at::Tensor view_of(const at::Tensor& buffer, size_t slot) const;
 
-  // Of view()'s first element.
-  const void* place(size_t slot) const { return places_[slot]; }
-
+  // Of view()'s first element. REQUIRES: use_here() since a hook had the
+  // buffer.
+  const void* place(size_t slot) const {
+    return base_ + ranges_[slot].offset_numel * item_bytes_;
+  }
   bool contains(const void* elements) const {
     return std::less_equal<>()(base_, elements) &&
-           std::less<>()(elements, end_);
+           std::less<>()(elements, base_ + numel() * item_bytes_);
   }
 
   // What a slot's gradient is, whatever its parameter turns into.
   at::IntArrayRef shape(size_t slot) const {
     return table_.shape(parameters_[slot]);
   }
-  at::IntArrayRef strides(size_t slot) const { return strides_[slot]; }
-
-  // True if its parameter has those strides at any time: it has no gaps and can
-  // not turn.
-  bool follows_parameter(size_t slot) const { return follows_[slot]; }
+  at::IntArrayRef strides(size_t slot) const {
+    return table_.gradient_strides(parameters_[slot]);
+  }
 
   at::Tensor empty_gradient(size_t slot) const;
 
@@ -120,22 +115,17 @@ class BucketMemory {
   size_t parameter_at(size_t slot) const { return parameters_[slot]; }
 
  private:
-  void note_place();
-
-  // Constant after construction, unless a hook changes its bucket.
+  // Constant after construction.
   const ParameterTable& table_;
   const std::vector<size_t> parameters_;  // by slot
   const at::TensorOptions options_;
   const at::TensorOptions wire_options_;
   std::vector<SlotRange> ranges_;  // by slot
-  DimsList strides_;               // by slot
-  std::vector<char> follows_;      // by slot
   at::Tensor flat_;
   at::Tensor wire_;
-  std::vector<at::Tensor> views_;    // by slot, into flat_
-  std::vector<const void*> places_;  // by slot
-  const void* base_ = nullptr;       // of flat_'s memory, when made
-  const void* end_ = nullptr;        // of flat_'s memory
+  std::vector<at::Tensor> views_;  // by slot, into flat_
+  const int64_t item_bytes_;       // of flat_
+  const char* base_ = nullptr;     // of flat_'s memory
 
   // On devices with streams.
   std::optional<c10::Stream> allocated_on_;

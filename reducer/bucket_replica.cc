@@ -151,7 +151,6 @@ int64_t DenseReplica::pack(double scale, std::span<const size_t> unused_slots) {
   const at::NoGradGuard no_grad;
   if (!memory_.is_allocated()) memory_.allocate();
   if (donation_.is_taken()) leave_memory_to_gradients();
-  memory_.repair();
   memory_.use_here();
   note_packing_stream();
   set_aside(unused_slots);
@@ -214,17 +213,6 @@ void DenseReplica::leave_memory_to_gradients() {
   donation_.leave(memory_.flat());
 }
 
-// The parameter is warm where its gradient is. It says how the gradient should
-// be laid out unless it has gaps or may turn between forward and backward.
-bool DenseReplica::is_laid_out_as_gradient(size_t slot,
-                                           const at::Tensor& tensor) const {
-  if (memory_.follows_parameter(slot)) {
-    const at::Tensor& alike = parameter(slot);
-    return is_laid_out_as(tensor, alike.sizes(), alike.strides());
-  }
-  return is_laid_out_as(tensor, memory_.shape(slot), memory_.strides(slot));
-}
-
 // Where to read the gradient of a slot; null if there is none.
 const void* DenseReplica::source_of(size_t slot, const at::Tensor& gradient) {
   if (!gradient.defined()) return nullptr;
@@ -236,7 +224,7 @@ const void* DenseReplica::source_of(size_t slot, const at::Tensor& gradient) {
   // the user put it there; reading it while that place is written would mix
   // them up.
   if (same_kind(gradient, memory_.flat()) &&
-      is_laid_out_as_gradient(slot, gradient)) {
+      is_laid_out_as(gradient, memory_.shape(slot), memory_.strides(slot))) {
     const void* const elements = gradient.const_data_ptr();
     if (!memory_.contains(elements)) return elements;
   }
@@ -319,12 +307,12 @@ int64_t DenseReplica::deliver_copies(
         gradient.scalar_type() != memory_.flat().scalar_type()) {
       gradient = memory_.empty_gradient(slot);
     }
-    const bool plain = unpackable && same_kind(gradient, memory_.flat()) &&
-                       !gradient.requires_grad() &&
-                       is_laid_out_as_gradient(slot, gradient);
+    const bool plain =
+        unpackable && same_kind(gradient, memory_.flat()) &&
+        !gradient.requires_grad() &&
+        is_laid_out_as(gradient, memory_.shape(slot), memory_.strides(slot));
     if (plain && may_donate &&
         donation_.is_worthwhile(numel(slot) * item_bytes) &&
-        is_laid_out_as(gradient, memory_.shape(slot), memory_.strides(slot)) &&
         donation_.give(gradient, memory_.make_view(slot))) {
       continue;
     }

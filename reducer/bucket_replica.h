@@ -154,7 +154,6 @@ class DenseReplica final : public BucketReplica {
                         std::span<const size_t> globally_unused_slots);
   int64_t deliver_copies(const at::Tensor& result,
                          std::span<const size_t> globally_unused_slots);
-  bool is_laid_out_as_gradient(size_t slot, const at::Tensor& tensor) const;
   int64_t numel(size_t slot) const { return memory_.ranges()[slot].numel; }
   size_t num_slots() const { return tensors_.size(); }
   const at::Tensor& parameter(size_t slot) const { return *tensors_[slot]; }

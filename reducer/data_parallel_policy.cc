@@ -58,14 +58,13 @@ uint64_t plan_fingerprint(const BucketPlan& plan, const ParameterTable& table,
   const auto add = [&](uint64_t number) {
     fingerprint = c10::hash_combine(fingerprint, number);
   };
-  at::DimVector room;
   for (const std::vector<size_t>& bucket : plan.buckets()) {
     add(bucket.size());
     for (const size_t parameter : bucket) {
       add(parameter);
       add(table.numel(parameter));
       const at::IntArrayRef shape = table.shape(parameter);
-      const at::IntArrayRef strides = table.gradient_strides(parameter, room);
+      const at::IntArrayRef strides = table.gradient_strides(parameter);
       for (size_t d = 0; d < strides.size(); ++d) {
         if (shape[d] > 1) add(strides[d]);
       }
@@ -178,16 +177,13 @@ bool DataParallelPolicy::replan() {
   return is_other;
 }
 
-bool DataParallelPolicy::before_iteration() {
-  const bool is_restrided = table_.first_restrided().has_value();
-  if (is_restrided) follow_strides();
+void DataParallelPolicy::before_iteration() {
   ready_order_.restart();
   for (Bucket& bucket : bound_.buckets) bucket.restart();
   if (used_) used_->restart();
   unused_.clear();
   none_reached_ = false;
   context_gradients_.emplace();
-  return is_restrided;
 }
 
 void DataParallelPolicy::check_variables() const {
@@ -218,23 +214,6 @@ void DataParallelPolicy::keep_out_of_buckets(VariableIndex variable) const {
     return;
   }
   if (memory_.contains(gradient)) gradient = gradient.clone();
-}
-
-// Gradients lie in buckets as parameters do in memory.
-void DataParallelPolicy::follow_strides() {
-  if (const auto apart = table_.first_unlike_replica_0()) {
-    TORCH_CHECK(false, "Reducer: ", table_.name_of(apart->parameter),
-                " has strides ", table_[*apart].strides(), " in local replica ",
-                apart->replica, " and ", table_[apart->parameter].strides(),
-                " in replica 0.\nGive all replicas the same memory format.");
-  }
-  ParameterTable::Layout before = table_.adopt_layout();
-  try {
-    adopt(bind(bound_.plan, hook_));
-  } catch (...) {
-    table_.adopt_layout(std::move(before));
-    throw;
-  }
 }
 
 void DataParallelPolicy::on_prepared(std::span<const at::Tensor> outputs) {

@@ -78,7 +78,7 @@ class DataParallelPolicy {
 
   const c10::intrusive_ptr<c10d::ProcessGroup>& group() const { return group_; }
 
-  // Constant, but for strides and the comm hook.
+  // Constant, but for the comm hook.
   const ParameterTable& table() const { return table_; }
   const ReducerOptions& options() const { return options_; }
   const BucketPlan& plan() const { return bound_.plan; }
@@ -130,9 +130,8 @@ class DataParallelPolicy {
   // equal on all ranks.
   bool replan();
 
-  // An iteration is prepared. Returns whether the sequence is another one,
-  // which ranks must compare.
-  bool before_iteration();
+  // An iteration is prepared.
+  void before_iteration();
   void on_prepared(std::span<const at::Tensor> outputs);
 
   // True if something can be launched before any gradient has come.
@@ -207,7 +206,6 @@ class DataParallelPolicy {
   void adopt(BoundPlan bound);
   std::shared_ptr<void> keep(BoundPlan bound);
   void keep_out_of_buckets(VariableIndex variable) const;
-  void follow_strides();
   void predict_unused(std::span<const at::Tensor> outputs);
   Slot ready_slot(VariableIndex variable, size_t number);
   void mark_unused(Mark mark, std::span<const size_t> variables);
@@ -217,7 +215,7 @@ class DataParallelPolicy {
   }
 
   const c10::intrusive_ptr<c10d::ProcessGroup> group_;
-  ParameterTable table_;
+  const ParameterTable table_;
   ReducerOptions options_;  // constant but for comm_hook, which is never null
   HookTraits hook_;         // of that one
   std::shared_ptr<HostSums> host_sums_;  // of default hooks; null: the group's

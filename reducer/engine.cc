@@ -102,7 +102,7 @@ void Engine::start_iteration() {
   end_.confirm_due_ends();
   policy_.check_variables();
   replan_if_due();
-  if (policy_.before_iteration()) end_.adopt_sequence(nullptr);
+  policy_.before_iteration();
 
   has_forward_ = true;
   ++observations_.counts.prepared;

@@ -4,6 +4,7 @@
 #include <c10/util/hash.h>
 
 #include <algorithm>
+#include <chrono>
 #include <exception>
 #include <ranges>
 #include <stdexcept>
@@ -20,6 +21,11 @@
 
 namespace brigade {
 namespace {
+
+// A rank whose backward fails waits so long, and at most the group's timeout,
+// for peers to hear it. Then it closes the group, which ends collectives that
+// they may be blocked in.
+constexpr std::chrono::seconds kFailurePatience(5);
 
 bool has_ended(const RankStatus& rank_status) {
   return rank_status.kind == StatusKind::kEnd;
@@ -419,8 +425,7 @@ void IterationEnd::abort(Iteration& iteration) {
           absl::StrCat("This rank ", describe_status(sent), "."));
       return drop_results(iteration);
     }
-    const StatusComparison found =
-        compare(iteration, status, policy_.options().failure_patience);
+    const StatusComparison found = compare(iteration, status, kFailurePatience);
     if (!found.must_close) return;
     if (problem.empty()) problem = "another rank can't go on";
   } catch (...) {

@@ -3,7 +3,6 @@
 #ifndef BRIGADE_REDUCER_REDUCER_OPTIONS_H_
 #define BRIGADE_REDUCER_REDUCER_OPTIONS_H_
 
-#include <chrono>
 #include <cstddef>
 #include <cstdint>
 #include <memory>
@@ -108,12 +107,6 @@ struct ReducerOptions {
   // it counted as zero: the group is closed, and training resumes from a
   // checkpoint. On the CPU ranks always wait before gradients are delivered.
   int max_unconfirmed_iterations = 1;
-
-  // A rank whose backward fails tells its peers, and waits so long for them to
-  // come to a place where they hear it. Then it closes the group, which ends
-  // collectives that they may be blocked in, and raises. At most the group's
-  // timeout.
-  std::chrono::milliseconds failure_patience = std::chrono::seconds(5);
 
   // How a bucket crosses ranks. Null: average by all-reduce in the gradients'
   // own dtype; of ranks that are all on one host (Gloo, CPU, compared at
