@@ -84,9 +84,6 @@ Bucket::Bucket(const ParameterTable& table, const BucketPlan& plan,
       may_donate_(may_donate(options)),
       streams_(devices_.begin(), devices_.end()) {
   const DenseReplica::Delivery delivery = delivery_of(options, hook);
-  const auto allocation = options.lazy_bucket_allocation
-                              ? DenseReplica::Allocation::kInPack
-                              : DenseReplica::Allocation::kAtConstruction;
   for (size_t replica = 0; replica < devices_.size(); ++replica) {
     if (sparse_) {
       replicas_.push_back(std::make_unique<SparseReplica>(
@@ -95,7 +92,7 @@ Bucket::Bucket(const ParameterTable& table, const BucketPlan& plan,
       continue;
     }
     auto dense = std::make_unique<DenseReplica>(
-        table, replica, members_, wire_dtype_, delivery, allocation);
+        table, replica, members_, wire_dtype_, delivery, is_lazy_);
     if (replica == 0) ranges_ = dense->ranges();
     replicas_.push_back(std::move(dense));
   }

@@ -100,7 +100,7 @@ at::Tensor as_numbers(const at::Tensor& result, at::ScalarType dtype,
 DenseReplica::DenseReplica(const ParameterTable& table, size_t replica,
                            std::span<const size_t> parameters,
                            at::ScalarType wire_dtype, Delivery delivery,
-                           Allocation allocation)
+                           bool is_lazy)
     : table_(table),
       tensors_(tensors_of(table, replica, parameters)),
       gradients_as_views_(delivery == Delivery::kViews),
@@ -113,7 +113,7 @@ DenseReplica::DenseReplica(const ParameterTable& table, size_t replica,
   packer_ =
       make_packer(memory_.options().device(), table.dtype(parameters.front()),
                   {ranges.begin(), ranges.end()});
-  if (allocation == Allocation::kInPack) return;
+  if (is_lazy) return;
   const at::NoGradGuard no_grad;
   memory_.allocate();
   // Complex buckets are also seen as pairs of reals, which is one more tensor.
@@ -253,9 +253,10 @@ int64_t DenseReplica::deliver(const at::Tensor& result,
   if (packed_on_) delivered_on_ = current_stream(memory_.flat().device());
   const at::Tensor typed =
       as_numbers(result, memory_.flat().scalar_type(), memory_.flat().numel());
-  return gradients_as_views_ ? deliver_views(typed, globally_unused_slots)
-                             : deliver_copies(typed.reshape({-1}).contiguous(),
-                                              globally_unused_slots);
+  if (gradients_as_views_) return deliver_views(typed, globally_unused_slots);
+  const bool is_flat = typed.dim() == 1 && typed.is_contiguous();
+  return deliver_copies(is_flat ? typed : typed.reshape({-1}).contiguous(),
+                        globally_unused_slots);
 }
 
 int64_t DenseReplica::deliver_views(

@@ -100,18 +100,12 @@ class DenseReplica final : public BucketReplica {
     kDonationOrCopy,  // gradients may get the buffer's memory, or copies
   };
 
-  // Since when there is a buffer.
-  enum class Allocation {
-    kAtConstruction,
-    kInPack,  // the first one, and each after release_memory()
-  };
-
   // REQUIRES: `parameters` index into `table`, are of one dtype and device, and
   // `table` outlives this object. With kDonationOrCopy, nobody who is given
-  // buffer() writes to it after the collective.
+  // buffer() writes to it after the collective. `is_lazy`: pack() allocates.
   DenseReplica(const ParameterTable& table, size_t replica,
                std::span<const size_t> parameters, at::ScalarType wire_dtype,
-               Delivery delivery, Allocation allocation);
+               Delivery delivery, bool is_lazy);
 
   int64_t pack(double scale, std::span<const size_t> unused_slots) override;
   const at::Tensor& buffer() const override { return memory_.wire(); }

@@ -417,27 +417,6 @@ BoundPlan DataParallelPolicy::bind(BucketPlan plan, const HookTraits& hook) {
           .fingerprint = fingerprint};
 }
 
-std::string DataParallelPolicy::name_of(
-    std::span<const size_t> variables) const {
-  return table_.name_of(table_.parameters_of(variables));
-}
-
-std::string DataParallelPolicy::describe_missing(
-    std::span<const size_t> variables, Occasion occasion) const {
-  return describe_missing_gradients(table_, table_.parameters_of(variables),
-                                    occasion, options_);
-}
-
-std::string DataParallelPolicy::describe_late(VariableIndex variable,
-                                              Occasion occasion) const {
-  return describe_late_gradient(table_, variable.parameter, occasion);
-}
-
-std::string DataParallelPolicy::describe_unannounced(VariableIndex variable,
-                                                     Occasion last) const {
-  return describe_gradient_without_forward(table_, variable.parameter, last);
-}
-
 void DataParallelPolicy::refuse(VariableIndex variable,
                                 Occasion occasion) const {
   const size_t number = table_.number_of(variable);

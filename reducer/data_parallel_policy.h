@@ -185,19 +185,6 @@ class DataParallelPolicy {
   // The same where nothing goes on: the engine is being destroyed.
   std::shared_ptr<void> let_go();
 
-  // ---- Words.
-
-  // "parameters 3 ('head.bias') and 4".
-  std::string name_of(std::span<const size_t> variables) const;
-
-  // The iteration ended without these gradients, at this occasion.
-  std::string describe_missing(std::span<const size_t> variables,
-                               Occasion occasion) const;
-
-  // A gradient came when its iteration was over.
-  std::string describe_late(VariableIndex variable, Occasion occasion) const;
-  std::string describe_unannounced(VariableIndex variable, Occasion last) const;
-
   // A gradient came that was ready already. Throws RuntimeError.
   [[noreturn]] void refuse(VariableIndex variable, Occasion occasion) const;
 

@@ -14,6 +14,7 @@
 #include "brigade/comm/errors/peer_error.h"
 #include "brigade/hooks/backward_end.h"
 #include "brigade/hooks/output_hooks.h"
+#include "brigade/reducer/error_texts.h"
 
 namespace brigade {
 namespace {
@@ -138,8 +139,7 @@ void Engine::end_unfinished_iteration() {
       describe(iteration.occasion),
       " was not.\nCall finalize_backward() once after each backward "
       "that is reduced.");
-  iteration.failure =
-      policy_.describe_missing(missing(iteration), iteration.occasion);
+  iteration.failure = describe_missing(iteration);
   const std::string text = iteration.failure;
   abort_iteration();
   TORCH_CHECK(false, text);
@@ -208,7 +208,7 @@ void Engine::finalize() {
         iteration_->order.all_launched(),
         "Reducer::finalize_backward: called before all DDP buckets were ready: "
         "gradients of ",
-        policy_.name_of(missing(*iteration_)),
+        policy_.table().name_of_variables(missing(*iteration_)),
         " are missing.\nCall it when all have come, at the latest after "
         "backward.");
     finish();
@@ -238,6 +238,11 @@ std::shared_ptr<Iteration> Engine::make_iteration(int64_t number) const {
 
 std::shared_ptr<Iteration> Engine::take_iteration() {
   return std::exchange(iteration_, nullptr);
+}
+
+std::string Engine::describe_missing(const Iteration& iteration) const {
+  return describe_missing_gradients(policy_.table(), missing(iteration),
+                                    iteration.occasion, policy_.options());
 }
 
 Occasion Engine::occasion(int64_t iteration) const {
@@ -294,7 +299,8 @@ void Engine::gradient_ready(VariableIndex variable, bool is_defined) {
       if (iteration_) return;
       if (const auto finished = membership_.passed_by(backward_id)) {
         TORCH_CHECK(false,
-                    policy_.describe_late(variable, occasion(*finished)));
+                    describe_late_gradient(policy_.table(), variable.parameter,
+                                           occasion(*finished)));
       }
       if (expects_forwards_ && !has_forward_ &&
           !membership_.is_local(backward_id)) {
@@ -319,8 +325,9 @@ void Engine::gradient_ready(VariableIndex variable, bool is_defined) {
 
 // The program called the wrapped module and not its wrapper, say.
 void Engine::report_unannounced(VariableIndex variable) {
-  const std::string text = policy_.describe_unannounced(
-      variable, occasion(observations_.counts.begun));
+  const std::string text =
+      describe_gradient_without_forward(policy_.table(), variable.parameter,
+                                        occasion(observations_.counts.begun));
   TORCH_CHECK(!policy_.options().one_backward_per_forward, text);
   if (!std::exchange(has_warned_, true)) TORCH_WARN(text);
 }
@@ -364,8 +371,7 @@ void Engine::accept_early_gradient(VariableIndex variable, bool is_defined,
   const Iteration& iteration = *iteration_;
   if (iteration.is_ready[policy_.table().number_of(variable)]) {
     // Its unit is on its way. The iteration should have been over.
-    TORCH_CHECK(false, policy_.describe_missing(missing(iteration),
-                                                iteration.occasion));
+    TORCH_CHECK(false, describe_missing(iteration));
   }
   membership_.keep({.variable = variable,
                     .is_defined = is_defined,
@@ -413,15 +419,25 @@ void Engine::deliver_used_map() {
   }
 }
 
-void Engine::mark(size_t variable, Slot slot) {
+// `then_launch`: what has become ready, too.
+void Engine::mark(size_t variable, Slot slot, bool then_launch) {
   if (slot.has_gradient) {
     observations_.timeline.gradient_ready(policy_.table().variable(variable));
   }
   iteration_->is_ready[variable] = true;
-  mark_and_pack(*iteration_, slot.entry, observations_);
+  if (!iteration_->order.mark(slot.entry)) return;
+  const HookScope scope(iteration_->preparer);
+  pack(*iteration_, slot.entry, observations_);
+  if (then_launch) launch_in_scope();
 }
 
 void Engine::launch_ready() {
+  if (!iteration_->order.next()) return;
+  const HookScope scope(iteration_->preparer);
+  launch_in_scope();
+}
+
+void Engine::launch_in_scope() {
   if (const auto failure =
           brigade::launch_ready(*iteration_, peers_, observations_)) {
     end_.raise(*iteration_, *failure);
@@ -431,15 +447,12 @@ void Engine::launch_ready() {
 void Engine::accept_gradient(VariableIndex variable, bool is_defined) {
   begin_reduction();
   const size_t number = policy_.table().number_of(variable);
-  char& is_ready = iteration_->is_ready[number];
-  if (is_ready) policy_.refuse(variable, iteration_->occasion);
-  const std::optional<Slot> slot = policy_.on_gradient(variable, is_defined);
-  if (!slot) return;
-  if (slot->has_gradient) {
-    observations_.timeline.gradient_ready(variable);
+  if (iteration_->is_ready[number]) {
+    policy_.refuse(variable, iteration_->occasion);
   }
-  is_ready = true;
-  if (mark_and_pack(*iteration_, slot->entry, observations_)) launch_ready();
+  if (const auto slot = policy_.on_gradient(variable, is_defined)) {
+    mark(number, *slot, /*then_launch=*/true);
+  }
 }
 
 void Engine::on_backward_end(int64_t preparation, int backward_id) {
@@ -696,7 +709,7 @@ std::string Engine::describe_progress() const {
   const std::vector<size_t> unready = missing(*iteration_);
   if (!unready.empty()) {
     absl::StrAppend(&words, " and waits for the gradients of ",
-                    policy_.name_of(unready));
+                    policy_.table().name_of_variables(unready));
   }
   return words;
 }

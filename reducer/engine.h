@@ -134,8 +134,9 @@ class Engine {
   void accept_gradient(VariableIndex variable, bool is_defined);
   void accept_early_gradient(VariableIndex variable, bool is_defined,
                              int backward_id);
-  void mark(size_t variable, Slot slot);
+  void mark(size_t variable, Slot slot, bool then_launch = false);
   void launch_ready();
+  void launch_in_scope();
   void deliver_used_map();
   void finish();
   void abort_iteration();
@@ -160,6 +161,7 @@ class Engine {
   // Whatever phase it was in, it is over on this rank. Null if there is none.
   std::shared_ptr<Iteration> take_iteration();
   Occasion occasion(int64_t iteration) const;
+  std::string describe_missing(const Iteration& iteration) const;
   bool has_begun() const { return iteration_ && iteration_->has_begun(); }
 
   // Takes the lock only if it is free.

@@ -63,9 +63,10 @@ std::string torchs_words_of_second(size_t parameter,
 }  // namespace
 
 std::string describe_missing_gradients(const ParameterTable& table,
-                                       std::span<const size_t> missing,
+                                       std::span<const size_t> variables,
                                        Occasion occasion,
                                        const ReducerOptions& options) {
+  const std::vector<size_t> missing = table.parameters_of(variables);
   const std::vector<size_t> frozen = frozen_of(table, missing);
   const bool all_frozen = frozen.size() == missing.size();
   return absl::StrCat(

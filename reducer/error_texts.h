@@ -18,7 +18,7 @@
 namespace brigade {
 
 std::string describe_missing_gradients(const ParameterTable& table,
-                                       std::span<const size_t> missing,
+                                       std::span<const size_t> variables,
                                        Occasion occasion,
                                        const ReducerOptions& options);
 std::string describe_second_gradient(const ParameterTable& table,

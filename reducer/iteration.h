@@ -49,8 +49,7 @@ enum class Phase {
 struct Launch {
   Collective* collective = nullptr;
   c10::intrusive_ptr<c10::ivalue::Future> future;  // null: nothing to await
-  bool has_travelled = false;  // also when the future has been let go of
-  bool is_overdue = false;     // was waited for as long as anything is
+  bool is_overdue = false;  // was waited for as long as anything is
 };
 
 inline bool is_pending(const Launch& launch) {
@@ -111,13 +110,12 @@ class HookScope {
   const c10::impl::ExcludeDispatchKeyGuard no_autocast_;
 };
 
-// One of those that `entry` waits for is there: packs it if that was the last.
-// Returns whether it was. Errors: what packing throws.
-bool mark_and_pack(Iteration& iteration, size_t entry,
-                   Observations& observations);
+// Packs an entry whose gradients are all there. REQUIRES: a HookScope. Errors:
+// what packing throws.
+void pack(const Iteration& iteration, size_t entry, Observations& observations);
 
 // Launches the entries that are ready; substitutes if the iteration is a
-// shadow. Stops at one that throws, and returns why.
+// shadow. Stops at one that throws, and returns why. REQUIRES: a HookScope.
 std::optional<Failure> launch_ready(Iteration& iteration, PeerStatus& peers,
                                     Observations& observations);
 

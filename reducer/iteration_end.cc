@@ -184,13 +184,11 @@ std::optional<Failure> deliver(const Iteration& iteration,
 void drain(Iteration& iteration, std::chrono::milliseconds timeout) {
   iteration.chained.cancel(timeout);
   for (Launch& launch : iteration.launches) {
-    if (!launch.has_travelled || launch.is_overdue) continue;
+    if (!launch.future || launch.is_overdue) continue;
     try {
-      if (launch.future) {
-        launch.is_overdue = !wait_for(*launch.future, timeout);
-        if (launch.is_overdue) continue;
-        launch.future->wait();
-      }
+      launch.is_overdue = !wait_for(*launch.future, timeout);
+      if (launch.is_overdue) continue;
+      launch.future->wait();
       const c10::Device device = launch.collective->device();
       // Waiting orders streams only, and not the ones that the user works on.
       if (!device.is_cpu()) current_stream(device).synchronize();
@@ -456,7 +454,9 @@ void IterationEnd::abandon_buffers(Iteration& iteration) {
 // ---- Delivery
 
 void IterationEnd::finish(const std::shared_ptr<Iteration>& iteration) {
-  const ObservedFinalize finalizing(observations_);
+  const WaitForPeers waiting(*observations_.progress);
+  const ProfilerRange range(observations_.finalize_name);
+  observations_.timeline.backward_ends();
   const RankStatus end = {.kind = StatusKind::kEnd,
                           .text = status_text(policy_.hook_traits().name)};
   const bool is_deferred = may_defer_status(*iteration);

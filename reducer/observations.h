@@ -1,9 +1,5 @@
 // Observations of an engine's work: counts, the timeline, ranges for profilers,
-// the last error, and how far it has come. Each event of an iteration is one
-// call here; the ends of a step are those of a scope:
-//
-//   const ObservedPack packing(observations_, unit);
-//   ... packs it ...
+// the last error, and how far it has come.
 //
 // Thread safety: the engine's lock covers it, but for the last error, progress
 // and the stall watch, which any thread may use.
@@ -81,47 +77,6 @@ struct Observations {
  private:
   mutable std::mutex error_mutex_;
   std::optional<ReductionError> last_error_;  // guarded by error_mutex_
-};
-
-class ObservedPack {
- public:
-  ObservedPack(Observations& observations, size_t unit)
-      : timeline_(observations.timeline),
-        unit_(unit),
-        range_(observations.pack_names[unit]) {
-    timeline_.pack_begins(unit_);
-  }
-  ~ObservedPack() { timeline_.pack_ends(unit_); }
-  ObservedPack(const ObservedPack&) = delete;
-  ObservedPack& operator=(const ObservedPack&) = delete;
-
- private:
-  TimelineRecorder& timeline_;
-  const size_t unit_;
-  const ProfilerRange range_;
-};
-
-class ObservedLaunch {
- public:
-  ObservedLaunch(Observations& observations, size_t unit)
-      : range_(observations.launch_names[unit]) {
-    observations.timeline.launch_begins(unit);
-  }
-
- private:
-  const ProfilerRange range_;
-};
-
-class ObservedFinalize {
- public:
-  explicit ObservedFinalize(Observations& observations)
-      : waiting_(*observations.progress), range_(observations.finalize_name) {
-    observations.timeline.backward_ends();
-  }
-
- private:
-  const WaitForPeers waiting_;
-  const ProfilerRange range_;
 };
 
 }  // namespace brigade

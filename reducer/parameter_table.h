@@ -120,6 +120,10 @@ class ParameterTable {
   // "parameters 3 ('head.bias'), 4 ('head.weight') and 7 more": five at most.
   std::string name_of(std::span<const size_t> parameters) const;
 
+  std::string name_of_variables(std::span<const size_t> variables) const {
+    return name_of(parameters_of(variables));
+  }
+
   // "'head.bias' Float [10] strides [1] on cpu, kind 0": equal on two ranks iff
   // the parameters fit each other and share buckets alike.
   std::vector<std::string> describe_all() const;
