@@ -31,9 +31,7 @@ const ToyModel::Sizes kSizes = {{BufferDonation::kMinBytes / 4}, {3}};
 constexpr int kRanks = 2;
 
 ReducerOptions copies() {
-  return {.bucket_plan = {{0, 1}},
-          .rebuild_buckets = false,
-          .gradient_as_bucket_view = false};
+  return {.bucket_plan = {{0, 1}}, .gradient_as_bucket_view = false};
 }
 
 void expect_averages(const ToyModel& model, int number) {
@@ -261,41 +259,6 @@ TEST(BufferDonationTest, CopiesIntoMemoryThatOthersSee) {
       for (const at::Tensor& p : model.parameters) p.mutable_grad().reset();
     });
   }
-}
-
-TEST(BufferDonationTest, RanksMayKeepGradientsApart) {
-  run_ranks(kRanks, [](const Group& group) {
-    const ToyModel model(kSizes);
-    Reducer reducer(model.parameters, group, copies());
-    std::vector<at::Tensor> kept;
-    for (int s = 0; s < 5; ++s) {
-      model.zero_grad();
-      step(reducer, model.loss(group->getRank(), s));
-      expect_averages(model, s);
-      if (group->getRank() == 0) kept.push_back(model.parameters[0].grad());
-    }
-    for (size_t s = 0; s < kept.size(); ++s) {
-      EXPECT_TRUE(at::equal(kept[s], model.average(0, kRanks, s)));
-    }
-  });
-}
-
-// Buckets follow a parameter's strides when the next forward is prepared.
-TEST(BufferDonationTest, AParameterMayTurnBetweenForwardAndBackward) {
-  run_ranks(kRanks, [](const Group& group) {
-    const ToyModel model({{8, 16, 16, 8}, {3}});
-    Reducer reducer(model.parameters, group, copies());
-    take_first_step(reducer, model, group->getRank());
-    const at::Tensor slope = model.gradient(0, group->getRank(), 1)
-                                 .contiguous(at::MemoryFormat::ChannelsLast);
-    const at::Tensor loss = (model.parameters[0] * slope).sum() +
-                            model.loss_in_order({1}, group->getRank(), 1);
-    reducer.prepare_for_backward(loss);
-    model.parameters[0].set_data(model.parameters[0].detach().contiguous(
-        at::MemoryFormat::ChannelsLast));
-    loss.backward();
-    expect_averages(model, 1);
-  });
 }
 
 TEST(BufferDonationTest, EveryLocalReplicaGetsTheResult) {

@@ -135,36 +135,21 @@ INSTANTIATE_TEST_SUITE_P(Modes, GradientReadyTest,
                          ::testing::Combine(::testing::Bool(),
                                             ::testing::Bool()));
 
-TEST(GradientReadyErrorsTest, AReducerThatWatchesIsNotTold) {
+TEST(GradientReadyErrorsTest, WhatCannotBeTold) {
   const ToyModel model(kSizes);
-  Reducer reducer(model.parameters, single_process_group());
-  EXPECT_THROW(reducer.gradient_ready(0), c10::Error);
-}
-
-TEST(GradientReadyErrorsTest, TheParameterMustBeThere) {
-  const ToyModel model(kSizes);
+  Reducer searching(model.parameters, single_process_group(),
+                    {.find_unused_parameters = true});
+  EXPECT_THROW(searching.stop_watching_gradients(), c10::ValueError);
+  EXPECT_THROW(searching.gradient_ready(0), c10::Error);  // it watches
   Reducer reducer(model.parameters, single_process_group());
   reducer.stop_watching_gradients();
   EXPECT_THROW(reducer.gradient_ready(3), c10::ValueError);
   EXPECT_THROW(reducer.gradient_ready(0, 1), c10::ValueError);
-}
-
-TEST(GradientReadyErrorsTest, OutsideOfABackwardItLeavesTheIterationAlone) {
-  const ToyModel model(kSizes);
-  Reducer reducer(model.parameters, single_process_group());
-  reducer.stop_watching_gradients();
-  EXPECT_THROW(reducer.gradient_ready(0), c10::Error);
+  EXPECT_THROW(reducer.gradient_ready(0), c10::Error);  // in no backward
   reducer.prepare_for_backward(model.loss(0));
   EXPECT_THROW(reducer.gradient_ready(0), c10::Error);
   step_in_half(model, reducer, /*rank=*/0, /*s=*/0);
   EXPECT_EQ(reducer.statistics().reduced, 1);
-}
-
-TEST(GradientReadyErrorsTest, UnusedParametersCantBeLookedFor) {
-  const ToyModel model(kSizes);
-  Reducer reducer(model.parameters, single_process_group(),
-                  {.find_unused_parameters = true});
-  EXPECT_THROW(reducer.stop_watching_gradients(), c10::ValueError);
 }
 
 TEST(GradientReadyErrorsTest, WatchingDoesNotEndInTheMiddleOfAnIteration) {

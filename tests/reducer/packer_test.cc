@@ -50,37 +50,20 @@ void expect_value_error(const std::function<void()>& call,
   }
 }
 
-TEST(PackerTest, PacksAwkwardSizesAsAtenForEveryPair) {
-  for (auto [gradient, wire] : all_wire_pairs()) {
-    for (double scale : kScales) {
-      expect_pack_as_aten({.gradient_dtype = gradient,
-                           .wire_dtype = wire,
-                           .slots = awkward_slots(),
-                           .scale = scale});
-    }
-  }
-}
-
-TEST(PackerTest, UnpacksAwkwardSizesAsAtenForEveryPair) {
-  for (auto [gradient, wire] : all_wire_pairs()) {
-    expect_unpack_as_aten({.gradient_dtype = gradient,
-                           .wire_dtype = wire,
-                           .slots = awkward_slots()});
-  }
-}
-
-TEST(PackerTest, PacksAndUnpacksRandomSlotsAsAten) {
+TEST(PackerTest, PacksAndUnpacksEveryPairAsAten) {
   uint64_t seed = 100;
   for (auto [gradient, wire] : all_wire_pairs()) {
     for (double scale : kScales) {
-      const PackerCase packer_case = {
-          .gradient_dtype = gradient,
-          .wire_dtype = wire,
-          .slots = random_slots(seed, 60, 600, gradient == wire),
-          .scale = scale,
-          .seed = seed};
-      expect_pack_as_aten(packer_case);
-      expect_unpack_as_aten(packer_case);
+      for (const auto& slots :
+           {awkward_slots(), random_slots(seed, 60, 600, gradient == wire)}) {
+        const PackerCase packer_case = {.gradient_dtype = gradient,
+                                        .wire_dtype = wire,
+                                        .slots = slots,
+                                        .scale = scale,
+                                        .seed = seed};
+        expect_pack_as_aten(packer_case);
+        expect_unpack_as_aten(packer_case);
+      }
       ++seed;
     }
   }
@@ -181,37 +164,27 @@ TEST(PackerTest, LargeSlotsOnManyThreadsHaveTheSameBits) {
     }
   }
 }
-TEST(PackerTest, RejectsDtypesThatCannotBeAveraged) {
-  for (auto dtype : {at::kLong, at::kInt, at::kByte, at::kBool}) {
-    expect_value_error(
-        [&] {
-          make_packer(at::kCPU, dtype, {{0, 1}});
-        },
-        "expected gradients of a floating-point or complex "
-        "dtype");
+TEST(PackerTest, RejectsDtypesDevicesAndSlots) {
+  struct Case {
+    at::Device device;
+    at::ScalarType dtype;
+    std::vector<SlotRange> slots;
+    std::string text;
+  };
+  for (const auto& [device, dtype, slots, text] :
+       {Case{at::kCPU, at::kLong, {{0, 1}}, "expected gradients of a floating"},
+        Case{at::kCPU, at::kBool, {{0, 1}}, "expected gradients of a floating"},
+        Case{at::kMeta, at::kFloat, {{0, 1}}, "device with memory, found meta"},
+        Case{at::kCPU,
+             at::kFloat,
+             {{0, 4}, {3, 2}},
+             "slot 1 at offset 3 with 2 elements, where offset 4 is the first"},
+        Case{at::kCPU,
+             at::kFloat,
+             {{0, -1}},
+             "slot 0 at offset 0 with -1 elements"}}) {
+    expect_value_error([&] { make_packer(device, dtype, slots); }, text);
   }
-}
-
-TEST(PackerTest, RejectsOtherDevices) {
-  expect_value_error(
-      [] {
-        make_packer(at::kMeta, at::kFloat, {{0, 1}});
-      },
-      "expected a device with memory, found meta");
-}
-
-TEST(PackerTest, RejectsSlotsThatOverlapOrDescend) {
-  expect_value_error(
-      [] {
-        make_packer(at::kCPU, at::kFloat, {{0, 4}, {3, 2}});
-      },
-      "slot 1 at offset 3 with 2 elements, where offset 4 is the first that is "
-      "free");
-  expect_value_error(
-      [] {
-        make_packer(at::kCPU, at::kFloat, {{0, -1}});
-      },
-      "slot 0 at offset 0 with -1 elements");
 }
 
 TEST(PackerTest, RejectsBuffersThatDoNotFit) {

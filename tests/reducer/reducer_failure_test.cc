@@ -127,6 +127,12 @@ TEST_F(BadHookTest, WhoseFutureHoldsATensorOfAnotherSize) {
                            "must return a dense tensor of 3 elements");
 }
 
+TEST_F(BadHookTest, WhoseFutureHoldsIntegers) {
+  expect_error<c10::TypeError>(
+      [](auto&) { return future_of(at::zeros({3}, at::kLong)); },
+      "must return floating-point numbers");
+}
+
 TEST_F(BadHookTest, WhoseFutureFails) {
   expect_error<c10::Error>(
       [](auto&) {
@@ -416,11 +422,23 @@ TEST(PeerFailureTest, NamesTheBucketAndClosesTheGroup) {
 
 // Which a bucket with an unused parameter is delivered by.
 TEST(PeerFailureTest, NamesTheUsedMap) {
-  for (const bool at_launch : {false, true}) {
+  struct Case {
+    bool at_launch;
+    bool has_users_hook;
+  };
+  for (const auto& [at_launch, has_users_hook] :
+       {Case{true, false}, Case{false, false}, Case{false, true}}) {
     RecordingGroup recording(2);
     const ToyModel model({{2}, {3}});
-    Reducer reducer(model.parameters, recording.group(),
-                    {.find_unused_parameters = true});
+    ReducerOptions options = {.find_unused_parameters = true};
+    if (has_users_hook) {
+      options.comm_hook =
+          make_comm_hook([group = recording.group()](c10d::GradBucket& bucket) {
+            std::vector<at::Tensor> tensors = {bucket.getBufferRef()};
+            return group->allreduce(tensors)->getFuture();
+          });
+    }
+    Reducer reducer(model.parameters, recording.group(), options);
     EXPECT_THAT(
         text_of_network_failure(recording, reducer, model.loss_in_order({0}, 0),
                                 /*n=*/1, at_launch),
@@ -428,30 +446,6 @@ TEST(PeerFailureTest, NamesTheUsedMap) {
               HasSubstr("connection closed")));
     EXPECT_FALSE(reducer.can_continue());
   }
-}
-
-TEST(PeerFailureTest, NamesTheUsedMapUnderAUsersHook) {
-  RecordingGroup recording(2);
-  const ToyModel model({{2}, {3}});
-  const auto hook = make_comm_hook(
-      [group = recording.group()](c10d::GradBucket& bucket) {
-        std::vector<at::Tensor> tensors = {bucket.getBufferRef()};
-        return group->allreduce(tensors)->getFuture();
-      },
-      "summing");
-  Reducer reducer(model.parameters, recording.group(),
-                  {.find_unused_parameters = true, .comm_hook = hook});
-  recording.fail_at_completion(
-      recording.log().size() + 1,
-      std::make_exception_ptr(UserError("connection closed")));
-  EXPECT_THAT(text_of<c10::DistBackendError>([&] {
-                const at::Tensor loss = model.loss_in_order({0}, 0);
-                reducer.prepare_for_backward(loss);
-                loss.backward();
-              }),
-              AllOf(HasSubstr("the map of used parameters in iteration 1"),
-                    HasSubstr("connection closed")));
-  EXPECT_FALSE(reducer.can_continue());
 }
 
 TEST(PeerFailureTest, DestroyingTheReducerWithCollectivesInFlightIsClean) {
@@ -489,27 +483,6 @@ TEST(PeerFailureTest, TheHookOfCollectivesInFlightEndsOnAThreadOfItsOwn) {
             std::future_status::timeout);
   future->markCompleted(at::zeros({3}));
   EXPECT_NE(ended.get(), std::this_thread::get_id());
-}
-
-TEST(PeerFailureTest, TheHookOfAForwardWithoutBackwardEndsWithTheReducer) {
-  RecordingGroup recording(2);
-  const ToyModel model({{2}, {3}});
-  auto ending = std::make_shared<Ending>();
-  std::future<std::thread::id> ended = ending->thread.get_future();
-  auto hook =
-      make_comm_hook([ending = std::move(ending)](c10d::GradBucket& bucket) {
-        auto done =
-            c10::make_intrusive<c10::ivalue::Future>(c10::AnyType::get());
-        done->markCompleted(bucket.getBuffer());
-        return done;
-      });
-  auto reducer =
-      std::make_unique<Reducer>(model.parameters, recording.group(),
-                                ReducerOptions{.comm_hook = std::move(hook)});
-  reducer->prepare_for_backward(model.loss(0));
-  reducer.reset();
-  ASSERT_EQ(ended.wait_for(std::chrono::seconds(0)), std::future_status::ready);
-  EXPECT_EQ(ended.get(), std::this_thread::get_id());
 }
 
 }  // namespace

@@ -176,20 +176,6 @@ TEST(ReducerTest, LaunchesInPlanOrderForEveryReadyOrder) {
   }
 }
 
-TEST(ReducerTest, LaunchesABucketBeforeBackwardHasEnded) {
-  RecordingGroup recording(2);
-  const ToyModel model({{1}, {1}});
-  size_t launched_before_last = 0;
-  Reducer reducer(model.parameters, recording.group(),
-                  {.bucket_plan = {{1}, {0}}});
-  const at::Tensor loss = model.loss_in_order({1, 0}, 0);
-  model.parameters[0].register_hook([&](const at::Tensor&) {
-    launched_before_last = all_reduced(recording).size();
-  });
-  step(reducer, loss);
-  EXPECT_EQ(launched_before_last, 1);
-}
-
 // Backward can't return before the collectives have: they are completed in
 // reverse by another thread.
 TEST(ReducerTest, WaitsForCollectivesThatCompleteInAnyOrder) {
@@ -224,19 +210,6 @@ TEST(ReducerTest, MakesGradientsViewsOfOneBufferPerBucket) {
   EXPECT_NO_THROW(model.parameters[0].mutable_grad().detach_());
 }
 
-TEST(ReducerTest, LeavesGradientsTheirMemoryWhenTheyAreNoViews) {
-  const ToyModel model({{2}, {3}});
-  Reducer reducer(model.parameters, single_process_group(),
-                  {.gradient_as_bucket_view = false});
-  step(reducer, model.loss(0));
-  const void* memory = model.parameters[0].grad().const_data_ptr();
-  EXPECT_FALSE(
-      model.parameters[0].grad().is_alias_of(model.parameters[1].grad()));
-  model.zero_grad(/*set_to_none=*/false);
-  step(reducer, model.loss(0));
-  EXPECT_EQ(model.parameters[0].grad().const_data_ptr(), memory);
-}
-
 TEST(ReducerTest, FollowsTheStridesOfTheParameter) {
   for (const bool views : {true, false}) {
     run_ranks(2, [&](const Group& group) {
@@ -265,57 +238,38 @@ TEST(ReducerTest, FollowsTheStridesOfTheParameter) {
   }
 }
 
-// As module.to(memory_format) does, with or without gradients there.
-TEST(ReducerTest, FollowsAParameterToAnotherMemoryFormat) {
-  for (const bool views : {true, false}) {
-    for (const bool set_to_none : {true, false}) {
-      run_ranks(2, [&](const Group& group) {
-        const ToyModel model({{2, 3, 4, 5}, {6}});
-        Reducer reducer(model.parameters, group,
-                        {.gradient_as_bucket_view = views});
-        const at::Tensor& moved = model.parameters[0];
-        for (int s = 0; s < 6; ++s) {
-          if (s == 2 || s == 4) {
-            model.zero_grad(set_to_none);
-            moved.set_data(moved.detach().contiguous(
-                s == 2 ? at::MemoryFormat::ChannelsLast
-                       : at::MemoryFormat::Contiguous));
-          }
-          model.zero_grad(set_to_none);
-          step(reducer, model.loss(group->getRank(), s));
-          expect_averages(model, 2, s);
-          if (views) {
-            EXPECT_EQ(moved.grad().strides(), moved.strides());
-          }
-        }
-      });
-    }
-  }
-}
-
-// Its gradient then has other strides than its place in the bucket.
-TEST(ReducerTest, AParameterMayTurnBetweenForwardAndBackward) {
+// As module.to(memory_format) does: on all ranks or on one, before a forward or
+// between forward and backward. Buckets keep the order of elements they had.
+TEST(ReducerTest, AParameterMayChangeItsMemoryFormat) {
   for (const bool views : {true, false}) {
     for (const bool kept : {true, false}) {
-      run_ranks(2, [&](const Group& group) {
-        const ToyModel model({{2, 3, 4, 5}, {6}});
-        Reducer reducer(model.parameters, group,
-                        {.gradient_as_bucket_view = views});
-        const at::Tensor& moved = model.parameters[0];
-        for (int s = 0; s < 4; ++s) {
-          model.zero_grad(/*set_to_none=*/!kept);
-          const auto format = s % 2 == 0 ? at::MemoryFormat::ChannelsLast
-                                         : at::MemoryFormat::Contiguous;
-          const at::Tensor slope =
-              model.gradient(0, group->getRank(), s).contiguous(format);
-          const at::Tensor loss = (moved * slope).sum() +
-                                  model.loss_in_order({1}, group->getRank(), s);
-          reducer.prepare_for_backward(loss);
-          moved.set_data(moved.detach().contiguous(format));
-          loss.backward();
-          expect_averages(model, 2, s);
-        }
-      });
+      for (const int only_rank : {-1, 1}) {
+        run_ranks(2, [&](const Group& group) {
+          const ToyModel model({{2, 3, 4, 5}, {6}});
+          Reducer reducer(model.parameters, group,
+                          {.gradient_as_bucket_view = views});
+          const int rank = group->getRank();
+          const at::Tensor& moved = model.parameters[0];
+          for (int s = 0; s < 5; ++s) {
+            model.zero_grad(/*set_to_none=*/!kept);
+            const auto format = s % 2 == 0 ? at::MemoryFormat::ChannelsLast
+                                           : at::MemoryFormat::Contiguous;
+            const auto move = [&] {
+              if (only_rank >= 0 && only_rank != rank) return;
+              moved.set_data(moved.detach().contiguous(format));
+            };
+            if (s < 2) move();
+            const at::Tensor slope =
+                model.gradient(0, rank, s).contiguous(format);
+            const at::Tensor loss =
+                (moved * slope).sum() + model.loss_in_order({1}, rank, s);
+            reducer.prepare_for_backward(loss);
+            if (s >= 2) move();
+            loss.backward();
+            expect_averages(model, 2, s);
+          }
+        });
+      }
     }
   }
 }
@@ -476,24 +430,6 @@ TEST(ReducerTest, DeliversAfterCallbacksThatHooksHaveQueued) {
   EXPECT_TRUE(at::equal(model.parameters[0].grad(), 2 * model.gradient(0, 0)));
 }
 
-TEST(ReducerTest, RefusesIntegersForGradientsOfFloats) {
-  const ToyModel model(ToyModel::Sizes{{3}});
-  auto hook = make_comm_hook([](c10d::GradBucket& bucket) {
-    auto done =
-        c10::make_intrusive<c10::ivalue::Future>(c10::TensorType::get());
-    done->markCompleted(bucket.getBuffer().to(at::kLong));
-    return done;
-  });
-  Reducer reducer(model.parameters, single_process_group(),
-                  {.comm_hook = hook});
-  try {
-    step(reducer, model.loss(0));
-    FAIL() << "accepted";
-  } catch (const c10::TypeError& error) {
-    EXPECT_THAT(error.what(), HasSubstr("floating-point"));
-  }
-}
-
 TEST(ReducerTest, GivesEmptyParametersThatAPeerUsedAnEmptyGradient) {
   for (const bool alone : {true, false}) {
     run_ranks(2, [&](const Group& group) {
@@ -589,23 +525,6 @@ TEST(ReducerTest, ReducesBackwardThatCreatesAGraph) {
   }
 }
 
-TEST(ReducerTest, SpansTwoBackwardsOfOneForward) {
-  run_ranks(2, [&](const Group& group) {
-    const ToyModel model({{3}, {4}});
-    Reducer reducer(model.parameters, group);
-    for (int s = 0; s < 3; ++s) {
-      model.zero_grad();
-      const at::Tensor first = model.loss_in_order({0}, group->getRank(), s);
-      const at::Tensor second = model.loss_in_order({1}, group->getRank(), s);
-      reducer.prepare_for_backward(std::make_tuple(first, second));
-      first.backward();
-      EXPECT_EQ(reducer.statistics().reduced, s);
-      second.backward();
-      EXPECT_EQ(reducer.statistics().reduced, s + 1);
-      expect_averages(model, 2, s);
-    }
-  });
-}
 TEST(ReducerTest, TakesItsHooksOffWhenDestroyedWithALiveGraph) {
   const ToyModel model(ToyModel::Sizes{{3}});
   auto reducer =
@@ -619,19 +538,6 @@ TEST(ReducerTest, TakesItsHooksOffWhenDestroyedWithALiveGraph) {
   model.zero_grad();
   step(second, model.loss(0));
   expect_averages(model, 1);
-}
-
-TEST(ReducerTest, KeepsAnExplicitPlan) {
-  const ToyModel model({{1}, {1}, {1}});
-  Reducer reducer(model.parameters, single_process_group(),
-                  {.bucket_plan = {{0, 2}, {1}}});
-  for (int s = 0; s < 3; ++s) {
-    model.zero_grad();
-    step(reducer, model.loss_in_order({1, 2, 0}, 0));
-  }
-  EXPECT_THAT(reducer.plan().buckets(),
-              ElementsAre(ElementsAre(0, 2), ElementsAre(1)));
-  EXPECT_EQ(reducer.statistics().rebuilds, 0);
 }
 
 TEST(ReducerTest, RebuildsOnceAndNotWhenSwitchedOff) {
@@ -730,17 +636,19 @@ TEST(ReducerTest, PreparesWhileSparseGradientsAreKept) {
   }
 }
 
-TEST(ReducerTest, RebuildsFromAnExplicitPlanIfAsked) {
-  const ToyModel model({{2}, {3}, {4}});
-  Reducer reducer(model.parameters, single_process_group(),
-                  {.bucket_caps_bytes = {1},
-                   .bucket_plan = {{0, 1, 2}},
-                   .rebuild_buckets = true});
-  step(reducer, model.loss_in_order({1, 0, 2}, 0));
-  EXPECT_TRUE(reducer.rebuild_buckets());
-  EXPECT_FALSE(reducer.rebuild_buckets());
-  EXPECT_THAT(reducer.plan().buckets(),
-              ElementsAre(ElementsAre(1), ElementsAre(0), ElementsAre(2)));
+TEST(ReducerTest, KeepsAnExplicitPlanUnlessAskedToRebuild) {
+  for (const bool asked : {true, false}) {
+    const ToyModel model({{2}, {3}, {4}});
+    ReducerOptions options = {.bucket_caps_bytes = {1},
+                              .bucket_plan = {{0, 1, 2}}};
+    if (asked) options.rebuild_buckets = true;
+    Reducer reducer(model.parameters, single_process_group(), options);
+    step(reducer, model.loss_in_order({1, 0, 2}, 0));
+    EXPECT_EQ(reducer.rebuild_buckets(), asked);
+    EXPECT_FALSE(reducer.rebuild_buckets());
+    EXPECT_EQ(reducer.plan().buckets().front(),
+              asked ? std::vector<size_t>{1} : std::vector<size_t>({0, 1, 2}));
+  }
 }
 
 TEST(ReducerTest, ConstructionNeedNotCommunicate) {

@@ -137,15 +137,6 @@ TEST_P(ReproducibleTest, BucketsOfTheOrderedHookDoNotShow) {
   });
 }
 
-TEST_P(ReproducibleTest, SmallDtypesAreAddedInFloat) {
-  run_ranks(GetParam(), [](const Group& group) {
-    for (const at::ScalarType dtype : {at::kHalf, at::kBFloat16}) {
-      expect_ordered_averages(group, {.bucket_caps_bytes = {2048}}, dtype,
-                              Uses::kInOrder);
-    }
-  });
-}
-
 TEST_P(ReproducibleTest, UnusedParametersCountAsZeros) {
   run_ranks(GetParam(), [](const Group& group) {
     expect_ordered_averages(
