@@ -1,8 +1,6 @@
 // The memory of a bucket of dense gradients: one flat buffer in their dtype,
-// the buffer that travels, and the place of each gradient in both.
-//
-// Knows when memory is allocated, repaired and let go of, and which streams use
-// it. What goes in and comes out is bucket_replica.h's business.
+// the buffer that travels, the place of each gradient in both, and the streams
+// that use them.
 //
 // Thread safety: none.
 
@@ -54,17 +52,14 @@ class BucketMemory {
   // have given other memory.
   void use_here();
 
-  // On the current stream: they have travelled. Who uses them next is behind
-  // what it is behind, so behind the zeros too; a stream that a CUDA graph is
-  // captured on may not wait for an event of before.
+  // They have travelled, after the zero fill, so that no stream needs to wait
+  // for it any more: one that a CUDA graph is captured on may not.
   void have_travelled() { zeroed_.reset(); }
 
-  // Where the gradient of a slot lies in flat(): with the parameter's shape and
-  // the gradient's strides, but no view to autograd, so that optimizers may
-  // detach_() it. Made once per buffer, when it is first asked for.
+  // The gradient's place in flat(), with its shape and strides; no view to
+  // autograd, so that optimizers may detach_() it.
   const at::Tensor& view(size_t slot) {
-    // Whoever was given a view as a gradient may have assigned to its data.
-    // Then it is a gradient like any other.
+    // Whoever was given a view may have assigned to its data.
     at::Tensor& view = views_[slot];
     if (!view.defined() || !view.is_alias_of(flat_)) view = make_view(slot);
     return view;
@@ -132,8 +127,7 @@ class BucketMemory {
   std::optional<c10::Event> zeroed_;  // null: waited for
 };
 
-// The memory of some tensors, to be asked whether another one lies in it. It
-// compares addresses, so it does not matter how a tensor came by its memory.
+// The memory of some tensors, by address.
 class MemoryRanges {
  public:
   // REQUIRES: `tensor` has a storage, which overlaps none of those before.

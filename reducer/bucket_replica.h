@@ -30,10 +30,9 @@ class BucketReplica {
  public:
   virtual ~BucketReplica() = default;
 
-  // Moves the gradients of all slots into buffer(), multiplied by `scale`. A
-  // missing gradient counts as zero. `unused_slots`, ascending, got none in
-  // this iteration; deliver() may have to leave theirs as they are. Returns the
-  // bytes of gradients that were copied; gradients already in place are not.
+  // Moves the gradients of all slots into buffer(), multiplied by `scale`;
+  // zeros for a missing one. `unused_slots`, ascending, got none in this
+  // iteration. Returns the bytes copied.
   //
   // Errors: RuntimeError naming the parameter whose gradient does not fit.
   virtual int64_t pack(double scale, std::span<const size_t> unused_slots) = 0;
@@ -41,56 +40,48 @@ class BucketReplica {
   // The gradients are read on `stream`, which is not where they were made.
   virtual void record_stream(c10::Stream stream) const = 0;
 
-  // Adds the buffer of another local replica to this one's, wherever it lies.
+  // Adds the buffer of another local replica, on any device.
   virtual void add(const at::Tensor& buffer) = 0;
 
-  // What travels. Dense: 1D, [numel], wire dtype, the same tensor until the
-  // next pack(); undefined while its memory is released.
+  // Travels. Dense: 1D, [numel], wire dtype; undefined while released.
   virtual const at::Tensor& buffer() const = 0;
 
   // Errors: RuntimeError if `result` can't be delivered.
   virtual void check_result(const at::Tensor& result) const = 0;
 
-  // Hands the reduced buffer out as gradients. `result` may be buffer() itself
-  // or another tensor on the same device. The gradients of
-  // `globally_unused_slots`, some of those that pack() was told are unused,
-  // stay as they were before it. Returns the bytes copied.
+  // Hands the reduced buffer out as gradients. `result` may be buffer() or
+  // another tensor on the same device. The gradients of
+  // `globally_unused_slots`, a subset of pack()'s `unused_slots`, stay as they
+  // were before it. Returns the bytes copied.
   //
   // Errors: RuntimeError if `result` does not have the bucket's numel or
   // device.
   virtual int64_t deliver(const at::Tensor& result,
                           std::span<const size_t> globally_unused_slots) = 0;
 
-  // In place of deliver(): gradients are what the comm hook left, but those of
-  // `globally_unused_slots` are as they were before pack().
+  // In place of deliver(), where the comm hook has seen to the gradients.
   virtual void deliver_nothing(
       std::span<const size_t> globally_unused_slots) = 0;
 
-  // Copies gradients that exist into the bucket and lets them be views of it,
-  // so that the memory where they were is free. Only where gradients are views.
+  // Moves gradients that exist into the bucket, if gradients are views.
   virtual void adopt_gradients() = 0;
 
-  // Lets go of the buffer until the next pack(). Gradients that are views of it
-  // keep its memory, and are gradients like any other then.
+  // Frees the buffer until the next pack(). Gradients that are views keep it.
   virtual void release_memory() = 0;
 
-  // A stand-in for buffer() that holds zeros: for a collective whose result
-  // nobody wants.
+  // Zeros like buffer().
   virtual at::Tensor zeros() const = 0;
 
-  // Gradients that are views lie in this tensor's memory. Undefined if there
-  // are none.
+  // The memory of gradients that are views; undefined if there are none.
   virtual const at::Tensor& views() const = 0;
 
   // True if `gradient` is the view in the bucket that belongs to a slot.
   virtual bool is_view_in(size_t slot, const at::Tensor& gradient) const = 0;
 };
 
-// Where gradients are views, the memory's views are `.grad`, whatever users put
-// there, drop or keep in between. An unused parameter's place in the bucket
-// travels as zeros: its gradient is set aside, and restored if no rank has used
-// it. Results are read from the same memory unless a comm hook returned another
-// tensor.
+// Where gradients are views, these are put into `.grad`, whatever users put
+// there in between. An unused parameter's place travels as zeros: its gradient
+// is set aside, and restored if no rank has used it.
 class DenseReplica final : public BucketReplica {
  public:
   // How results become gradients.

@@ -12,7 +12,6 @@
 #include "brigade/comm/process_group.h"
 #include "brigade/comm_hooks/comm_hooks.h"
 #include "brigade/reducer/reducer.h"
-#include "brigade/tests/reducer/step.h"
 #include "brigade/tests/reducer/toy_model.h"
 #include "brigade/tests/support/local_ranks.h"
 #include "gtest/gtest.h"
@@ -20,6 +19,7 @@
 namespace brigade {
 namespace {
 
+using testing::expect_averaged;
 using testing::run_ranks;
 using testing::step;
 using testing::ToyModel;
@@ -32,14 +32,6 @@ constexpr int kRanks = 2;
 
 ReducerOptions copies() {
   return {.bucket_plan = {{0, 1}}, .gradient_as_bucket_view = false};
-}
-
-void expect_averages(const ToyModel& model, int number) {
-  for (size_t i = 0; i < model.parameters.size(); ++i) {
-    EXPECT_TRUE(
-        at::equal(model.parameters[i].grad(), model.average(i, kRanks, number)))
-        << "parameter " << i << ", step " << number;
-  }
 }
 
 bool lies_in_bucket(const at::Tensor& gradient) {
@@ -63,7 +55,7 @@ TEST(BufferDonationTest, GivesALargeGradientItsPlaceInTheBucket) {
     for (int s = 1; s < 5; ++s) {
       model.zero_grad();
       step(reducer, model.loss(group->getRank(), s));
-      expect_averages(model, s);
+      expect_averaged(model, kRanks, s);
       const at::Tensor& large = model.parameters[0].grad();
       EXPECT_TRUE(lies_in_bucket(large));
       EXPECT_FALSE(large.is_view());
@@ -87,14 +79,12 @@ TEST(BufferDonationTest, TheGradientStaysTheTensorThatAutogradMade) {
     model.parameters[1].register_hook([&](const at::Tensor&) {
       seen = model.parameters[0].grad().unsafeGetTensorImpl();
     });
-    const at::Tensor loss = model.loss_in_order({0, 1}, group->getRank());
-    reducer.prepare_for_backward(loss);
-    loss.backward();
+    step(reducer, model.loss_in_order({0, 1}, group->getRank()));
     const at::Tensor& gradient = model.parameters[0].grad();
     EXPECT_EQ(gradient.unsafeGetTensorImpl(), seen);
     EXPECT_TRUE(lies_in_bucket(gradient));
     EXPECT_GT(gradient._version(), 0);
-    expect_averages(model, 0);
+    expect_averaged(model, kRanks, 0);
   });
 }
 
@@ -122,7 +112,7 @@ TEST(BufferDonationTest, LeavesMemoryToWhoeverStillSeesIt) {
       for (int s = 0; s < 5; ++s) {
         model.zero_grad();
         step(reducer, model.loss(group->getRank(), s));
-        expect_averages(model, s);
+        expect_averaged(model, kRanks, s);
         const at::Tensor& gradient = model.parameters[0].grad();
         // So many buckets are kept for the sake of a gradient.
         EXPECT_EQ(lies_in_bucket(gradient), s < BufferDonation::kMaxLeft);
@@ -155,7 +145,7 @@ TEST(BufferDonationTest, LeavesMemoryThatWasMovedForAnotherProcess) {
         elsewhere.mutable_data_ptr(), c10::Device(c10::DeviceType::CPU)));
     model.zero_grad();
     step(reducer, model.loss(group->getRank(), 1));
-    expect_averages(model, 1);
+    expect_averaged(model, kRanks, 1);
     EXPECT_TRUE(at::equal(elsewhere.slice(0, 0, kSizes[0][0]),
                           model.average(0, kRanks, 0)));
   });
@@ -267,10 +257,8 @@ TEST(BufferDonationTest, EveryLocalReplicaGetsTheResult) {
                   single_process_group(), copies());
   for (int s = 0; s < 4; ++s) {
     for (const ToyModel& model : models) model.zero_grad();
-    const at::Tensor loss = models[0].loss(0, s) + models[1].loss(1, s);
-    reducer.prepare_for_backward(loss);
-    loss.backward();
-    for (const ToyModel& model : models) expect_averages(model, s);
+    step(reducer, models[0].loss(0, s) + models[1].loss(1, s));
+    for (const ToyModel& model : models) expect_averaged(model, kRanks, s);
   }
 }
 

@@ -17,6 +17,7 @@
 namespace brigade {
 namespace {
 
+using testing::step;
 using testing::ToyModel;
 using torch::distributed::autograd::DistAutogradContainer;
 using torch::distributed::autograd::DistEngine;
@@ -93,8 +94,7 @@ TEST_P(ContextGradientsTest, LeaveAGradientOfABackwardWithoutContextAlone) {
   for (int s = 0; s < 3; ++s) {
     model.zero_grad();
     const at::Tensor loss = model.loss(0, s);
-    reducer.prepare_for_backward(loss);
-    loss.backward();
+    step(reducer, loss);
     Pass pass;
     const at::Tensor other = model.loss(0, s + 1);
     reducer.prepare_for_backward(other);

@@ -21,6 +21,7 @@ namespace brigade {
 namespace gradient_ready_test {
 
 using testing::run_ranks;
+using testing::step;
 using testing::ToyModel;
 
 using Group = c10::intrusive_ptr<c10d::ProcessGroup>;
@@ -74,9 +75,7 @@ class HalfPrecision {
 
 void step_in_half(const ToyModel& model, Reducer& reducer, int rank, int s) {
   const HalfPrecision half(model.parameters, reducer);
-  const at::Tensor loss = model.loss(rank, s);
-  reducer.prepare_for_backward(loss);
-  loss.backward();
+  step(reducer, model.loss(rank, s));
 }
 
 // Gradients as views x travelling in half precision.
@@ -158,9 +157,7 @@ TEST(GradientReadyErrorsTest, WatchingDoesNotEndInTheMiddleOfAnIteration) {
   model.parameters[0].register_hook([&](const at::Tensor&) {
     EXPECT_THROW(reducer.stop_watching_gradients(), c10::Error);
   });
-  const at::Tensor loss = model.loss_in_order({1, 2, 0}, /*rank=*/0);
-  reducer.prepare_for_backward(loss);
-  loss.backward();
+  step(reducer, model.loss_in_order({1, 2, 0}, /*rank=*/0));
   EXPECT_EQ(reducer.statistics().reduced, 1);
 }
 
@@ -173,9 +170,7 @@ TEST(GradientReadyErrorsTest, OnesThatNobodyTellsOfAreMissing) {
   const uintptr_t hook =
       accumulator->add_post_hook(std::make_unique<CallAfterwards>(
           [&reducer] { reducer.gradient_ready(1); }));
-  const at::Tensor loss = model.loss(0);
-  reducer.prepare_for_backward(loss);
-  loss.backward();
+  step(reducer, model.loss(0));
   EXPECT_EQ(reducer.missing_gradients(), (std::vector<size_t>{0, 2}));
   accumulator->del_post_hook(hook);
 }

@@ -15,7 +15,6 @@
 #include "brigade/comm/process_group.h"
 #include "brigade/comm/recording_group.h"
 #include "brigade/comm_hooks/comm_hooks.h"
-#include "brigade/tests/reducer/step.h"
 #include "brigade/tests/reducer/toy_model.h"
 #include "brigade/tests/support/local_ranks.h"
 #include "gmock/gmock.h"
@@ -25,6 +24,7 @@ namespace brigade {
 namespace reducer_test {
 
 using ::testing::ElementsAre;
+using testing::expect_averaged;
 using ::testing::HasSubstr;
 using testing::run_ranks;
 using testing::step;
@@ -33,17 +33,6 @@ using testing::ToyModel;
 using Group = c10::intrusive_ptr<c10d::ProcessGroup>;
 
 const ToyModel::Sizes kSizes = {{3, 2}, {5}, {}, {2, 2, 2}, {0}, {7}};
-
-void expect_averages(const ToyModel& model, int world_size, int step = 0) {
-  for (size_t i = 0; i < model.parameters.size(); ++i) {
-    ASSERT_TRUE(model.parameters[i].grad().defined()) << "parameter " << i;
-    EXPECT_TRUE(at::equal(model.parameters[i].grad(),
-                          model.average(i, world_size, step)))
-        << "parameter " << i << " step " << step << " has "
-        << model.parameters[i].grad() << ", expected "
-        << model.average(i, world_size, step);
-  }
-}
 
 // All-reduces of the log, as sizes.
 std::vector<int64_t> all_reduced(const RecordingGroup& recording) {
@@ -74,7 +63,7 @@ TEST_P(ReducerOnRanksTest, AveragesGradientsInEveryStep) {
     for (int s = 0; s < 4; ++s) {
       model.zero_grad();
       step(reducer, model.loss(group->getRank(), s));
-      expect_averages(model, world_size(), s);
+      expect_averaged(model, world_size(), s);
     }
     EXPECT_EQ(reducer.statistics().reduced, 4);
   });
@@ -127,7 +116,7 @@ TEST_P(ReducerOnRanksTest, AgreesOnTheOrderOfRank0) {
     for (int s = 0; s < 3; ++s) {
       model.zero_grad();
       step(reducer, model.loss_in_order(order, group->getRank(), s));
-      expect_averages(model, world_size(), s);
+      expect_averaged(model, world_size(), s);
     }
     std::vector<size_t> flat;
     for (const auto& bucket : reducer.plan().buckets()) {
@@ -223,7 +212,7 @@ TEST(ReducerTest, FollowsTheStridesOfTheParameter) {
       for (int s = 0; s < 3; ++s) {
         model.zero_grad();
         step(reducer, model.loss(group->getRank(), s));
-        expect_averages(model, 2, s);
+        expect_averaged(model, 2, s);
         for (const at::Tensor& p : model.parameters) {
           EXPECT_EQ(p.grad().strides(), p.strides());
         }
@@ -233,7 +222,7 @@ TEST(ReducerTest, FollowsTheStridesOfTheParameter) {
         p.mutable_grad() = at::zeros(p.sizes());
       }
       step(reducer, model.loss(group->getRank(), 7));
-      expect_averages(model, 2, 7);
+      expect_averaged(model, 2, 7);
     });
   }
 }
@@ -266,7 +255,7 @@ TEST(ReducerTest, AParameterMayChangeItsMemoryFormat) {
             reducer.prepare_for_backward(loss);
             if (s >= 2) move();
             loss.backward();
-            expect_averages(model, 2, s);
+            expect_averaged(model, 2, s);
           }
         });
       }
@@ -324,7 +313,7 @@ TEST(ReducerTest, PutsBackAGradientThatWasTakenOutWhileItTravelled) {
         model.parameters[1].mutable_grad().reset();
       });
       step(reducer, loss);
-      expect_averages(model, 2);
+      expect_averaged(model, 2);
     });
   }
 }
@@ -345,7 +334,7 @@ TEST(ReducerTest, ReducesABackwardThroughAPreparedAndALocalForward) {
       reducer.prepare_for_backward(prepared);
       reducer.note_local_forward({local});
       (prepared + local).backward();
-      expect_averages(model, 2);
+      expect_averaged(model, 2);
       EXPECT_EQ(reducer.statistics().reduced, 1);
     });
   }
@@ -359,8 +348,7 @@ TEST(ReducerTest, NamesWhatAnUnfinishedIterationLacksInTheNextLocalBackward) {
         {.bucket_plan = {{0}, {1, 2}}, .parameter_names = model.names});
     const int rank = group->getRank();
     const at::Tensor loss = model.loss_in_order({0, 1}, rank);
-    reducer.prepare_for_backward(loss);
-    loss.backward();
+    step(reducer, loss);
     const at::Tensor local = model.loss_in_order({2, 0}, rank);
     reducer.note_local_forward({local});
     try {
@@ -372,7 +360,7 @@ TEST(ReducerTest, NamesWhatAnUnfinishedIterationLacksInTheNextLocalBackward) {
     }
     model.zero_grad();
     step(reducer, model.loss(rank));
-    expect_averages(model, 2);
+    expect_averaged(model, 2);
   });
 }
 
@@ -384,8 +372,7 @@ TEST(ReducerTest, ReducesNothingWhileAllParametersAreFrozen) {
     const at::Tensor input = at::ones({}).requires_grad_();
     for (const at::Tensor& p : model.parameters) p.set_requires_grad(false);
     const at::Tensor loss = model.loss(0) * input;
-    reducer.prepare_for_backward(loss);
-    loss.backward();
+    step(reducer, loss);
     EXPECT_EQ(reducer.statistics().reduced, 0);
     for (const at::Tensor& p : model.parameters) p.set_requires_grad(true);
     step(reducer, model.loss(0));
@@ -404,7 +391,7 @@ TEST(ReducerTest, CountsIterationsByBackwardsAndNotByForwards) {
         reducer.prepare_for_backward(model.loss(rank, s));  // for a log
       }
       step(reducer, model.loss(rank, s));
-      expect_averages(model, 2, s);
+      expect_averaged(model, 2, s);
     }
     EXPECT_EQ(reducer.statistics().begun, 3);
   });
@@ -473,7 +460,7 @@ TEST(ReducerTest, KeepsSeveralDtypesApart) {
     for (int s = 0; s < 2; ++s) {
       model.zero_grad();
       step(reducer, model.loss(group->getRank(), s));
-      expect_averages(model, 2, s);
+      expect_averaged(model, 2, s);
     }
   });
 }
@@ -489,11 +476,9 @@ TEST(ReducerTest, ReducesSparseGradientsAlone) {
       table.mutable_grad().reset();
       dense.mutable_grad().reset();
       const at::Tensor rows = at::tensor({1, 2 + group->getRank()}, at::kLong);
-      const at::Tensor loss =
-          (torch::embedding(table, rows, -1, false, /*sparse=*/true) * dense)
-              .sum();
-      reducer.prepare_for_backward(loss);
-      loss.backward();
+      step(reducer,
+           (torch::embedding(table, rows, -1, false, /*sparse=*/true) * dense)
+               .sum());
       ASSERT_TRUE(table.grad().is_sparse());
       at::Tensor expected = at::zeros({5, 2});
       expected.select(0, 1).fill_(1);
@@ -537,7 +522,7 @@ TEST(ReducerTest, TakesItsHooksOffWhenDestroyedWithALiveGraph) {
   Reducer second(model.parameters, single_process_group());
   model.zero_grad();
   step(second, model.loss(0));
-  expect_averages(model, 1);
+  expect_averaged(model, 1);
 }
 
 TEST(ReducerTest, RebuildsOnceAndNotWhenSwitchedOff) {
@@ -629,9 +614,7 @@ TEST(ReducerTest, PreparesWhileSparseGradientsAreKept) {
   for (int s = 0; s < 3; ++s) {
     const at::Tensor rows = torch::embedding(table, at::tensor({1}), -1, false,
                                              /*sparse=*/true);
-    const at::Tensor loss = (rows * weight).sum();
-    reducer.prepare_for_backward(loss);
-    loss.backward();
+    step(reducer, (rows * weight).sum());
     EXPECT_TRUE(at::equal(table.grad().to_dense()[1], at::full({2}, s + 1.0)));
   }
 }

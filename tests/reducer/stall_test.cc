@@ -34,6 +34,7 @@ using ::testing::HasSubstr;
 using ::testing::Not;
 using ::testing::Optional;
 using testing::run_ranks;
+using testing::step;
 using testing::ToyModel;
 
 using Group = c10::intrusive_ptr<c10d::ProcessGroup>;
@@ -314,9 +315,7 @@ TEST(StallWatchTest, ALateRankAnswersInTheMiddleOfItsBackward) {
                    "the gradients of parameter 0 ('p0')");
       });
     }
-    const at::Tensor loss = model.loss(group->getRank());
-    reducer.prepare_for_backward(loss);
-    loss.backward();
+    step(reducer, model.loss(group->getRank()));
     EXPECT_TRUE(at::equal(model.parameters[0].grad(), model.average(0, 2)));
   });
 }
@@ -350,9 +349,7 @@ TEST(StallWatchTest, ReportsAWaitForABucketBehindTheLastExchange) {
       }
       for (const auto& future : futures) future->markCompleted(c10::IValue());
     });
-    const at::Tensor loss = model.loss(group->getRank());
-    reducer.prepare_for_backward(loss);
-    loss.backward();
+    step(reducer, model.loss(group->getRank()));
   });
   EXPECT_THAT(reported, HasSubstr("for its peers in iteration 1, 1 of 1 "
                                   "buckets launched"));

@@ -25,6 +25,7 @@ using ::testing::ElementsAre;
 using ::testing::HasSubstr;
 using ::testing::Not;
 using testing::run_ranks;
+using testing::step;
 using testing::ToyModel;
 using ::testing::UnorderedElementsAre;
 
@@ -120,9 +121,7 @@ const ReducerOptions kTwoBuckets = {.bucket_plan = {{2}, {1, 0}}};
 void train(Reducer& reducer, const ToyModel& model, int rank) {
   model.zero_grad();
   reducer.forward_begins();
-  const at::Tensor loss = model.loss_in_order({2, 0, 1}, rank);
-  reducer.prepare_for_backward(loss);
-  loss.backward();
+  step(reducer, model.loss_in_order({2, 0, 1}, rank));
 }
 
 std::vector<size_t> order_of(const Timeline& timeline) {
@@ -212,9 +211,7 @@ TEST(TimelineTest, LeavesOutUnusedParametersAndFollowsARebuiltPlan) {
   Reducer reducer(model.parameters, single_process_group(),
                   {.bucket_caps_bytes = {45}, .static_graph = true});
   for (int iteration = 1; iteration <= 3; ++iteration) {
-    const at::Tensor loss = model.loss_in_order({0, 2}, /*rank=*/0);
-    reducer.prepare_for_backward(loss);
-    loss.backward();
+    step(reducer, model.loss_in_order({0, 2}, /*rank=*/0));
     const Timeline timeline = reducer.timeline();
     EXPECT_EQ(timeline.iteration, iteration);
     EXPECT_THAT(order_of(timeline), ElementsAre(0, 2));
@@ -274,8 +271,7 @@ TEST(LastErrorTest, IsKeptFromPreparationsToo) {
   Reducer reducer(model.parameters, single_process_group(),
                   {.parameter_names = model.names});
   const at::Tensor loss = model.loss_in_order({0, 1}, /*rank=*/0);
-  reducer.prepare_for_backward(loss);
-  loss.backward();
+  step(reducer, loss);
   EXPECT_THROW(reducer.prepare_for_backward(loss), c10::Error);
   EXPECT_THAT(reducer.last_error()->text, HasSubstr("'p2'"));
   EXPECT_THAT(reducer.last_error()->text, Not(HasSubstr("frame #")));

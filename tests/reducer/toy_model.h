@@ -16,6 +16,8 @@
 #include <vector>
 
 #include "absl/strings/str_cat.h"
+#include "brigade/reducer/reducer.h"
+#include "gtest/gtest.h"
 
 namespace brigade::testing {
 
@@ -81,6 +83,23 @@ class ToyModel {
   std::vector<at::Tensor> parameters;
   std::vector<std::string> names;
 };
+
+// One iteration, whose backward goes through `loss`.
+inline void step(Reducer& reducer, const at::Tensor& loss) {
+  reducer.prepare_for_backward(loss);
+  loss.backward();
+}
+
+// Every gradient is the average over all ranks.
+inline void expect_averaged(const ToyModel& model, int world_size,
+                            int step = 0) {
+  for (size_t i = 0; i < model.parameters.size(); ++i) {
+    ASSERT_TRUE(model.parameters[i].grad().defined()) << "parameter " << i;
+    EXPECT_TRUE(at::equal(model.parameters[i].grad(),
+                          model.average(i, world_size, step)))
+        << "parameter " << i << ", step " << step;
+  }
+}
 
 }  // namespace brigade::testing
 
