@@ -67,14 +67,13 @@ DenseReplica::Delivery delivery_of(const ReducerOptions& options,
 Bucket::Bucket(const ParameterTable& table, const BucketPlan& plan,
                size_t index, const HookTraits& hook,
                const ReducerOptions& options, UsedParameters* used,
-               MemoryRanges& memory, ReducerStatistics& statistics)
+               MemoryRanges& memory)
     : table_(table),
       index_(index),
       num_buckets_(plan.num_buckets()),
       members_(plan.buckets()[index]),
       used_(used),
       memory_(memory),
-      statistics_(statistics),
       hook_(hook),
       devices_(devices_of(table, plan.buckets()[index].front())),
       dtype_(table.dtype(plan.buckets()[index].front())),
@@ -166,7 +165,7 @@ void Bucket::pack_replica(size_t replica) {
   }
   std::vector<size_t> unused;
   if (used_ != nullptr) unused = used_->unused_slots(replica, members_);
-  statistics_.bytes_packed += replicas_[replica]->pack(scale(), unused);
+  replicas_[replica]->pack(scale(), unused);
   if (replica == 0 && !device().is_cpu()) {
     if (!packed_) packed_.emplace(device().type());
     packed_->record(current_stream(device()));
@@ -250,16 +249,15 @@ void Bucket::deliver(const at::Tensor& result) {
     }
     return;
   }
-  int64_t bytes_copied = replicas_.front()->deliver(result, globally_unused);
+  replicas_.front()->deliver(result, globally_unused);
   for (size_t replica = 1; replica < replicas_.size(); ++replica) {
     const c10::DeviceGuard on_device(device_of(replica));
     // A sparse result is installed as it is, so each replica needs its own.
-    bytes_copied += replicas_[replica]->deliver(
+    replicas_[replica]->deliver(
         result.to(result.options().device(device_of(replica)),
                   /*non_blocking=*/true, /*copy=*/sparse_),
         globally_unused);
   }
-  statistics_.bytes_delivered += bytes_copied;
 }
 
 void Bucket::deliver_empty(std::span<const size_t> globally_unused_slots) {

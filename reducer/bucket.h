@@ -32,7 +32,6 @@
 #include "brigade/reducer/packing/packer.h"
 #include "brigade/reducer/parameter_table.h"
 #include "brigade/reducer/reducer_options.h"
-#include "brigade/reducer/statistics.h"
 #include "brigade/reducer/used_parameters.h"
 
 namespace brigade {
@@ -40,16 +39,14 @@ namespace brigade {
 class Bucket final : public Collective {
  public:
   // `used`: which parameters have gradients; null: all. Buffers that are
-  // allocated in pack() are listed in `memory`; bytes of gradients that are
-  // copied are added to `statistics`.
+  // allocated in pack() are listed in `memory`.
   //
   // REQUIRES: `table`, the hook and all references outlive this object,
   // but for its destructor; `index` is in `plan`, and the parameters of a
   // bucket are of one dtype and device.
   Bucket(const ParameterTable& table, const BucketPlan& plan, size_t index,
          const HookTraits& hook, const ReducerOptions& options,
-         UsedParameters* used, MemoryRanges& memory,
-         ReducerStatistics& statistics);
+         UsedParameters* used, MemoryRanges& memory);
 
   std::optional<size_t> unit() const override { return index_; }
   size_t num_awaited() const override {
@@ -136,7 +133,6 @@ class Bucket final : public Collective {
   const std::vector<size_t> members_;  // parameters, by slot
   UsedParameters* const used_;         // null: all are
   MemoryRanges& memory_;
-  ReducerStatistics& statistics_;
   HookTraits hook_;
   const std::vector<c10::Device> devices_;  // by replica
   const at::ScalarType dtype_;              // of the gradients

@@ -35,7 +35,7 @@ class BucketReplica {
   // iteration. Returns the bytes copied.
   //
   // Errors: RuntimeError naming the parameter whose gradient does not fit.
-  virtual int64_t pack(double scale, std::span<const size_t> unused_slots) = 0;
+  virtual void pack(double scale, std::span<const size_t> unused_slots) = 0;
 
   // The gradients are read on `stream`, which is not where they were made.
   virtual void record_stream(c10::Stream stream) const = 0;
@@ -52,12 +52,12 @@ class BucketReplica {
   // Hands the reduced buffer out as gradients. `result` may be buffer() or
   // another tensor on the same device. The gradients of
   // `globally_unused_slots`, a subset of pack()'s `unused_slots`, stay as they
-  // were before it. Returns the bytes copied.
+  // were before it.
   //
   // Errors: RuntimeError if `result` does not have the bucket's numel or
   // device.
-  virtual int64_t deliver(const at::Tensor& result,
-                          std::span<const size_t> globally_unused_slots) = 0;
+  virtual void deliver(const at::Tensor& result,
+                       std::span<const size_t> globally_unused_slots) = 0;
 
   // In place of deliver(), where the comm hook has seen to the gradients.
   virtual void deliver_nothing(
@@ -98,13 +98,13 @@ class DenseReplica final : public BucketReplica {
                std::span<const size_t> parameters, at::ScalarType wire_dtype,
                Delivery delivery, bool is_lazy);
 
-  int64_t pack(double scale, std::span<const size_t> unused_slots) override;
+  void pack(double scale, std::span<const size_t> unused_slots) override;
   const at::Tensor& buffer() const override { return memory_.wire(); }
   void record_stream(c10::Stream stream) const override;
   void add(const at::Tensor& buffer) override;
   void check_result(const at::Tensor& result) const override;
-  int64_t deliver(const at::Tensor& result,
-                  std::span<const size_t> globally_unused_slots) override;
+  void deliver(const at::Tensor& result,
+               std::span<const size_t> globally_unused_slots) override;
   void deliver_nothing(std::span<const size_t> globally_unused_slots) override;
   void adopt_gradients() override;
   void release_memory() override;
@@ -135,10 +135,10 @@ class DenseReplica final : public BucketReplica {
   // Restores the values of `slots`, ascending, and discards the others.
   void put_back(std::span<const size_t> slots);
   const void* source_of(size_t slot, const at::Tensor& gradient);
-  int64_t deliver_views(const at::Tensor& result,
-                        std::span<const size_t> globally_unused_slots);
-  int64_t deliver_copies(const at::Tensor& result,
-                         std::span<const size_t> globally_unused_slots);
+  void deliver_views(const at::Tensor& result,
+                     std::span<const size_t> globally_unused_slots);
+  void deliver_copies(const at::Tensor& result,
+                      std::span<const size_t> globally_unused_slots);
   int64_t numel(size_t slot) const { return memory_.ranges()[slot].numel; }
   size_t num_slots() const { return tensors_.size(); }
   const at::Tensor& parameter(size_t slot) const { return *tensors_[slot]; }
@@ -174,8 +174,7 @@ class SparseReplica final : public BucketReplica {
   // REQUIRES: `variable` is in `table`, which outlives this object.
   SparseReplica(const ParameterTable& table, VariableIndex variable);
 
-  // Always copies: scaling makes a tensor of its own.
-  int64_t pack(double scale, std::span<const size_t> unused_slots) override;
+  void pack(double scale, std::span<const size_t> unused_slots) override;
 
   // Sparse COO, parameter's sizes and dtype; undefined before the first pack.
   const at::Tensor& buffer() const override { return buffer_; }
@@ -183,8 +182,8 @@ class SparseReplica final : public BucketReplica {
   void add(const at::Tensor& buffer) override;
 
   void check_result(const at::Tensor& result) const override;
-  int64_t deliver(const at::Tensor& result,
-                  std::span<const size_t> globally_unused_slots) override;
+  void deliver(const at::Tensor& result,
+               std::span<const size_t> globally_unused_slots) override;
   void deliver_nothing(std::span<const size_t>) override {}
   void adopt_gradients() override {}
   void release_memory() override { buffer_.reset(); }

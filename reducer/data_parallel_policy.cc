@@ -77,13 +77,11 @@ uint64_t plan_fingerprint(const BucketPlan& plan, const ParameterTable& table,
 
 }  // namespace
 
-DataParallelPolicy::DataParallelPolicy(ReducerSetup setup,
-                                       ReducerStatistics& statistics)
+DataParallelPolicy::DataParallelPolicy(ReducerSetup setup)
     : group_(std::move(setup.group)),
       table_(std::move(setup.table)),
       options_(std::move(setup.options)),
       hook_(traits_of(*options_.comm_hook)),
-      statistics_(statistics),
       ready_order_(observed_iterations(options_)),
       hook_counts_(hook_counts(options_, table_)),
       used_(brigade::used_parameters(options_, table_, *group_)),
@@ -172,7 +170,6 @@ bool DataParallelPolicy::replan() {
       table_.specs(), ready_order_.order(), options_.bucket_caps_bytes));
   const bool is_other = plan != bound_.plan;
   if (is_other) adopt(bind(std::move(plan), hook_));
-  ++statistics_.rebuilds;
   ready_order_.freeze();
   return is_other;
 }
@@ -180,7 +177,6 @@ bool DataParallelPolicy::replan() {
 void DataParallelPolicy::before_iteration() {
   ready_order_.restart();
   for (Bucket& bucket : bound_.buckets) bucket.restart();
-  if (used_) used_->restart();
   unused_.clear();
   none_reached_ = false;
   context_gradients_.emplace();
@@ -233,7 +229,7 @@ void DataParallelPolicy::predict_unused(std::span<const at::Tensor> outputs) {
     const ProfilerRange searching(name, at::RecordScope::FUNCTION);
     const std::span<const size_t> unused = unused_search_->unreached(outputs);
     unused_.assign(unused.begin(), unused.end());
-    if (statistics_.graph_searches++ > 0) {
+    if (std::exchange(has_searched_, true)) {
       found_same_unused_ = found_same_unused_ && unused_search_->repeated();
     }
   } else if (!hook_counts_) {
@@ -298,7 +294,6 @@ std::optional<Slot> DataParallelPolicy::on_gradient(VariableIndex variable,
 
 Slot DataParallelPolicy::ready_slot(VariableIndex variable, size_t number) {
   if (variable.replica == 0) ready_order_.note(variable.parameter);
-  if (used_) used_->count_if_unused(number);
   const size_t bucket = bound_.plan.locate(variable.parameter).bucket;
   return {.entry = static_cast<uint32_t>(bound_.first_bucket + bucket),
           .has_gradient = has_gradient(number)};
@@ -400,8 +395,7 @@ BoundPlan DataParallelPolicy::bind(BucketPlan plan, const HookTraits& hook) {
   std::vector<Bucket> buckets;
   buckets.reserve(plan.num_buckets());
   for (size_t b = 0; b < plan.num_buckets(); ++b) {
-    buckets.emplace_back(table_, plan, b, hook, options_, used_.get(), memory_,
-                         statistics_);
+    buckets.emplace_back(table_, plan, b, hook, options_, used_.get(), memory_);
   }
   std::vector<Collective*> sequence;
   sequence.reserve(buckets.size() + 1);

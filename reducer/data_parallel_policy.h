@@ -35,7 +35,6 @@
 #include "brigade/reducer/ready_order.h"
 #include "brigade/reducer/reducer_options.h"
 #include "brigade/reducer/reducer_setup.h"
-#include "brigade/reducer/statistics.h"
 #include "brigade/reducer/used_parameters.h"
 
 namespace brigade {
@@ -67,8 +66,7 @@ struct BoundPlan {
 
 class DataParallelPolicy {
  public:
-  // Counts rebuilds, searches and bytes in `statistics`, which outlives it.
-  DataParallelPolicy(ReducerSetup setup, ReducerStatistics& statistics);
+  explicit DataParallelPolicy(ReducerSetup setup);
   DataParallelPolicy(const DataParallelPolicy&) = delete;
   DataParallelPolicy& operator=(const DataParallelPolicy&) = delete;
 
@@ -207,15 +205,15 @@ class DataParallelPolicy {
   HookTraits hook_;         // of that one
   std::shared_ptr<HostSums> host_sums_;  // of default hooks; null: the group's
   const GradientHooks* hooks_ = nullptr;
-  ReducerStatistics& statistics_;
 
   // What earlier iterations told of the graph. A static one needs no search;
   // what ranks used is summed once.
   ReadyOrder ready_order_;
   std::optional<GraphSearch> unused_search_;  // if it may change
-  bool found_same_unused_ = true;             // in all searches
-  std::optional<HookCounts> hook_counts_;     // if it is static
-  std::unique_ptr<UsedParameters> used_;      // in both cases
+  bool has_searched_ = false;
+  bool found_same_unused_ = true;          // in all searches
+  std::optional<HookCounts> hook_counts_;  // if it is static
+  std::unique_ptr<UsedParameters> used_;   // in both cases
 
   MemoryRanges memory_;  // of the gradients that are views
   BoundPlan bound_;

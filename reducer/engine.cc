@@ -36,7 +36,7 @@ auto Engine::noting_errors(const Work& work) {
 }
 
 Engine::Engine(ReducerSetup setup)
-    : policy_(std::move(setup), observations_.counts),
+    : policy_(std::move(setup)),
       peers_(policy_.group()),
       end_(policy_, peers_, observations_),
       watches_continuations_until_(kWatchedIterations),
@@ -550,6 +550,7 @@ bool Engine::replan_if_due() {
   const bool was_agreed = peers_.is_agreed(policy_.fingerprint());
   call_between_iterations("agreeing on the order of gradients",
                           [this] { policy_.agree_on_order(); });
+  ++observations_.counts.rebuilds;
   if (policy_.replan()) {
     end_.adopt_sequence(iteration_.get());
     if (was_agreed) peers_.set_agreed(policy_.fingerprint());

@@ -38,7 +38,6 @@ UsedParameters::UsedParameters(const ParameterTable& table,
 std::vector<size_t> UsedParameters::unused_slots(
     size_t replica, std::span<const size_t> members) const {
   std::vector<size_t> slots;
-  if (num_unused_ == 0) return slots;
   for (size_t slot = 0; slot < members.size(); ++slot) {
     const size_t variable =
         table_.number_of({.replica = replica, .parameter = members[slot]});

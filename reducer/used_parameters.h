@@ -54,16 +54,8 @@ class UsedParameters final : public Collective {
   bool is_marked(size_t variable) const { return marks_[variable] != 0; }
   void clear_marks() { local_.zero_(); }
 
-  // An iteration begins; what was ready in an unfinished one is forgotten.
-  void restart() { num_unused_ = 0; }
-
-  // Its gradient is ready: unless it is marked, there is none.
-  void count_if_unused(size_t variable) {
-    num_unused_ += is_marked(variable) ? 0 : 1;
-  }
-
   // By slot, ascending: those of a bucket's parameters that got no gradient on
-  // this replica. REQUIRES: count_if_unused() of all of them since restart().
+  // this replica.
   std::vector<size_t> unused_slots(size_t replica,
                                    std::span<const size_t> members) const;
 
@@ -114,7 +106,6 @@ class UsedParameters final : public Collective {
   at::Tensor sum_;        // int32, [num_parameters], on the buckets' device
   at::Tensor host_sum_;  // the last sum, on the CPU; undefined: not awaited yet
   c10::intrusive_ptr<c10d::Work> work_;  // null: nothing to wait for
-  size_t num_unused_ = 0;  // of those that are ready in this iteration
 };
 
 }  // namespace brigade

@@ -50,7 +50,6 @@ TEST(BufferDonationTest, GivesALargeGradientItsPlaceInTheBucket) {
     const ToyModel model(kSizes);
     Reducer reducer(model.parameters, group, copies());
     take_first_step(reducer, model, group->getRank());
-    const int64_t delivered = reducer.statistics().bytes_delivered;
     const void* memory = nullptr;
     for (int s = 1; s < 5; ++s) {
       model.zero_grad();
@@ -65,8 +64,6 @@ TEST(BufferDonationTest, GivesALargeGradientItsPlaceInTheBucket) {
       }
       memory = large.const_data_ptr();
     }
-    EXPECT_EQ(reducer.statistics().bytes_delivered - delivered,
-              static_cast<int64_t>(4 * model.parameters[1].nbytes()));
   });
 }
 

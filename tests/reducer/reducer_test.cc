@@ -543,23 +543,6 @@ TEST(ReducerTest, RebuildsOnceAndNotWhenSwitchedOff) {
   }
 }
 
-// Work per step, counted: one copy of the gradients, and with k micro-batches
-// 1/k of the collectives.
-TEST(ReducerTest, CopiesGradientsOncePerStepAndNotWhenTheyAreKept) {
-  const ToyModel model({{100}, {28}});
-  Reducer reducer(model.parameters, single_process_group());
-  for (int s = 0; s < 10; ++s) {
-    model.zero_grad();
-    step(reducer, model.loss(0, s));
-  }
-  EXPECT_EQ(reducer.statistics().bytes_packed, 10 * 128 * 4);
-  EXPECT_EQ(reducer.statistics().bytes_delivered, 0);
-  for (int s = 0; s < 10; ++s) {
-    model.zero_grad(/*set_to_none=*/false);
-    step(reducer, model.loss(0, s));
-  }
-  EXPECT_EQ(reducer.statistics().bytes_packed, 10 * 128 * 4);
-}
 // Counts what a thread allocates for tensors on the CPU.
 class AllocationCounter final : public c10::MemoryReportingInfoBase {
  public:
