@@ -183,7 +183,8 @@ void Bucket::sum_replicas() {
 
 void Bucket::list_memory(MemoryRanges& memory) const {
   for (const std::unique_ptr<BucketReplica>& replica : replicas_) {
-    if (replica->views().defined()) memory.add(replica->views());
+    const at::Tensor views = replica->views();
+    if (views.defined()) memory.add(views);
   }
 }
 

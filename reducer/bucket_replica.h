@@ -32,7 +32,7 @@ class BucketReplica {
 
   // Moves the gradients of all slots into buffer(), multiplied by `scale`;
   // zeros for a missing one. `unused_slots`, ascending, got none in this
-  // iteration. Returns the bytes copied.
+  // iteration.
   //
   // Errors: RuntimeError naming the parameter whose gradient does not fit.
   virtual void pack(double scale, std::span<const size_t> unused_slots) = 0;
@@ -61,10 +61,10 @@ class BucketReplica {
 
   // In place of deliver(), where the comm hook has seen to the gradients.
   virtual void deliver_nothing(
-      std::span<const size_t> globally_unused_slots) = 0;
+      std::span<const size_t> /*globally_unused_slots*/) {}
 
   // Moves gradients that exist into the bucket, if gradients are views.
-  virtual void adopt_gradients() = 0;
+  virtual void adopt_gradients() {}
 
   // Frees the buffer until the next pack(). Gradients that are views keep it.
   virtual void release_memory() = 0;
@@ -73,10 +73,13 @@ class BucketReplica {
   virtual at::Tensor zeros() const = 0;
 
   // The memory of gradients that are views; undefined if there are none.
-  virtual const at::Tensor& views() const = 0;
+  virtual at::Tensor views() const { return {}; }
 
   // True if `gradient` is the view in the bucket that belongs to a slot.
-  virtual bool is_view_in(size_t slot, const at::Tensor& gradient) const = 0;
+  virtual bool is_view_in(size_t /*slot*/,
+                          const at::Tensor& /*gradient*/) const {
+    return false;
+  }
 };
 
 // Where gradients are views, these are put into `.grad`, whatever users put
@@ -109,8 +112,8 @@ class DenseReplica final : public BucketReplica {
   void adopt_gradients() override;
   void release_memory() override;
   at::Tensor zeros() const override;
-  const at::Tensor& views() const override {
-    return gradients_as_views_ ? memory_.flat() : no_views_;
+  at::Tensor views() const override {
+    return gradients_as_views_ ? memory_.flat() : at::Tensor();
   }
   bool is_view_in(size_t slot, const at::Tensor& gradient) const override {
     return memory_.is_view(slot, gradient);
@@ -147,7 +150,6 @@ class DenseReplica final : public BucketReplica {
   const ParameterTable& table_;
   const std::vector<const at::Tensor*> tensors_;  // by slot, of this replica
   const bool gradients_as_views_;
-  const at::Tensor no_views_;  // undefined
 
   BucketMemory memory_;
   std::unique_ptr<Packer> packer_;
@@ -184,19 +186,12 @@ class SparseReplica final : public BucketReplica {
   void check_result(const at::Tensor& result) const override;
   void deliver(const at::Tensor& result,
                std::span<const size_t> globally_unused_slots) override;
-  void deliver_nothing(std::span<const size_t>) override {}
-  void adopt_gradients() override {}
   void release_memory() override { buffer_.reset(); }
   at::Tensor zeros() const override;
-  const at::Tensor& views() const override { return no_views_; }
-  bool is_view_in(size_t /*slot*/, const at::Tensor&) const override {
-    return false;
-  }
 
  private:
   const ParameterTable& table_;
   const VariableIndex variable_;
-  const at::Tensor no_views_;
   at::Tensor buffer_;
   // Of the last gradient; until there is one, rows, as embeddings have. It must
   // be equal on all ranks, also on those that contribute nothing.
