@@ -53,14 +53,13 @@ class Bucket final : public Collective {
     return replicas_.size() * members_.size();
   }
 
-  // True if its collective is left out because no rank used its parameters.
-  // Waits for the sum that says so. Errors: what its collective throws.
+  // No rank used its parameters. Waits for the sum of the used map. Errors:
+  // those of that collective.
   bool is_skipped();
   bool is_left_out() override { return is_empty() || is_skipped(); }
   bool needs_pack() override { return !is_skipped(); }
 
-  // An iteration begins; who produced gradients of an unfinished one is
-  // forgotten.
+  // An iteration begins: forgets the streams of an unfinished one.
   void restart();
 
   // The calling thread's current stream has just produced one of its gradients.
@@ -68,26 +67,24 @@ class Bucket final : public Collective {
     streams_[replica].gradient_produced();
   }
 
-  // Packs the gradients of each local replica, and adds up what all have
-  // packed. Errors: see BucketReplica::pack.
+  // Packs the gradients of each local replica, and sums these. Errors:
+  // BucketReplica::pack()'s.
   void pack() override;
 
-  // Calls the comm hook on the packed buffer. Errors: RuntimeError if the hook
-  // returns no future; what the hook throws.
+  // Calls the comm hook on the buffer. Errors: RuntimeError if the hook returns
+  // no future; those of the hook.
   c10::intrusive_ptr<c10::ivalue::Future> launch() override;
 
-  // Calls the comm hook on zeros.
   c10::intrusive_ptr<c10::ivalue::Future> launch_substitute() override;
 
-  // The buffers, in all replicas: see BucketReplica::release_memory().
   void release_memory();
 
-  // Undefined if the value is None: the hook has seen to the gradients.
+  // Undefined if the value is None: the hook has set the gradients.
   at::Tensor result_of(const c10::IValue& value) override;
 
-  // Hands out a result to all replicas, or nothing if it is undefined.
-  // Gradients of parameters that no rank used stay as they were. If no element
-  // travels, gradients that other ranks have exist here too.
+  // To all replicas. Gradients of parameters that no rank used stay as they
+  // were. If no element travels, gradients that other ranks have exist here
+  // too.
   void deliver(const at::Tensor& result) override;
 
   // Buckets travel from that of replica 0.
@@ -98,7 +95,7 @@ class Bucket final : public Collective {
   }
   std::string describe() const override;
 
-  // Where gradients that are views lie. Empty tensors are left out.
+  // Adds the memory of gradients that are views.
   void list_memory(MemoryRanges& memory) const;
 
   bool is_view_in(size_t replica, size_t slot,

@@ -138,7 +138,7 @@ bool DataParallelPolicy::is_learning() const {
          (hook_counts_ && hook_counts_->is_learning());
 }
 
-// The used map is last where it may be missing: a static graph is summed once.
+// The used map of a static graph is summed once; it is last.
 std::span<Collective* const> DataParallelPolicy::sequence() const {
   const bool sums_map = !hook_counts_ || hook_counts_->are_all_learning();
   return sums_map ? bound_.sequence
@@ -308,8 +308,6 @@ void DataParallelPolicy::mark_unused(Mark mark,
   }
 }
 
-// What only the end of a static graph's first backward tells: which gradients
-// have come, and which will not come.
 void DataParallelPolicy::on_backward_ends(Mark mark) {
   if (!hook_counts_ || !hook_counts_->is_learning()) return;
   for (const size_t number : hook_counts_->freeze()) {
