@@ -8,8 +8,8 @@
 #include <utility>
 #include <vector>
 
+#include "absl/strings/str_cat.h"
 #include "brigade/reducer/bucket_replica.h"
-#include "brigade/reducer/error_texts.h"
 
 namespace brigade {
 namespace {
@@ -127,7 +127,8 @@ bool Bucket::fits(const HookTraits& hook) const {
 }
 
 std::string Bucket::describe() const {
-  return describe_bucket(table_, members_, index_, num_buckets_);
+  return absl::StrCat("bucket ", index_, " of ", num_buckets_, " (",
+                      table_.name_of(members_), ")");
 }
 
 bool Bucket::is_skipped() {

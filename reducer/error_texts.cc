@@ -133,11 +133,4 @@ std::string describe_gradient_without_forward(const ParameterTable& table,
       "rank alone.");
 }
 
-std::string describe_bucket(const ParameterTable& table,
-                            std::span<const size_t> parameters, size_t bucket,
-                            size_t num_buckets) {
-  return absl::StrCat("bucket ", bucket, " of ", num_buckets, " (",
-                      table.name_of(parameters), ")");
-}
-
 }  // namespace brigade

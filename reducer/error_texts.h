@@ -38,11 +38,6 @@ std::string describe_late_gradient(const ParameterTable& table,
 std::string describe_gradient_without_forward(const ParameterTable& table,
                                               size_t parameter, Occasion last);
 
-// "bucket 2 of 5 (parameters 0 ('a'), 2 ('c'))".
-std::string describe_bucket(const ParameterTable& table,
-                            std::span<const size_t> parameters, size_t bucket,
-                            size_t num_buckets);
-
 }  // namespace brigade
 
 #endif  // BRIGADE_REDUCER_ERROR_TEXTS_H_

@@ -70,29 +70,6 @@ absl::Status check_alike(const at::Tensor& first, const at::Tensor& tensor,
       describe_tensor("", first), "; it is ", describe_tensor("", tensor)));
 }
 
-// A dtype, and the device of each replica.
-struct Kind {
-  at::ScalarType dtype;
-  std::vector<at::Device> devices;
-};
-
-class Kinds {
- public:
-  // In order of first appearance.
-  int number_of(at::ScalarType dtype, std::span<const at::Device> devices) {
-    const auto known = std::ranges::find_if(kinds_, [&](const Kind& kind) {
-      return kind.dtype == dtype && std::ranges::equal(kind.devices, devices);
-    });
-    if (known != kinds_.end()) return static_cast<int>(known - kinds_.begin());
-    kinds_.push_back(
-        {.dtype = dtype, .devices = {devices.begin(), devices.end()}});
-    return static_cast<int>(kinds_.size() - 1);
-  }
-
- private:
-  std::vector<Kind> kinds_;  // a few
-};
-
 // Replica by replica; nullopt if there is none.
 template <typename Predicate>
 std::optional<VariableIndex> first_variable(const ParameterTable& table,
@@ -190,11 +167,17 @@ absl::Status ParameterTable::check_and_note(
                         .sparse = !expect_sparse.empty() && expect_sparse[i]});
     }
   }
-  Kinds kinds;
+  const auto devices_of = [&](size_t i) {
+    return std::span(devices).subspan(i * num_replicas(), num_replicas());
+  };
+  std::vector<size_t> first_of_kind;  // a few
   for (size_t i = 0; i < size(); ++i) {
-    specs_[i].kind = kinds.number_of(
-        dtypes_[i],
-        std::span(devices).subspan(i * num_replicas(), num_replicas()));
+    const auto known = std::ranges::find_if(first_of_kind, [&](size_t k) {
+      return dtypes_[k] == dtypes_[i] &&
+             std::ranges::equal(devices_of(k), devices_of(i));
+    });
+    specs_[i].kind = static_cast<int>(known - first_of_kind.begin());
+    if (known == first_of_kind.end()) first_of_kind.push_back(i);
   }
   return absl::OkStatus();
 }
