@@ -48,7 +48,7 @@ DimsList shapes_as_reals(const ParameterTable& table,
   return shapes;
 }
 
-// Memory that is to be let go of is not donated.
+// Memory that is released after delivery is not donated.
 bool may_donate(const ReducerOptions& options) {
   return !options.gradient_as_bucket_view && !options.lazy_bucket_allocation;
 }

@@ -1,4 +1,4 @@
-// One bucket of the plan: its storage, and what a comm hook gets to see of it.
+// One bucket of the plan: its storage, and the GradBucket of its comm hook.
 // A hook sees complex gradients as pairs of reals, twice as many, so that one
 // that casts or compresses does not lose their imaginary parts.
 //
@@ -103,7 +103,7 @@ class Bucket final : public Collective {
     return replicas_[replica]->is_view_in(slot, gradient);
   }
 
-  // True if another hook would get the same buffers and be delivered alike.
+  // True if another hook would get the same buffers and be the same delivery.
   bool fits(const HookTraits& hook) const;
 
   // Travels by `hook` from here on. REQUIRES: it fits, and outlives this object
@@ -139,9 +139,9 @@ class Bucket final : public Collective {
   const bool may_donate_;            // where the hook lets go of the buffer
   std::vector<std::unique_ptr<BucketReplica>> replicas_;  // never empty
   std::span<const SlotRange> ranges_;  // of replica 0's slots; none if sparse
-  DimsList shapes_of_reals_;         // what the hook sees of complex gradients
-  std::vector<StreamJoin> streams_;  // by replica: who produced gradients
-  // What the hook sees; null until it is called, since it is no small thing.
+  DimsList shapes_of_reals_;           // of complex gradients, for the hook
+  std::vector<StreamJoin> streams_;    // by replica: who produced gradients
+  // Made when the hook is first called, since it is large.
   std::optional<c10d::GradBucket> grad_bucket_;
   std::optional<c10::Event> packed_;  // null on the CPU
 };

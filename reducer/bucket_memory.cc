@@ -69,7 +69,7 @@ void BucketMemory::use_here() {
   if (!flat_travels()) wire_.record_stream(here);
 }
 
-// What as_strided() makes on these devices, without the dispatcher: this is
+// As as_strided() on these devices, without the dispatcher: this is
 // half of the time that it takes to make a replica of tiny parameters.
 at::Tensor BucketMemory::make_view(size_t slot) const {
   if (!flat_.is_cpu() && !flat_.is_cuda()) {

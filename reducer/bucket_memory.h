@@ -41,7 +41,7 @@ class BucketMemory {
   // Zeros, on the current stream.
   void allocate();
 
-  // Views keep what they lie in.
+  // Views keep their memory.
   void release();
 
   // Lets views keep what they lie in, and takes new memory, which holds
@@ -89,7 +89,7 @@ class BucketMemory {
            std::less<>()(elements, base_ + numel() * item_bytes_);
   }
 
-  // What a slot's gradient is, whatever its parameter turns into.
+  // Of a slot's gradient, as at construction.
   at::IntArrayRef shape(size_t slot) const {
     return table_.shape(parameters_[slot]);
   }

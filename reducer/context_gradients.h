@@ -35,13 +35,13 @@ class ContextGradients {
   // `.grad`; a copy of it if it lies in `buckets`, which will be written.
   void take(const at::Tensor& parameter, const MemoryRanges& buckets);
 
-  // Puts what `.grad` holds by now into the context, and gives `.grad` back.
+  // Puts `.grad` into the context, and gives the former `.grad` back.
   void write_back();
 
  private:
   struct Lent {
     at::Tensor parameter;
-    at::Tensor own_gradient;  // what `.grad` was; may be undefined
+    at::Tensor own_gradient;  // the former `.grad`; may be undefined
   };
 
   std::shared_ptr<torch::distributed::autograd::DistAutogradContext> context_;

@@ -8,7 +8,6 @@
 #include <tuple>
 #include <utility>
 
-#include "absl/strings/str_cat.h"
 #include "brigade/comm/backends/end_on_own_thread.h"
 #include "brigade/comm/errors/peer_error.h"
 #include "brigade/comm/ordered/host_sums.h"
@@ -49,7 +48,7 @@ std::unique_ptr<UsedParameters> used_parameters(const ReducerOptions& options,
       table, group, options.skip_all_reduce_unused_parameters ? kFirst : kLast);
 }
 
-// Equal on ranks whose buckets travel alike: the same parameters, lengths,
+// Equal on ranks with the same buckets: the same parameters, lengths,
 // strides and wire dtypes in the same order. The same in every process of the
 // same build.
 uint64_t plan_fingerprint(const BucketPlan& plan, const ParameterTable& table,
@@ -145,11 +144,6 @@ std::span<Collective* const> DataParallelPolicy::sequence() const {
                   : std::span(bound_.sequence).first(bound_.buckets.size());
 }
 
-std::string DataParallelPolicy::describe_sequence() const {
-  return absl::StrCat(bound_.buckets.size(), " buckets, ", table_.size(),
-                      " parameters");
-}
-
 bool DataParallelPolicy::skips_unused_buckets() const {
   return used_ && used_->turn() == UsedParameters::Turn::kFirst;
 }
@@ -219,7 +213,7 @@ void DataParallelPolicy::on_prepared(std::span<const at::Tensor> outputs) {
 
 // The graph of every forward is searched, so that buckets need not wait for
 // gradients that will not come. A search left out while all parameters are used
-// would make the place of a launch depend on what this rank saw before: a rank
+// would make the place of a launch depend on earlier iterations: a rank
 // that then leaves a parameter out would launch later than its peers.
 void DataParallelPolicy::predict_unused(std::span<const at::Tensor> outputs) {
   if (unused_search_) {
@@ -237,7 +231,7 @@ void DataParallelPolicy::predict_unused(std::span<const at::Tensor> outputs) {
   } else if (!hook_counts_->is_learning()) {
     unused_ = hook_counts_->silent();
   } else if (!hooks_->are_removed()) {
-    // No more than this: reentrant checkpoints hide what they use.
+    // No more than this: reentrant checkpoints hide their parameters.
     none_reached_ =
         GraphSearch(hooks_->accumulators()).unreached(outputs).size() ==
         table_.num_variables();

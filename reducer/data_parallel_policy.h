@@ -95,9 +95,6 @@ class DataParallelPolicy {
 
   uint64_t fingerprint() const { return bound_.fingerprint; }
 
-  // Beside the fingerprint in errors: "3 buckets, 8 parameters".
-  std::string describe_sequence() const;
-
   // The used map's sum is the first entry and decides which buckets are left
   // out. Ranks compare before the first launch of every iteration.
   bool skips_unused_buckets() const;
@@ -115,7 +112,7 @@ class DataParallelPolicy {
   // On all ranks at the same place: the order of gradients has been observed.
   bool is_replan_due() const { return ready_order_.is_pending(); }
 
-  // Takes rank 0's order. Collective, once. Throws what the collective throws.
+  // Takes rank 0's order. Collective, once. Throws its errors.
   void agree_on_order() { ready_order_.agree(group_); }
 
   // Plans in that order. Returns whether the sequence has changed, which is

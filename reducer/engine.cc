@@ -131,7 +131,7 @@ void Engine::require_no_running_backward() const {
 void Engine::end_unfinished_iteration() {
   if (!has_begun()) return;
   Iteration& iteration = *iteration_;
-  // A backward whose end has not been told has thrown, on another thread.
+  // A backward whose end was not reported has thrown, on another thread.
   if (iteration.phase != Phase::kSuspended) return abort_iteration();
   TORCH_CHECK(
       !finalizes_manually_ || !iteration.order.all_launched(),
@@ -263,7 +263,7 @@ void Engine::on_output_reached(Preparation preparation) {
     observations_.timeline.backward_begins();
     enter_backward(backward_id);
     try {
-      // What is launched without a gradient goes first: on a rank that leaves
+      // Launches that need no gradient go first: on a rank that leaves
       // out all but the last parameters the first gradient may come after
       // another collective of the backward, which its peers meet after their
       // first units.
@@ -419,7 +419,7 @@ void Engine::deliver_used_map() {
   }
 }
 
-// `then_launch`: what has become ready, too.
+// `then_launch`: the entries that are ready.
 void Engine::mark(size_t variable, Slot slot, bool then_launch) {
   if (slot.has_gradient) {
     observations_.timeline.gradient_ready(policy_.table().variable(variable));
@@ -487,8 +487,8 @@ void Engine::on_backward_end(int64_t preparation, int backward_id) {
     } else if (policy_.options().one_backward_per_forward) {
       end_unfinished_iteration();
     }
-    // Else another backward may bring what is missing. What has been launched
-    // is not waited for: a peer may have failed before it did.
+    // Otherwise another backward may bring the missing gradients. Launches are
+    // not waited for: a peer may have failed before its own.
   });
 }
 
@@ -539,7 +539,7 @@ void Engine::call_before_forward(std::string_view doing,
 bool Engine::replan() {
   return noting_errors([&] {
     if (has_begun()) return false;
-    // What was learnt counts when its end is confirmed.
+    // An observed order counts when the iteration's end is confirmed.
     if (policy_.is_learning()) end_.confirm_ends();
     return replan_if_due();
   });
@@ -614,7 +614,7 @@ void Engine::stop_watching_gradients() {
   hooks_->remove();
 }
 
-// ---- A group that is lost, and what can be observed
+// ---- A lost group, and observation
 
 bool Engine::can_continue() const {
   const std::lock_guard<std::mutex> lock(mutex_);

@@ -103,7 +103,7 @@ class Engine {
   bool can_continue() const;
   void abort_group();
 
-  // ---- What can be observed.
+  // ---- Observation.
   std::vector<size_t> missing_gradients() const;  // variables, by number
   ReducerStatistics statistics() const;
   void forward_begins();
@@ -116,7 +116,7 @@ class Engine {
   }
 
  private:
-  // Calls `work` under the lock; notes what it throws as the last error.
+  // Calls `work` under the lock; notes its exception as the last error.
   template <typename Work>
   auto noting_errors(const Work& work);
 

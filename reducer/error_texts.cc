@@ -48,7 +48,7 @@ const char* cure_of_second(const ReducerOptions& options) {
          "times, set static_graph.";
 }
 
-// What programs look for in the error of torch's reducer.
+// Programs look for this text of torch's reducer.
 std::string torchs_words_of_second(size_t parameter,
                                    const ParameterTable& table) {
   return absl::StrCat(

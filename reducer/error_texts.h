@@ -1,5 +1,4 @@
-// The texts of a reducer's errors: what was expected, what was found, where,
-// and one thing to do.
+// The texts of a reducer's errors: expected, found, where, and one thing to do.
 //
 // Thread safety: pure functions.
 

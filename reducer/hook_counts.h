@@ -25,7 +25,7 @@ class HookCounts {
   // True if all ranks learn in this iteration.
   bool are_all_learning() const { return stage_ == Stage::kLearning; }
 
-  // An iteration begins; what an unfinished one counted is forgotten.
+  // An iteration begins: forgets the counts of an unfinished one.
   void restart();
 
   // Counts a run of its hook. True if it was the last of this iteration; false

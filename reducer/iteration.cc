@@ -154,7 +154,7 @@ std::optional<Failure> launch_chained(Iteration& iteration, PeerStatus& peers,
     });
     return std::nullopt;
   } catch (...) {
-    // Nothing can stand in for what its peers have launched.
+    // There is no substitute for the launches of its peers.
     peers.set_cannot_continue();
     return failure_of(iteration.occasion, ErrorSource::kFuture,
                       first_unit(iteration));

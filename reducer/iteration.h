@@ -42,8 +42,8 @@ enum class Phase {
   kSuspended,  // between two such backwards, or waiting to be finalized
 
   // An error, which is on its way out, has ended it: nothing is launched.
-  kFailed,  // peers have not been told
-  kOver,    // peers know, or can't be told
+  kFailed,  // peers do not know yet
+  kOver,    // peers know, or the group is closed
 };
 
 struct Launch {
@@ -68,13 +68,13 @@ struct Iteration {
   bool is_shadow = false;                 // this rank contributes nothing
   bool has_begun_together = false;        // ranks have compared where it begins
   const at::ThreadLocalState preparer;    // of the thread that prepared
-  std::span<Collective* const> sequence;  // what is launched
+  std::span<Collective* const> sequence;  // launched in this order
   LaunchOrder order;                      // of the sequence
   std::vector<char> is_ready;             // by number of the variable
   std::vector<Launch> launches;           // without the one that threw
   ChainedCollectives chained;
   std::optional<ContinuationWatch> continuations;  // of a user's new hook
-  std::string failure;  // the first error, told to the other ranks
+  std::string failure;  // the first error, sent to the other ranks
 
   bool has_begun() const { return phase >= Phase::kReducing; }
   bool is_ending() const { return phase >= Phase::kFailed; }
@@ -111,7 +111,7 @@ class HookScope {
 };
 
 // Packs an entry whose gradients are all there. REQUIRES: a HookScope. Errors:
-// what packing throws.
+// the entry's.
 void pack(const Iteration& iteration, size_t entry, Observations& observations);
 
 // Launches the entries that are ready; substitutes if the iteration is a
@@ -120,7 +120,7 @@ std::optional<Failure> launch_ready(Iteration& iteration, PeerStatus& peers,
                                     Observations& observations);
 
 // Launches zeros for all of an aborted iteration that has not been launched,
-// and does not wait. Throws what a collective throws.
+// and does not wait. Throws a collective's errors.
 void launch_rest(Iteration& iteration, PeerStatus& peers,
                  Observations& observations);
 

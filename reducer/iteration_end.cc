@@ -114,7 +114,7 @@ void await_result(Launch& launch, const HookTraits& hook,
 }
 
 // Waits for all results, also after an error: nothing may write into a bucket's
-// memory behind the user's back. Delivers each as it comes up to the first
+// memory later. Delivers each as it comes up to the first
 // error, unless the iteration is a shadow.
 std::optional<Failure> deliver_as_results_come(Iteration& iteration,
                                                TimelineRecorder& timeline) {
@@ -165,7 +165,7 @@ std::optional<Failure> collect(Iteration& iteration, const HookTraits& hook,
   return failure;
 }
 
-// Delivers what collect() has returned, up to the first error.
+// Delivers the results of collect(), up to the first error.
 std::optional<Failure> deliver(const Iteration& iteration,
                                const Results& results) {
   if (iteration.is_shadow) return std::nullopt;
@@ -221,8 +221,8 @@ void IterationEnd::let_go(const Iteration& iteration) {
     keep_until_done(policy_.let_go(), iteration);
     return;
   }
-  // A device may be busy with what is complete on the host: the current stream
-  // waits for it before the memory goes.
+  // A device may still work on a completed future: the current stream waits for
+  // it before the memory goes.
   for (const Launch& launch : iteration.launches) {
     if (launch.future) launch.future->wait();
   }
@@ -231,7 +231,7 @@ void IterationEnd::let_go(const Iteration& iteration) {
 void IterationEnd::raise(Iteration& iteration, const Failure& failure) {
   const Collective& collective = *failure.collective;
   iteration.fail(failure.error);
-  // What an entry without a unit throws is no hook's.
+  // An entry without a unit has no hook.
   if (collective.unit() && policy_.hook_traits().throws_own_errors) {
     std::rethrow_exception(failure.error);
   }
@@ -261,7 +261,8 @@ void IterationEnd::begin_together(Iteration& iteration) {
 }
 
 RankStatus IterationEnd::begin_status() const {
-  std::string words = policy_.describe_sequence();
+  std::string words = absl::StrCat(policy_.plan().num_buckets(), " buckets, ",
+                                   policy_.table().size(), " parameters");
   if (const std::string& hook = policy_.hook_traits().name; !hook.empty()) {
     absl::StrAppend(&words, ", comm hook ", hook);
   }
@@ -328,7 +329,7 @@ StatusComparison IterationEnd::exchange(Iteration& iteration,
                                         Patience patience) {
   try {
     StatusComparison found = peers_.await(send(iteration, own), patience);
-    // Peers have delivered what this rank has not launched.
+    // Peers have delivered buckets that this rank has not launched.
     found.must_close |= !found.status.ok() && runs_ahead() && !has_ended(own) &&
                         std::ranges::any_of(found.by_rank, has_ended);
     catch_up(iteration, own, found, patience);
@@ -500,7 +501,8 @@ void IterationEnd::deliver_together(Iteration& iteration) {
 }
 
 // Sends `end` and does not wait for the peers' status. A user's hook's results
-// come first; if they fail, peers are told of that instead, and waited for.
+// come first; if they fail, that status is sent instead, and peers are waited
+// for.
 void IterationEnd::deliver_unconfirmed(
     const std::shared_ptr<Iteration>& iteration, const RankStatus& end) {
   const HookTraits& hook = policy_.hook_traits();
@@ -533,7 +535,7 @@ void IterationEnd::exchange_results(Iteration& iteration, StatusKind kind,
   agree(iteration, {.kind = kind});
 }
 
-// Throws it when peers know, or can't be told.
+// Throws it after the peers know, or can't be reached.
 void IterationEnd::tell_of_failure(Iteration& iteration,
                                    const Failure& failure) {
   try {

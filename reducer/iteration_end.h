@@ -1,5 +1,5 @@
-// The end of an iteration on all ranks: they agree on what has happened, and
-// its results are delivered or dropped.
+// The end of an iteration on all ranks: they agree on its outcome, and its
+// results are delivered or dropped.
 //
 // A rank that fails sends its status. When all ranks have sent theirs, it
 // launches zeros for the rest of its sequence. Earlier, zeros could meet a

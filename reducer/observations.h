@@ -70,7 +70,7 @@ struct Observations {
   std::shared_ptr<Progress> progress = std::make_shared<Progress>();
   // Null: ranks are not connected, nobody to wait for, or no store.
   std::unique_ptr<StallWatch> stall_watch = {};
-  // What it is told once it is there.
+  // Settings for it, given before it exists.
   std::optional<std::chrono::milliseconds> stall_report_after = {};
   std::function<void(const std::string& report)> stall_handler = {};
 

@@ -22,7 +22,7 @@ struct RegisteredParameter {
   bool stands_in = false;
 };
 
-// What there was when the module was wrapped.
+// When the module was wrapped.
 struct WrappedParameters {
   std::vector<RegisteredParameter> reduced;
   std::vector<RegisteredParameter> frozen;  // and to stay so

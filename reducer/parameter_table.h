@@ -106,7 +106,7 @@ class ParameterTable {
   }
   int64_t numel(size_t i) const { return c10::multiply_integers(shape(i)); }
 
-  // What the planner sees. Kinds number the (dtype, devices of the replicas)
+  // For the planner. Kinds number the (dtype, devices of the replicas)
   // pairs in order of first appearance.
   std::span<const ParameterSpec> specs() const { return specs_; }
 
@@ -125,7 +125,7 @@ class ParameterTable {
   }
 
   // "'head.bias' Float [10] strides [1] on cpu, kind 0": equal on two ranks iff
-  // the parameters fit each other and share buckets alike.
+  // the parameters fit each other and may share the same buckets.
   std::vector<std::string> describe_all() const;
 
  private:

@@ -49,7 +49,7 @@ void PeerStatus::backward_begins() {
 
 // 0: nothing to compare.
 uint64_t PeerStatus::hash_of_others() {
-  // What continuations have launched by now depends on timing.
+  // Launches by continuations depend on timing.
   if (last_count_) note_if_others(group_count());
   last_count_.reset();
   const uint64_t hash = std::exchange(hash_, 0);

@@ -23,7 +23,7 @@
 
 namespace brigade {
 
-// What the statuses of all ranks say together; the same on every rank.
+// Summary of the statuses of all ranks, equal on every rank.
 struct StatusComparison {
   // OK: all ranks agree, none has failed. Aborted: ranks have failed.
   // FailedPrecondition: ranks differ.
@@ -32,7 +32,7 @@ struct StatusComparison {
   std::vector<RankStatus> by_rank = {};
 };
 
-// Throws on all ranks alike, unless they agree: PeerError if ranks have failed,
+// Throws on all ranks, unless they agree: PeerError if ranks have failed,
 // RuntimeError if they differ. `where` begins the text.
 void throw_if_apart(const StatusComparison& comparison,
                     const std::string& where = "Reducer");
@@ -88,7 +88,7 @@ class PeerStatus {
 
   // ---- Statuses
 
-  // Sends `own` and returns what was sent, at once. `ends_iteration`: with the
+  // Sends `own`, completed, and returns it at once. `ends_iteration`: with the
   // hash of other collectives. Throws PeerError if the channel has failed
   // before; RuntimeError in a forked child. Sends nothing before connect().
   RankStatus send(RankStatus own, bool ends_iteration);
@@ -106,7 +106,7 @@ class PeerStatus {
   // Closes the group's connections. Later calls throw the first reason.
   void close(std::string_view reason);
 
-  // The same, after `last` has told the peers.
+  // Sends `last` to the peers, then closes.
   void leave(const RankStatus& last);
 
   // As close(), but for the connections: peers may still be in collectives.

@@ -19,8 +19,8 @@
 //
 // Move and cast parameters before a reducer is made of them. A tensor taken
 // from `.grad` changes with the next step while gradients are views. An
-// exception in one rank's backward is an error on all; docs/protocol.md tells
-// what is launched when, and what follows from a failure.
+// exception in one rank's backward is an error on all; docs/protocol.md says
+// when each collective is launched, and the consequences of a failure.
 //
 // Thread safety: methods may be called from any thread, one at a time;
 // gradients may arrive on several threads at once.
@@ -159,7 +159,7 @@ class Reducer {
   // Parameters by bucket, in launch order. Changes once, when it is rebuilt.
   BucketPlan plan() const;
 
-  // ---- Readiness and end told by the caller
+  // ---- Manual readiness and finalization
 
   // From here on the caller tells when a gradient is ready: for parameters
   // whose data is swapped around each forward, say for a lower precision. Their

@@ -107,7 +107,7 @@ struct ReducerOptions {
   std::optional<int> reproducible_row_size = std::nullopt;
 };
 
-// What an unset `rebuild_buckets` means.
+// The value of an unset `rebuild_buckets`.
 inline bool rebuilds_by_default(const ReducerOptions& options,
                                 bool has_given_plan) {
   return !has_given_plan &&

@@ -57,10 +57,10 @@ class UsedParameters final : public Collective {
                                    std::span<const size_t> members) const;
 
   // Likewise: those that got none on any replica of any rank. Waits for the sum
-  // if there are unused ones here. Errors: what the collective throws.
+  // if there are unused ones here. Errors: those of the collective.
   std::vector<size_t> globally_unused_slots(std::span<const size_t> members);
 
-  // Waits for the sum. Errors: what the collective throws.
+  // Waits for the sum. Errors: those of the collective.
   bool is_any_used_anywhere(std::span<const size_t> members);
 
   // The number of replicas of all ranks that had marked each parameter at the

@@ -50,7 +50,7 @@ auto visit_pair(at::ScalarType gradient, at::ScalarType wire, Visitor visit) {
   }
 }
 
-// What products of gradients of type T are taken in.
+// Products of gradients of type T are taken in this type.
 template <typename T>
 using Product = std::conditional_t<std::is_same_v<T, double>, double, float>;
 
@@ -115,11 +115,11 @@ PackLoops loops_by(at::ScalarType gradient, at::ScalarType wire) {
 #ifdef __x86_64__
 
 // Only functions so marked use these instructions, so the library runs on
-// any x86-64 processor; native_pack_loops() asks which one it is. What they
-// call is compiled into them. target_clones would compile one text for both,
-// but intrinsics have no version for other processors: of 65,536 elements it
-// takes 9 to 25 times as long with float16, 2.1 to 2.4 times with bfloat16, and
-// 0.93 times from float32 to float32.
+// any x86-64 processor; native_pack_loops() asks which one it is. Their
+// callees are compiled into them. target_clones would compile one text for
+// both, but intrinsics have no version for other processors: of 65,536 elements
+// it takes 9 to 25 times as long with float16, 2.1 to 2.4 times with bfloat16,
+// and 0.93 times from float32 to float32.
 #define BRIGADE_AVX2 __attribute__((target("avx2,f16c"), flatten))
 
 using at::Half;

@@ -298,7 +298,7 @@ at::DataPtr copy_to_device(std::span<const void* const> addresses,
   return device;
 }
 
-// What a launch needs besides the dtypes.
+// Arguments of a launch besides the dtypes.
 struct Launch {
   std::span<const void* const> gradients;
   Tables tables;
@@ -489,7 +489,7 @@ class CudaPacker final : public Packer {
   const at::ScalarType dtype_;  // real
   const int64_t element_bytes_;
   const std::vector<int64_t> offsets_bytes_;  // by slot
-  at::Tensor tables_memory_;                  // what tables_ points into
+  at::Tensor tables_memory_;                  // of tables_
   Tables tables_ = {};
 };
 
