@@ -18,19 +18,12 @@
 namespace brigade {
 namespace {
 
+using testing::completed;
 using testing::run_ranks;
 using testing::step;
 using testing::ToyModel;
 
 using Group = c10::intrusive_ptr<c10d::ProcessGroup>;
-using FuturePtr = c10::intrusive_ptr<c10::ivalue::Future>;
-
-FuturePtr completed(const at::Tensor& tensor) {
-  auto future =
-      c10::make_intrusive<c10::ivalue::Future>(c10::TensorType::get());
-  future->markCompleted(tensor);
-  return future;
-}
 
 TEST(CommHookContractTest, GetsRawGradientsWithTheirPlaces) {
   run_ranks(2, [](const Group& group) {
@@ -212,10 +205,7 @@ TEST(CommHookContractTest, AFutureOfNoneDeliversNothing) {
          for (const at::Tensor& parameter : bucket.getParameters()) {
            parameter.mutable_grad().reset();
          }
-         auto future =
-             c10::make_intrusive<c10::ivalue::Future>(c10::NoneType::get());
-         future->markCompleted(c10::IValue());
-         return future;
+         return completed(c10::IValue());
        })});
   for (int s = 0; s < 2; ++s) {
     step(reducer, model.loss(0, s));
@@ -256,8 +246,7 @@ TEST(CommHookContractTest, TheHookMayBeReplacedBetweenIterations) {
     const int rank = group->getRank();
     step(reducer, model.loss(rank, 0));
     reducer.set_comm_hook(make_comm_hook([group](c10d::GradBucket& bucket) {
-      std::vector<at::Tensor> tensors = {bucket.getBuffer()};
-      return group->allreduce(tensors)->getFuture();
+      return testing::all_reduced(group, bucket);
     }));
     step(reducer, model.loss(rank, 1));  // on top of the averages of step 0
     EXPECT_TRUE(

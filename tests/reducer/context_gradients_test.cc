@@ -52,8 +52,7 @@ std::shared_ptr<c10d::CommHookInterface> doubling(
     const c10::intrusive_ptr<c10d::ProcessGroup>& group) {
   return make_comm_hook([group](c10d::GradBucket& bucket) {
     bucket.getBufferRef().mul_(2);
-    std::vector<at::Tensor> tensors = {bucket.getBuffer()};
-    return group->allreduce(tensors)->getFuture();
+    return testing::all_reduced(group, bucket);
   });
 }
 

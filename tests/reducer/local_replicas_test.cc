@@ -187,8 +187,7 @@ TEST_P(LocalReplicasTest, AUsersHookGetsTheAverageOverTheReplicas) {
     summing.comm_hook =
         make_comm_hook([group, ranks](c10d::GradBucket& bucket) {
           bucket.getBufferRef().div_(ranks);
-          std::vector<at::Tensor> tensors = {bucket.getBuffer()};
-          return group->allreduce(tensors)->getFuture();
+          return testing::all_reduced(group, bucket);
         });
     Copies copies(group, summing);
     for (int s = 0; s < 2; ++s) {

@@ -257,8 +257,7 @@ TEST_F(PhaseTest, AnEndThatLaunchesIsFollowedByAnotherOne) {
                 .comm_hook = make_comm_hook([&](c10d::GradBucket& bucket) {
                   torch::autograd::Engine::get_default_engine().queue_callback(
                       [&] { was_over = num_reduced() > 0; });
-                  std::vector<at::Tensor> tensors = {bucket.getBuffer()};
-                  return recording_->group()->allreduce(tensors)->getFuture();
+                  return testing::all_reduced(recording_->group(), bucket);
                 })});
   step(reducer(), model_.loss(0));
   EXPECT_FALSE(was_over);
@@ -367,8 +366,7 @@ TEST_F(PhaseTest, AShadowThatFailsTellsThePeers) {
                   if (bucket.getIndex() == 1 && std::exchange(fails, false)) {
                     throw UserError("no disk");
                   }
-                  std::vector<at::Tensor> tensors = {bucket.getBuffer()};
-                  return recording_->group()->allreduce(tensors)->getFuture();
+                  return testing::all_reduced(recording_->group(), bucket);
                 })});
   EXPECT_THAT(text_of<c10::Error>([&] { reducer().shadow_iteration(); }),
               HasSubstr("no disk"));

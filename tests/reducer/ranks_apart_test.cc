@@ -39,8 +39,7 @@ using Group = c10::intrusive_ptr<c10d::ProcessGroup>;
 std::shared_ptr<c10d::CommHookInterface> summing_hook(const Group& group) {
   return make_comm_hook([group](c10d::GradBucket& bucket) {
     bucket.getBufferRef().div_(group->getSize());
-    std::vector<at::Tensor> tensors = {bucket.getBuffer()};
-    return group->allreduce(tensors)->getFuture();
+    return testing::all_reduced(group, bucket);
   });
 }
 
@@ -137,8 +136,7 @@ TEST(RanksApartTest, AHookThatThrowsOnOneRankIsQuotedOnTheOthers) {
             throw UserError("no disk");
           }
           bucket.getBufferRef().div_(3);
-          std::vector<at::Tensor> tensors = {bucket.getBuffer()};
-          return group->allreduce(tensors)->getFuture();
+          return testing::all_reduced(group, bucket);
         });
         Reducer reducer(model.parameters, group,
                         {.bucket_plan = kOneEach, .comm_hook = hook});
@@ -208,8 +206,7 @@ TEST(RanksApartTest, AHookThatWaitsForACollectiveInsideEndsTheGroup) {
           std::vector<at::Tensor> count = {ones};
           group->allreduce(count)->wait();
           bucket.getBufferRef().div_(ones);
-          std::vector<at::Tensor> tensors = {bucket.getBuffer()};
-          return group->allreduce(tensors)->getFuture();
+          return testing::all_reduced(group, bucket);
         });
         Reducer reducer(model.parameters, group,
                         {.bucket_plan = kOneEach, .comm_hook = hook});

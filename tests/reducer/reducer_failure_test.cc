@@ -26,6 +26,7 @@ namespace brigade {
 namespace {
 
 using ::testing::AllOf;
+using testing::completed;
 using testing::expect_trains;
 using ::testing::HasSubstr;
 using testing::run_ranks;
@@ -51,8 +52,7 @@ class BadHookTest : public ::testing::Test {
   // Misbehaves when it first gets bucket 1.
   static std::shared_ptr<c10d::CommHookInterface> hook(
       Group group,
-      std::function<c10::intrusive_ptr<c10::ivalue::Future>(c10d::GradBucket&)>
-          misbehave) {
+      std::function<testing::FuturePtr(c10d::GradBucket&)> misbehave) {
     return make_comm_hook(
         [=, is_broken = true](c10d::GradBucket& bucket) mutable {
           if (bucket.getIndex() == 1 && std::exchange(is_broken, false)) {
@@ -64,16 +64,9 @@ class BadHookTest : public ::testing::Test {
         });
   }
 
-  static c10::intrusive_ptr<c10::ivalue::Future> future_of(c10::IValue value) {
-    auto future = c10::make_intrusive<c10::ivalue::Future>(value.type());
-    future->markCompleted(std::move(value));
-    return future;
-  }
-
   template <typename Error>
   void expect_error(
-      std::function<c10::intrusive_ptr<c10::ivalue::Future>(c10d::GradBucket&)>
-          misbehave,
+      std::function<testing::FuturePtr(c10d::GradBucket&)> misbehave,
       const std::string& text) {
     run_ranks(2, [&](const Group& group) {
       const ToyModel model({{2}, {3}, {4}});
@@ -95,40 +88,37 @@ class BadHookTest : public ::testing::Test {
 
 TEST_F(BadHookTest, ThatThrows) {
   expect_error<c10::Error>(
-      [](auto&) -> c10::intrusive_ptr<c10::ivalue::Future> {
-        throw UserError("out of patience");
-      },
+      [](auto&) -> testing::FuturePtr { throw UserError("out of patience"); },
       "the comm hook threw: out of patience");
 }
 
 TEST_F(BadHookTest, ThatThrowsAValueErrorKeepsItsType) {
   expect_error<c10::ValueError>(
-      [](auto&) -> c10::intrusive_ptr<c10::ivalue::Future> {
+      [](auto&) -> testing::FuturePtr {
         TORCH_CHECK_VALUE(false, "a bad value");
       },
       "a bad value");
 }
 
 TEST_F(BadHookTest, ThatReturnsNoFuture) {
-  expect_error<c10::Error>(
-      [](auto&) { return c10::intrusive_ptr<c10::ivalue::Future>(); },
-      "must return a future, it returned none");
+  expect_error<c10::Error>([](auto&) { return testing::FuturePtr(); },
+                           "must return a future, it returned none");
 }
 
 TEST_F(BadHookTest, WhoseFutureHoldsNoTensor) {
   expect_error<c10::TypeError>(
-      [](auto&) { return future_of(c10::IValue(int64_t{3})); },
+      [](auto&) { return completed(c10::IValue(int64_t{3})); },
       "must hold a tensor, got Int");
 }
 
 TEST_F(BadHookTest, WhoseFutureHoldsATensorOfAnotherSize) {
-  expect_error<c10::Error>([](auto&) { return future_of(at::zeros({2})); },
+  expect_error<c10::Error>([](auto&) { return completed(at::zeros({2})); },
                            "must return a dense tensor of 3 elements");
 }
 
 TEST_F(BadHookTest, WhoseFutureHoldsIntegers) {
   expect_error<c10::TypeError>(
-      [](auto&) { return future_of(at::zeros({3}, at::kLong)); },
+      [](auto&) { return completed(at::zeros({3}, at::kLong)); },
       "must return floating-point numbers");
 }
 
@@ -432,8 +422,7 @@ TEST(PeerFailureTest, NamesTheUsedMap) {
     if (has_users_hook) {
       options.comm_hook =
           make_comm_hook([group = recording.group()](c10d::GradBucket& bucket) {
-            std::vector<at::Tensor> tensors = {bucket.getBufferRef()};
-            return group->allreduce(tensors)->getFuture();
+            return testing::all_reduced(group, bucket);
           });
     }
     Reducer reducer(model.parameters, recording.group(), options);

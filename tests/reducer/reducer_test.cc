@@ -401,15 +401,10 @@ TEST(ReducerTest, CountsIterationsByBackwardsAndNotByForwards) {
 // work.
 TEST(ReducerTest, DeliversAfterCallbacksThatHooksHaveQueued) {
   const ToyModel model({{3}, {4}});
-  auto future =
-      c10::make_intrusive<c10::ivalue::Future>(c10::TensorType::get());
   auto hook = make_comm_hook([&](c10d::GradBucket& bucket) {
     torch::autograd::Engine::get_default_engine().queue_callback(
         [buffer = bucket.getBuffer()] { at::Tensor(buffer).mul_(2); });
-    auto done =
-        c10::make_intrusive<c10::ivalue::Future>(c10::TensorType::get());
-    done->markCompleted(bucket.getBuffer());
-    return done;
+    return testing::completed(bucket.getBuffer());
   });
   Reducer reducer(model.parameters, single_process_group(),
                   {.gradient_as_bucket_view = false, .comm_hook = hook});

@@ -248,8 +248,7 @@ TEST(TimelineTest, AnIterationThatIsAbortedLeavesTheLastOne) {
   Reducer reducer(model.parameters, group,
                   {.comm_hook = make_comm_hook([&](c10d::GradBucket& bucket) {
                      TORCH_CHECK(!fails, "the hook is out of order");
-                     std::vector<at::Tensor> tensors = {bucket.getBuffer()};
-                     return group->allreduce(tensors)->getFuture();
+                     return testing::all_reduced(group, bucket);
                    })});
   train(reducer, model, /*rank=*/0);
   EXPECT_FALSE(reducer.last_error().has_value());

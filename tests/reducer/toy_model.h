@@ -84,6 +84,21 @@ class ToyModel {
   std::vector<std::string> names;
 };
 
+using FuturePtr = c10::intrusive_ptr<c10::ivalue::Future>;
+
+// For comm hooks: a complete future, and the group's sum of a bucket.
+inline FuturePtr completed(c10::IValue value) {
+  auto future = c10::make_intrusive<c10::ivalue::Future>(value.type());
+  future->markCompleted(std::move(value));
+  return future;
+}
+inline FuturePtr all_reduced(
+    const c10::intrusive_ptr<c10d::ProcessGroup>& group,
+    c10d::GradBucket& bucket) {
+  std::vector<at::Tensor> tensors = {bucket.getBuffer()};
+  return group->allreduce(tensors)->getFuture();
+}
+
 // One iteration, whose backward goes through `loss`.
 inline void step(Reducer& reducer, const at::Tensor& loss) {
   reducer.prepare_for_backward(loss);
