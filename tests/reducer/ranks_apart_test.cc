@@ -473,8 +473,7 @@ TEST(RanksApartTest, ACollectiveInBackwardEndsTheGroupOnAllRanksIfOneFails) {
     int throws_at;
   };
   for (const auto& [has_users_hook, iteration, throws_at] :
-       {Case{false, 3, 2}, Case{true, 1, 2}, Case{false, 1, 0},
-        Case{true, 3, 0}}) {
+       {Case{false, 3, 2}, Case{true, 1, 0}}) {
     SCOPED_TRACE("iteration " + std::to_string(iteration) + ", throws at " +
                  std::to_string(throws_at));
     run_ranks(
