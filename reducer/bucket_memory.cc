@@ -59,6 +59,13 @@ void BucketMemory::replace() {
 // back to it. Others use them as well: where gradients are accumulated, and
 // where backward was called.
 void BucketMemory::use_here() {
+  for (at::Tensor* const buffer : {&flat_, &wire_}) {
+    const bool as_made = buffer->numel() == numel() &&
+                         buffer->storage_offset() == 0 &&
+                         buffer->is_contiguous();
+    // Makes the storage larger if it must.
+    if (!as_made) buffer->set_(buffer->storage(), 0, {numel()}, {1});
+  }
   base_ = static_cast<const char*>(flat_.const_data_ptr());
   if (flat_.device().is_cpu()) return;
   const c10::Stream here = current_stream(flat_.device());

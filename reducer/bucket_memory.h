@@ -48,8 +48,8 @@ class BucketMemory {
   // anything. REQUIRES: flat_travels(), on the CPU.
   void replace();
 
-  // The current stream is about to use the buffers, to which a comm hook may
-  // have given other memory.
+  // The current stream is about to use the buffers, which a comm hook may have
+  // kept and resized.
   void use_here();
 
   // They have travelled, after the zero fill, so that no stream needs to wait
