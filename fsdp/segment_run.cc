@@ -301,22 +301,25 @@ ShardedUnit::FuturePtr SegmentRun::launch_sum(const ShardedUnit& unit,
                                               const at::Tensor& sum) {
   ShardTransport& transport = *unit.transport;
   const bool over_replicas = unit.sums_over_replicas();
-  ReductionHook::Reduction reduction = {
-      .whole = whole,
-      .shard = sum,
-      .sum = {.scale = over_replicas ? 1.0 / unit.divisor() : 1.0,
-              .over_replicas = over_replicas,
-              .of_row = over_replicas ? flat.take_row_sum() : at::Tensor()}};
-  if (!unit.comm_hook) {
-    return transport.reduce_scatter(whole, sum, reduction.sum);
-  }
+  ShardTransport::Sum of = {
+      .scale = over_replicas ? 1.0 / unit.divisor() : 1.0,
+      .over_replicas = over_replicas,
+      .of_row = over_replicas ? flat.take_row_sum() : at::Tensor()};
+  if (!unit.comm_hook) return transport.reduce_scatter(whole, sum, of);
   if (!transport.scales()) {
-    const double scale = std::exchange(reduction.sum.scale, 1);
-    at::Tensor& of_row = reduction.sum.of_row;
+    const double scale = std::exchange(of.scale, 1);
     if (scale != 1) whole.mul_(scale);
-    if (scale != 1 && of_row.defined()) of_row = of_row * scale;
+    if (scale != 1 && of.of_row.defined()) of.of_row = of.of_row * scale;
   }
-  auto future = unit.comm_hook->reduce(transport, reduction);
+  auto future = unit.comm_hook->reduce(
+      {.unit = unit.name,
+       .index = flat.context().unit,
+       .whole = whole,
+       .shard = sum,
+       .rank = transport.shard_rank(),
+       .sum = [&](const at::Tensor& sent, const at::Tensor& shard) {
+         return transport.reduce_scatter(sent, shard, of);
+       }});
   TORCH_CHECK(future, "fully_shard: the comm hook '",
               unit.comm_hook->hook_name(), "' of unit '", unit.name,
               "' returned no future.\nReturn that of its collective.");

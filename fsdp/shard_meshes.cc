@@ -109,19 +109,12 @@ absl::Status check_peers(const MeshRequest& unit, int rank,
 std::unique_ptr<ShardTransport> make_transport(
     const Group& group, int num_shards, const ShardingStreams& streams,
     const std::vector<int>& neighbours, bool in_order) {
-  if (!streams.device().is_cpu()) {
-    return make_device_transport(group, num_shards, streams, neighbours,
-                                 in_order);
+  if (streams.device().is_cpu() &&
+      (group->getSize() == 1 || has_peers(*group))) {
+    return make_ordered_transport(group, num_shards, neighbours);
   }
-  if (group->getSize() > 1 && !has_peers(*group)) {
-    TORCH_CHECK_NOT_IMPLEMENTED(
-        num_shards == group->getSize(), "fully_shard: expected all ",
-        group->getSize(),
-        " ranks of a group without peers to be one row, found rows of ",
-        num_shards, ".\nShard over all of them there.");
-    return make_group_transport(group, neighbours);
-  }
-  return make_ordered_transport(group, num_shards, neighbours);
+  return make_device_transport(group, num_shards, streams, neighbours,
+                               in_order);
 }
 
 // The ranks of a row, which hold all pieces of a tensor.

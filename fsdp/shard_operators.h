@@ -10,8 +10,9 @@
 //              0-dimensional. Results are sharded as their arguments.
 //   draw       in-place random fills: the whole is drawn and the piece kept, so
 //              that equal seeds give the bits of one process.
-//   reduce     norms, sums and extremes over all elements: one all-reduce for
-//              all tensors of a call. Collective.
+//   reduce     norms, sums and extremes over all elements. Collective: norms
+//              and GradScaler's check take one all-reduce for all tensors of a
+//              call, the others gather the wholes. Results are plain.
 //   handle     detach and alias: on the tensor itself.
 //   decompose  composite operators: by the operators that they consist of.
 //   refused    NotImplementedError that names the operator and the parameter.

@@ -154,34 +154,6 @@ class CpuTransport final : public ShardTransport {
   std::map<int, OrderedCollectives> near_;
 };
 
-class GroupTransport final : public ShardTransport {
- public:
-  GroupTransport(const Group& group, const std::vector<int>& neighbours)
-      : ShardTransport(group, group->getSize(), ShardingStreams(at::kCPU),
-                       neighbours),
-        group_(group) {}
-
-  FuturePtr all_reduce(const at::Tensor& tensor) override {
-    std::vector<at::Tensor> tensors = {tensor};
-    return group_->allreduce(tensors)->getFuture();
-  }
-  bool scales() const override { return false; }
-
- private:
-  FuturePtr gather_row(const at::Tensor& whole) override {
-    const int64_t numel = whole.numel() / num_shards();
-    return gather_into(*group_, whole,
-                       whole.narrow(0, shard_rank() * numel, numel))
-        ->getFuture();
-  }
-  FuturePtr sum(const at::Tensor& whole, const at::Tensor& shard,
-                const Sum& /*sum*/) override {
-    return reduce_into(*group_, shard, whole)->getFuture();
-  }
-
-  const Group group_;
-};
-
 }  // namespace
 
 std::unique_ptr<ShardTransport> make_ordered_transport(
@@ -192,11 +164,6 @@ std::unique_ptr<ShardTransport> make_ordered_transport(
                     group->getSize(), ", found ", num_shards,
                     ".\nGive the ranks of a host, or all.");
   return std::make_unique<CpuTransport>(group, num_shards, neighbours);
-}
-
-std::unique_ptr<ShardTransport> make_group_transport(
-    const Group& group, const std::vector<int>& neighbours) {
-  return std::make_unique<GroupTransport>(group, neighbours);
 }
 
 }  // namespace brigade

@@ -122,19 +122,14 @@ std::unique_ptr<ShardTransport> make_ordered_transport(
     const c10::intrusive_ptr<c10d::ProcessGroup>& group, int num_shards,
     const std::vector<int>& neighbours = {});
 
-// By the group's own collectives, full sharding only: for a recording group on
-// the CPU.
-std::unique_ptr<ShardTransport> make_group_transport(
-    const c10::intrusive_ptr<c10d::ProcessGroup>& group,
-    const std::vector<int>& neighbours = {});
-
 // By the collectives of a device's backend, on subgroups of its own for each
 // kind, so that each kind has its own stream there. Sums are the backend's, in
 // its order, and not scaled; or, `in_order`, of the ranks' order as on the CPU:
 // a row's ranks exchange slices, each adds up what it gets, and so over the
 // column, which takes memory of `whole` once more. Over Gloo, as where ranks
 // share a device, a row's sum is an all-reduce. `streams`: of a device that the
-// group's backend serves. Errors: as make_subgroup().
+// group's backend serves. Also for recording groups, on the CPU too. Errors: as
+// make_subgroup().
 std::unique_ptr<ShardTransport> make_device_transport(
     const c10::intrusive_ptr<c10d::ProcessGroup>& group, int num_shards,
     const ShardingStreams& streams, const std::vector<int>& neighbours = {},
