@@ -73,10 +73,10 @@ FlatShard::FlatShard(std::vector<UnitParameter> parameters, Context context)
     : parameters_(std::move(parameters)),
       context_(std::move(context)),
       layout_(layout_of(parameters_, context_.num_ranks)),
-      shard_uses_(std::in_place, parameters_.front().tensor.device()),
+      shard_uses_(parameters_.front().tensor.device()),
       is_written_(parameters_.size(), 0),
       is_lent_(parameters_.size(), 0),
-      writers_(std::in_place, parameters_.front().tensor.device()) {
+      writers_(parameters_.front().tensor.device()) {
   const at::NoGradGuard no_grad;
   shard_ = at::zeros({layout_.shard_numel()},
                      parameters_.front().tensor.detach().options());
@@ -93,7 +93,7 @@ FlatShard::FlatShard(std::vector<UnitParameter> parameters, Context context)
 
 FlatShard::~FlatShard() {
   if (is_bound_) unbind();
-  shard_uses_->record_on(shard_);
+  shard_uses_.record_on(shard_);
   for (const UnitParameter& parameter : parameters_) {
     Shard* const shard = shard_of(parameter.tensor);
     if (shard != nullptr && shard->owner == context_.owner) {
@@ -217,10 +217,10 @@ bool FlatShard::adopt_pieces() {
     if (context_.reduce_dtype == shard_.scalar_type()) {
       context_.reduce_dtype = first.scalar_type();
     }
-    shard_uses_->record_on(shard_);
+    shard_uses_.record_on(shard_);
     shard_ = at::zeros({layout_.shard_numel()}, first.options());
-    shard_uses_.emplace(shard_.device());
-    writers_.emplace(shard_.device());
+    shard_uses_ = StreamUses(shard_.device());
+    writers_ = StreamUses(shard_.device());
     given_ = {};
   }
   for (size_t i = 0; i < parameters_.size(); ++i) {
@@ -319,11 +319,11 @@ void FlatShard::set_gradients(at::Tensor bytes, StreamPoint last_use) {
   std::ranges::fill(is_written_, 0);
   std::ranges::fill(is_lent_, 0);
   last_use_ = std::move(last_use);
-  writers_->forget();
+  writers_.forget();
 }
 
 void FlatShard::begin_write() {
-  if (writers_->note()) last_use_.wait();
+  if (writers_.note()) last_use_.wait();
 }
 
 void FlatShard::accumulate(size_t parameter, const at::Tensor& gradient) {
@@ -333,7 +333,7 @@ void FlatShard::accumulate(size_t parameter, const at::Tensor& gradient) {
                            gradient.const_data_ptr() == slot.const_data_ptr() &&
                            gradient.strides() == slot.strides();
   begin_write();
-  if (is_written_[parameter] != 0 || is_lent_[parameter] != 0) writers_->join();
+  if (is_written_[parameter] != 0 || is_lent_[parameter] != 0) writers_.join();
   is_lent_[parameter] = 0;
   if (is_written_[parameter] != 0) {
     TORCH_INTERNAL_ASSERT(!is_in_place);
@@ -353,7 +353,7 @@ at::Tensor FlatShard::gradient_slot(size_t parameter) {
 
 at::Tensor FlatShard::take_gradients() {
   const at::NoGradGuard no_grad;
-  writers_->join();
+  writers_.join();
   int64_t end = 0;  // of what is written or zero
   const auto zero_to = [&](int64_t begin) {
     if (begin <= end) return;
@@ -372,7 +372,7 @@ at::Tensor FlatShard::take_gradients() {
 void FlatShard::drop_gradients() {
   if (!gradients_.defined()) return;
   begin_write();
-  writers_->join();
+  writers_.join();
   gradients_.reset();
 }
 
@@ -441,13 +441,8 @@ void FlatShard::deliver(const std::vector<char>& used, double scale) {
   } else {
     given_ = {.sum = sum};
     for (size_t i = 0; i < parameters_.size(); ++i) {
-      const at::Tensor& parameter = parameters_[i].tensor;
-      Shard piece = make_piece(i);
-      piece.local = piece_of(sum, i);
-      piece.owner = nullptr;
-      piece.name.clear();
-      given_.gradients.push_back(make_sharded(
-          std::move(piece), parameter.sizes(), parameter.strides()));
+      given_.gradients.push_back(
+          make_sharded_like(parameters_[i].tensor, piece_of(sum, i)));
     }
   }
   for (size_t i = 0; i < parameters_.size(); ++i) {

@@ -16,7 +16,6 @@
 #include <cstddef>
 #include <cstdint>
 #include <memory>
-#include <optional>
 #include <string>
 #include <vector>
 
@@ -89,7 +88,7 @@ class FlatShard {
   void write_own_slice(const at::Tensor& whole);
   // The current stream uses the shard, or may: the allocator is told of it
   // before its memory is dropped.
-  void note_use() { shard_uses_->note(); }
+  void note_use() { shard_uses_.note(); }
   // Parameters read `whole` until unbind().
   void bind(const at::Tensor& whole);
   void unbind();
@@ -111,7 +110,7 @@ class FlatShard {
   // there is one already, or the slot is given.
   at::Tensor gradient_slot(size_t parameter);
   // The current stream has written some of it.
-  bool is_written_here() const { return writers_->has_current(); }
+  bool is_written_here() const { return writers_.has_current(); }
   // [W * S], zeros where there is no gradient. The current stream is behind
   // those that have written them.
   at::Tensor take_gradients();
@@ -149,16 +148,16 @@ class FlatShard {
   Context context_;
   const ShardLayout layout_;
   at::Tensor shard_;
-  std::optional<StreamUses> shard_uses_;  // never empty
+  StreamUses shard_uses_;
   bool is_bound_ = false;
   bool shows_compute_dtype_ = false;
   at::Tensor whole_;  // while bound
 
   at::Tensor gradients_;
-  std::vector<char> is_written_;       // by parameter
-  std::vector<char> is_lent_;          // by gradient_slot()
-  StreamPoint last_use_;               // of gradients_' memory before
-  std::optional<StreamUses> writers_;  // never empty
+  std::vector<char> is_written_;  // by parameter
+  std::vector<char> is_lent_;     // by gradient_slot()
+  StreamPoint last_use_;          // of gradients_' memory before
+  StreamUses writers_;            // of gradients_
   at::Tensor sum_;
   at::Tensor row_sum_;
   StreamPoint row_sum_made_;

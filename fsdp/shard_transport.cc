@@ -158,11 +158,6 @@ class CpuTransport final : public ShardTransport {
 
 std::unique_ptr<ShardTransport> make_ordered_transport(
     const Group& group, int num_shards, const std::vector<int>& neighbours) {
-  TORCH_CHECK_VALUE(num_shards > 0 && group->getSize() % num_shards == 0,
-                    "expected a number of shards that divides the number of "
-                    "ranks, ",
-                    group->getSize(), ", found ", num_shards,
-                    ".\nGive the ranks of a host, or all.");
   return std::make_unique<CpuTransport>(group, num_shards, neighbours);
 }
 

@@ -112,12 +112,10 @@ class ShardTransport {
   Sent sent_;
 };
 
-// Sums in the order of the ranks (comm/ordered/ordered_collectives.h), on
-// connections of its own: on CPUs. Collective over the group. `num_shards`
-// divides the number of ranks: rank r is in row r / F. `neighbours`: numbers of
-// ranks that gather among themselves, which divide F.
-//
-// Errors: ValueError if `num_shards` does not divide; as OrderedCollectives'.
+// Sums in the order of the ranks (comm/ordered/ordered_collectives.h), on CPUs.
+// Collective over the group. Rank r is in row r / F. `neighbours`: numbers of
+// ranks that gather among themselves, which divide F. REQUIRES: `num_shards`
+// divides the number of ranks. Errors: as OrderedCollectives'.
 std::unique_ptr<ShardTransport> make_ordered_transport(
     const c10::intrusive_ptr<c10d::ProcessGroup>& group, int num_shards,
     const std::vector<int>& neighbours = {});

@@ -65,7 +65,7 @@ class StreamUses {
   void record_on(const at::Tensor& memory) const;
 
  private:
-  const c10::Device device_;
+  c10::Device device_;
   std::vector<c10::Stream> streams_;  // distinct
 };
 

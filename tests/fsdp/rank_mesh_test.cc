@@ -3,16 +3,13 @@
 
 #include <ATen/CPUGeneratorImpl.h>
 #include <torch/torch.h>
-#include <unistd.h>
 
 #include <algorithm>
 #include <cstddef>
-#include <filesystem>
 #include <string>
 #include <utility>
 #include <vector>
 
-#include "absl/strings/str_cat.h"
 #include "brigade/comm/subgroup.h"
 #include "brigade/ddp/distributed_data_parallel.h"
 #include "brigade/fsdp/fully_shard.h"
@@ -154,33 +151,6 @@ TEST(RankMeshTest, SoHasReproducibleDataParallelTraining) {
       expect_equal(net->parameters(), expected);
     });
   }
-}
-
-TEST(RankMeshTest, ACheckpointIsLoadedOnAnother) {
-  const std::string folder = (std::filesystem::path(::testing::TempDir()) /
-                              absl::StrCat("brigade_rank_mesh_", getpid()))
-                                 .string();
-  for (const Rows& rows : kMeshes) {
-    const Tensors expected = in_one_process(rows);
-    run_ranks(kNumRanks, [&](const Group& group) {
-      const RankMesh mesh(group, rows);
-      torch::nn::Sequential net = make_net();
-      const auto saved = fully_shard(*net, mesh);
-      train(
-          [&](const at::Tensor& x) {
-            return saved->forward([&] { return net->forward(x); });
-          },
-          net->parameters(), group->getRank());
-      save_checkpoint(folder, checkpoint_model(*saved));
-      const RankMesh other(group, {{1, 3}, {2, 0}});
-      torch::nn::Sequential copy = make_net();
-      const auto loaded = fully_shard(*copy, other);
-      load_checkpoint(folder, checkpoint_model(*loaded));
-      const auto unsharded = loaded->unsharded();
-      expect_equal(copy->parameters(), expected);
-    });
-  }
-  std::filesystem::remove_all(folder);
 }
 
 TEST(RankMeshTest, ErrorsNameRanksOfItsGroup) {

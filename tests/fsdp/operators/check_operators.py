@@ -86,8 +86,12 @@ def is_dense(tensor):
     )
 
 
+def per_rank(whole):
+    return -(-whole.numel() // RANKS)
+
+
 def piece(whole, rank):
-    size = -(-whole.numel() // RANKS)
+    size = per_rank(whole)
     begin = min(whole.numel(), size * rank)
     end = min(whole.numel(), begin + size)
     return flat(whole)[begin:end], begin
@@ -131,7 +135,12 @@ class Check:
                     return tensor.clone()
                 local, offset = piece(tensor, rank)
                 return self.extension.make_sharded(
-                    local.clone(), offset, group, list(tensor.shape), list(tensor.stride())
+                    local.clone(),
+                    offset,
+                    per_rank(tensor),
+                    group,
+                    list(tensor.shape),
+                    list(tensor.stride()),
                 )
 
             args, kwargs = tree_map_only(torch.Tensor, shard, inputs)

@@ -55,13 +55,17 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
       .def("leave", &Ranks::leave);
   pybind11::class_<RankGroup, std::shared_ptr<RankGroup>>(module, "RankGroup")
       .def(pybind11::init<std::shared_ptr<Ranks>, int>());
-  module.def("make_sharded", [](const at::Tensor& local, int64_t offset,
-                                std::shared_ptr<RankGroup> group,
-                                const std::vector<int64_t>& sizes,
-                                const std::vector<int64_t>& strides) {
-    return brigade::make_sharded(
-        {.local = local, .offset = offset, .group = group}, sizes, strides);
-  });
+  module.def(
+      "make_sharded",
+      [](const at::Tensor& local, int64_t offset, int64_t per_rank,
+         std::shared_ptr<RankGroup> group, const std::vector<int64_t>& sizes,
+         const std::vector<int64_t>& strides) {
+        return brigade::make_sharded({.local = local,
+                                      .offset = offset,
+                                      .group = group,
+                                      .flat_per_rank = per_rank},
+                                     sizes, strides);
+      });
   module.def("local",
              [](const at::Tensor& tensor) -> std::optional<at::Tensor> {
                const brigade::Shard* const shard = brigade::shard_of(tensor);
