@@ -586,12 +586,12 @@ void reduce(Call& call, const OperatorFacts& facts) {
   const std::string_view name = base_name(call.op().schema());
   const c10::IValue dims = call.argument("dim");
   call.visit_sharded([&](const at::Tensor& tensor, const Shard& shard, size_t) {
-    group_of(shard).require_all_ranks();
     if (!covers_all_dims(dims, tensor.dim())) {
       call.refuse("over some dimensions of " + name_of(tensor) +
                   ". Call it inside of unsharded() (Python: "
                   "whole_parameters()), or on full_tensor().");
     }
+    group_of(shard).require_all_ranks();
   });
   if (name.starts_with("_amp_foreach_")) return unscale(call, facts);
   double order = 2;
