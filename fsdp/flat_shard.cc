@@ -10,6 +10,7 @@
 
 #include "brigade/comm/errors/peer_error.h"
 #include "brigade/comm/streams/streams.h"
+#include "brigade/fsdp/shard_operators.h"
 
 namespace brigade {
 namespace {
@@ -77,6 +78,7 @@ FlatShard::FlatShard(std::vector<UnitParameter> parameters, Context context)
       is_written_(parameters_.size(), 0),
       is_lent_(parameters_.size(), 0),
       writers_(parameters_.front().tensor.device()) {
+  register_shard_operators();
   const at::NoGradGuard no_grad;
   shard_ = at::zeros({layout_.shard_numel()},
                      parameters_.front().tensor.detach().options());

@@ -2,6 +2,7 @@
 
 #include <ATen/ATen.h>
 #include <ATen/core/LegacyTypeDispatch.h>
+#include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/core/enum_tag.h>
 #include <ATen/core/grad_mode.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>
@@ -26,6 +27,8 @@ namespace brigade {
 namespace {
 
 // ---- Rules.
+
+enum class Rule { kLocal, kDraw, kReduce, kHandle, kDecompose, kRefused };
 
 using Names = std::unordered_set<std::string_view>;
 
@@ -114,39 +117,38 @@ bool is_foreach_of_elementwise(std::string_view name) {
   return false;
 }
 
-OperatorRule find_rule(const c10::OperatorHandle& op) {
+Rule find_rule(const c10::OperatorHandle& op) {
   const c10::FunctionSchema& schema = op.schema();
   if (schema.getNamespace() == "aten") {
     const std::string_view name = base_name(schema);
     const std::string overload = std::string(name) +
                                  (schema.overload_name().empty() ? "" : ".") +
                                  schema.overload_name();
-    if (kHandles.contains(name)) return OperatorRule::kHandle;
-    if (kReductions.contains(overload)) return OperatorRule::kReduce;
+    if (kHandles.contains(name)) return Rule::kHandle;
+    if (kReductions.contains(overload)) return Rule::kReduce;
     if (kCopies.contains(name) || is_elementwise(op)) {
-      return OperatorRule::kLocal;
+      return Rule::kLocal;
     }
     if (kDraws.contains(name) || overload == "bernoulli_.float") {
-      return OperatorRule::kDraw;
+      return Rule::kDraw;
     }
     if (name.starts_with("_foreach_")) {
-      return is_foreach_of_elementwise(name) ? OperatorRule::kLocal
-                                             : OperatorRule::kRefused;
+      return is_foreach_of_elementwise(name) ? Rule::kLocal : Rule::kRefused;
     }
     // Optimizers: their first argument is the list of parameters, written.
     const auto& arguments = schema.arguments();
     if (name.starts_with("_fused_") && !arguments.empty() &&
         is_list(arguments[0]) && writes(arguments[0])) {
-      return OperatorRule::kLocal;
+      return Rule::kLocal;
     }
   }
   return op.hasKernelForDispatchKey(c10::DispatchKey::CompositeImplicitAutograd)
-             ? OperatorRule::kDecompose
-             : OperatorRule::kRefused;
+             ? Rule::kDecompose
+             : Rule::kRefused;
 }
 
 struct OperatorFacts {
-  OperatorRule rule;
+  Rule rule;
   bool is_recorded;          // by autograd, in grad mode
   std::vector<char> writes;  // by argument
   std::optional<size_t> memory_format;
@@ -675,19 +677,19 @@ void on_sharded(const c10::OperatorHandle& op, c10::DispatchKeySet keys,
     return call.run_without_key();
   }
   const OperatorFacts& facts = facts_of(op);
-  if (facts.rule == OperatorRule::kHandle) return call.run_without_key();
-  if (facts.rule == OperatorRule::kDecompose) {
+  if (facts.rule == Rule::kHandle) return call.run_without_key();
+  if (facts.rule == Rule::kDecompose) {
     return op.redispatchBoxed(
         keys &
             c10::DispatchKeySet(c10::DispatchKeySet::FULL_AFTER, kShardedKey),
         stack);
   }
-  if (facts.rule == OperatorRule::kRefused && !call.are_whole()) {
+  if (facts.rule == Rule::kRefused && !call.are_whole()) {
     refuse_piece(call);
   }
   check_grad_mode(call, facts);
   switch (facts.rule) {
-    case OperatorRule::kLocal: {
+    case Rule::kLocal: {
       LocalCall local(call, facts);
       try {
         local.check();
@@ -697,9 +699,9 @@ void on_sharded(const c10::OperatorHandle& op, c10::DispatchKeySet keys,
       }
       return local.run();
     }
-    case OperatorRule::kDraw:
+    case Rule::kDraw:
       return draw(call);
-    case OperatorRule::kReduce:
+    case Rule::kReduce:
       // torch's own sums, for the same bits as without sharding.
       return call.are_whole() ? run_on_wholes(call) : reduce(call, facts);
     default:
@@ -707,14 +709,16 @@ void on_sharded(const c10::OperatorHandle& op, c10::DispatchKeySet keys,
   }
 }
 
-TORCH_LIBRARY_IMPL(_, TESTING_ONLY_GenericWrapper, library) {
-  library.fallback(torch::CppFunction::makeFromBoxedFunction<&on_sharded>());
-}
-
 }  // namespace
 
-OperatorRule operator_rule(const c10::OperatorHandle& op) {
-  return facts_of(op).rule;
+void register_shard_operators() {
+  static const auto* const library = [] {
+    auto* made = new torch::Library(torch::Library::IMPL, "_", kShardedKey,
+                                    __FILE__, static_cast<uint32_t>(__LINE__));
+    made->fallback(torch::CppFunction::makeFromBoxedFunction<&on_sharded>());
+    return made;  // for ever: tensors may be used until the process ends
+  }();
+  static_cast<void>(library);
 }
 
 }  // namespace brigade

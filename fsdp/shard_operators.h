@@ -1,9 +1,9 @@
-// Rules of operators on sharded tensors outside of a forward and backward.
+// Operators on sharded tensors: a boxed fallback on kShardedKey, which sees
+// every operator with a sharded argument.
 //
-// A boxed fallback on kShardedKey sees every operator with a sharded argument.
 // In a forward or backward of the arguments' root it unshards them and calls
-// on. Otherwise the operator's rule, decided from its schema and tags at first
-// use, says what happens:
+// on. Otherwise the operator's rule decides, found from its schema and tags at
+// first use:
 //
 //   local      elementwise operators, copies, optimizers: on the local pieces.
 //              All sharded arguments hold one piece; plain ones are
@@ -23,22 +23,11 @@
 #ifndef BRIGADE_FSDP_SHARD_OPERATORS_H_
 #define BRIGADE_FSDP_SHARD_OPERATORS_H_
 
-#include <ATen/core/dispatch/Dispatcher.h>
-
-#include <cstdint>
-
 namespace brigade {
 
-enum class OperatorRule : uint8_t {
-  kLocal,
-  kDraw,
-  kReduce,
-  kHandle,
-  kDecompose,
-  kRefused,
-};
-
-OperatorRule operator_rule(const c10::OperatorHandle& op);
+// Registers the fallback, once for the process; before any operator on a
+// sharded tensor. Any thread.
+void register_shard_operators();
 
 }  // namespace brigade
 

@@ -7,7 +7,6 @@
 #include <functional>
 #include <vector>
 
-#include "brigade/comm/errors/error_texts.h"
 #include "brigade/fsdp/shard_operators.h"
 
 namespace brigade {
@@ -16,6 +15,7 @@ namespace sharded_tensor_test {
 constexpr int kRanks = 2;
 
 Shard piece_of(const at::Tensor& whole, int rank) {
+  register_shard_operators();
   const torch::NoGradGuard no_grad;
   const int64_t size = (whole.numel() + kRanks - 1) / kRanks;
   const int64_t begin = std::min(whole.numel(), size * rank);

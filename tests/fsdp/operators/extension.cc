@@ -3,10 +3,8 @@
 #include <torch/extension.h>
 
 #include <barrier>
-#include <map>
 #include <memory>
 #include <mutex>
-#include <string>
 #include <vector>
 
 #include "brigade/fsdp/shard_operators.h"
@@ -50,6 +48,7 @@ class RankGroup : public brigade::ShardGroup {
 }  // namespace
 
 PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
+  brigade::register_shard_operators();
   pybind11::class_<Ranks, std::shared_ptr<Ranks>>(module, "Ranks")
       .def(pybind11::init<int>())
       .def("leave", &Ranks::leave);
@@ -72,16 +71,4 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
                if (shard == nullptr) return std::nullopt;
                return shard->local;
              });
-  module.def("rules", [] {
-    static const char* const names[] = {"local",  "draw",      "reduce",
-                                        "handle", "decompose", "refused"};
-    std::map<std::string, std::string> rules;
-    for (const auto& name : c10::Dispatcher::singleton().getAllOpNames()) {
-      const auto op = c10::Dispatcher::singleton().findSchema(name);
-      if (!op) continue;
-      rules[name.name + "." + name.overload_name] =
-          names[static_cast<int>(brigade::operator_rule(*op))];
-    }
-    return rules;
-  });
 }
