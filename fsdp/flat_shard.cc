@@ -75,8 +75,7 @@ FlatShard::FlatShard(std::vector<UnitParameter> parameters, Context context)
       context_(std::move(context)),
       layout_(layout_of(parameters_, context_.num_ranks)),
       shard_uses_(parameters_.front().tensor.device()),
-      is_written_(parameters_.size(), 0),
-      is_lent_(parameters_.size(), 0),
+      slots_(parameters_.size(), Slot::kEmpty),
       writers_(parameters_.front().tensor.device()) {
   register_shard_operators();
   const at::NoGradGuard no_grad;
@@ -318,8 +317,7 @@ void FlatShard::read_own_slice() {
 
 void FlatShard::set_gradients(at::Tensor bytes, StreamPoint last_use) {
   gradients_ = as_elements(bytes, context_.reduce_dtype, layout_.whole_numel());
-  std::ranges::fill(is_written_, 0);
-  std::ranges::fill(is_lent_, 0);
+  std::ranges::fill(slots_, Slot::kEmpty);
   last_use_ = std::move(last_use);
   writers_.forget();
 }
@@ -331,24 +329,22 @@ void FlatShard::begin_write() {
 void FlatShard::accumulate(size_t parameter, const at::Tensor& gradient) {
   const at::NoGradGuard no_grad;
   const at::Tensor slot = slot_of(gradients_, parameter);
-  const bool is_in_place = is_lent_[parameter] != 0 &&
+  const Slot before = std::exchange(slots_[parameter], Slot::kWritten);
+  const bool is_in_place = before == Slot::kLent &&
                            gradient.const_data_ptr() == slot.const_data_ptr() &&
                            gradient.strides() == slot.strides();
   begin_write();
-  if (is_written_[parameter] != 0 || is_lent_[parameter] != 0) writers_.join();
-  is_lent_[parameter] = 0;
-  if (is_written_[parameter] != 0) {
-    TORCH_INTERNAL_ASSERT(!is_in_place);
+  if (before != Slot::kEmpty) writers_.join();
+  if (before == Slot::kWritten) {
     slot.add_(gradient);
-  } else {
-    if (!is_in_place) copy_elements(gradient, slot);
-    is_written_[parameter] = 1;
+  } else if (!is_in_place) {
+    copy_elements(gradient, slot);
   }
 }
 
 at::Tensor FlatShard::gradient_slot(size_t parameter) {
-  if (is_written_[parameter] != 0 || is_lent_[parameter] != 0) return {};
-  is_lent_[parameter] = 1;
+  if (slots_[parameter] != Slot::kEmpty) return {};
+  slots_[parameter] = Slot::kLent;
   begin_write();
   return slot_of(gradients_, parameter);
 }
@@ -363,7 +359,7 @@ at::Tensor FlatShard::take_gradients() {
     gradients_.narrow(0, end, begin - end).zero_();
   };
   for (size_t i = 0; i < parameters_.size(); ++i) {
-    if (is_written_[i] == 0) continue;
+    if (slots_[i] != Slot::kWritten) continue;
     zero_to(layout_.offset(i));
     end = layout_.offset(i) + parameters_[i].tensor.numel();
   }

@@ -135,6 +135,8 @@ class FlatShard {
   void drop_sum();
 
  private:
+  enum class Slot : char { kEmpty, kLent, kWritten };  // by gradient_slot()
+
   at::Tensor piece_of(const at::Tensor& flat, size_t parameter) const;
   at::Tensor slot_of(const at::Tensor& whole, size_t parameter) const;
   Shard make_piece(size_t parameter) const;
@@ -154,10 +156,9 @@ class FlatShard {
   at::Tensor whole_;  // while bound
 
   at::Tensor gradients_;
-  std::vector<char> is_written_;  // by parameter
-  std::vector<char> is_lent_;     // by gradient_slot()
-  StreamPoint last_use_;          // of gradients_' memory before
-  StreamUses writers_;            // of gradients_
+  std::vector<Slot> slots_;  // of gradients_, by parameter
+  StreamPoint last_use_;     // of gradients_' memory before
+  StreamUses writers_;       // of gradients_
   at::Tensor sum_;
   at::Tensor row_sum_;
   StreamPoint row_sum_made_;
