@@ -133,10 +133,11 @@ ShardedUnit::Gathered SegmentRun::gather_into(size_t number, Lease lease) {
       const int64_t size = whole.numel() / num_ranks;
       whole.narrow(0, transport.shard_rank() % num_ranks * size, size)
           .copy_(unit.slices[i]);
-      gathered.futures.push_back(transport.all_gather_near(whole, num_ranks));
+      gathered.futures.push_back(transport.all_gather(whole, num_ranks));
     } else {
       flat.write_own_slice(whole);
-      gathered.futures.push_back(transport.all_gather(whole));
+      gathered.futures.push_back(
+          transport.all_gather(whole, transport.num_shards()));
     }
     model_.recorder.gather_launched(*gathered.futures.back());
   }

@@ -115,7 +115,7 @@ class RowGroup final : public ShardGroup {
       made.wait();
       all = at::empty({num_ranks * numel}, values.options());
       all.narrow(0, transport_->shard_rank() * numel, numel).copy_(values);
-      gathered = transport_->all_gather(all);
+      gathered = transport_->all_gather(all, num_ranks);
     }
     gathered->waitAndThrow();
     if (!values.device().is_cpu()) {

@@ -13,13 +13,10 @@
 #include <c10/core/Device.h>
 
 #include <cstdint>
-#include <map>
 #include <memory>
-#include <optional>
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 #include <vector>
 
-#include "brigade/comm/process_group.h"
 #include "brigade/fsdp/streams.h"
 
 namespace brigade {
@@ -41,12 +38,10 @@ class ShardTransport {
 
   virtual ~ShardTransport() = default;
 
-  // `whole`: [F * S], in which the slice of this rank's place in its row is
-  // valid. Writes the others.
-  FuturePtr all_gather(const at::Tensor& whole);
-  // The same among `num_ranks` neighbours of a row, one of the numbers that it
-  // was made for: [F * S] is that many slices.
-  FuturePtr all_gather_near(const at::Tensor& whole, int num_ranks);
+  // `whole`: slices of `num_ranks` consecutive ranks, of which this rank's is
+  // valid. Writes the others. num_shards(), or one of the numbers of neighbours
+  // that it was made for.
+  FuturePtr all_gather(const at::Tensor& whole, int num_ranks);
 
   struct Sum {
     double scale = 1;           // unless scales() is false
@@ -88,27 +83,18 @@ class ShardTransport {
   int shard_rank() const { return shard_rank_; }      // place in the row
 
  protected:
-  // Collective. `neighbours`: numbers of ranks of all_gather_near().
   ShardTransport(const c10::intrusive_ptr<c10d::ProcessGroup>& group,
-                 int num_shards, const ShardingStreams& streams,
-                 const std::vector<int>& neighbours);
+                 int num_shards, const ShardingStreams& streams);
 
-  virtual FuturePtr gather_row(const at::Tensor& whole) = 0;
-  virtual FuturePtr gather_near(const at::Tensor& whole, int num_ranks);
+  virtual FuturePtr gather(const at::Tensor& whole, int num_ranks) = 0;
   virtual FuturePtr sum(const at::Tensor& whole, const at::Tensor& shard,
                         const Sum& sum) = 0;
-
-  // Groups of consecutive ranks, by their number.
-  const std::map<int, std::unique_ptr<GroupScope>>& neighbours() const {
-    return neighbours_;
-  }
 
  private:
   const int num_shards_;
   const int num_replicas_;
   const int shard_rank_;
   const ShardingStreams streams_;
-  std::map<int, std::unique_ptr<GroupScope>> neighbours_;
   Sent sent_;
 };
 

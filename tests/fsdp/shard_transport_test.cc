@@ -242,7 +242,7 @@ TEST(OrderedTransportTest, CallsReturnBeforeThePeerLaunches) {
         if (rank == 0) launched.count_down();
       });
       if (rank == 1) launched.wait();
-      const auto gather = transport->all_gather(gathered);
+      const auto gather = transport->all_gather(gathered, row);
       const auto reduction = transport->reduce_scatter(whole, sum, {});
       if (rank == 0) launched.count_down();
       tell.release();
