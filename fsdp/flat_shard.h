@@ -53,8 +53,6 @@ class FlatShard {
   const Context& context() const { return context_; }
   c10::Device device() const { return shard_.device(); }
   at::ScalarType dtype() const { return shard_.scalar_type(); }
-  // [S]; this rank's pieces of the parameters are views of it.
-  const at::Tensor& shard() const { return shard_; }
   bool is_trained(size_t parameter) const {
     return parameters_[parameter].tensor.requires_grad();
   }
@@ -92,10 +90,9 @@ class FlatShard {
   // Parameters read `whole` until unbind().
   void bind(const at::Tensor& whole);
   void unbind();
-  bool is_bound() const { return is_bound_; }
   // The shard gets this rank's slice of the whole parameters, or of the plain
   // tensors that they were given (`.data =`). Throws ValueError if these don't
-  // fit. REQUIRES: is_bound().
+  // fit. REQUIRES: bound.
   void read_own_slice();
 
   // ---- Gradients.
@@ -149,7 +146,7 @@ class FlatShard {
   std::vector<UnitParameter> parameters_;
   Context context_;
   const ShardLayout layout_;
-  at::Tensor shard_;
+  at::Tensor shard_;  // [S]; this rank's pieces of the parameters are views
   StreamUses shard_uses_;
   bool is_bound_ = false;
   bool shows_compute_dtype_ = false;

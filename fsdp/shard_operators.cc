@@ -198,6 +198,18 @@ void note_written(const at::Tensor& sharded) {
   if (shard.owner != nullptr) shard.owner->written(shard.unit);
 }
 
+// Pairs: the argument of a call, and the sharded tensor in whose place it is.
+using Replaced = c10::SmallVector<std::pair<at::Tensor, at::Tensor>, 4>;
+
+// Null unless the result is one of the arguments.
+const at::Tensor* original_of(const at::Tensor& result,
+                              const Replaced& replaced) {
+  for (const auto& [argument, original] : replaced) {
+    if (result.is_same(argument)) return &original;
+  }
+  return nullptr;
+}
+
 // An operator and its arguments, on top of the stack.
 class Call {
  public:
@@ -240,25 +252,33 @@ class Call {
     });
   }
 
-  // Puts `replace(tensor, argument)` in the place of each sharded tensor.
+  // Runs the operator below autograd, on `replace(tensor, argument)` in place
+  // of each sharded tensor.
   template <typename Replace>
-  void replace_sharded(const Replace& replace) {
-    const auto replaced = [&](const at::Tensor& tensor, size_t argument) {
-      return shard_of(tensor) == nullptr ? tensor : replace(tensor, argument);
+  Replaced run_on(const Replace& replace) {
+    Replaced replaced;
+    const auto replace_sharded = [&](const at::Tensor& tensor,
+                                     size_t argument) {
+      if (shard_of(tensor) == nullptr) return tensor;
+      replaced.push_back({replace(tensor, argument), tensor});
+      return replaced.back().first;
     };
     for (size_t i = 0; i < num_arguments_; ++i) {
       c10::IValue& value = argument(i);
       if (value.isTensor()) {
-        value = c10::IValue(replaced(value.toTensor(), i));
+        value = c10::IValue(replace_sharded(value.toTensor(), i));
       } else if (value.isTensorList()) {
         c10::List<at::Tensor> list;
         list.reserve(value.toListRef().size());
         for (const c10::IValue& element : value.toListRef()) {
-          list.push_back(replaced(element.toTensor(), i));
+          list.push_back(replace_sharded(element.toTensor(), i));
         }
         value = std::move(list);
       }
     }
+    const at::AutoDispatchBelowADInplaceOrView below;
+    run();
+    return replaced;
   }
 
   void run() { op_.callBoxed(stack_); }
@@ -324,13 +344,9 @@ class LocalCall {
   }
 
   void run() {
-    call_.replace_sharded([this](const at::Tensor& tensor, size_t argument) {
+    replaced_ = call_.run_on([this](const at::Tensor& tensor, size_t argument) {
       return local_of(tensor, argument);
     });
-    {
-      const at::AutoDispatchBelowADInplaceOrView below;
-      call_.run();
-    }
     for (const at::Tensor& tensor : written_) note_written(tensor);
     for (c10::IValue& value : call_.results()) {
       if (value.isTensor()) {
@@ -403,15 +419,11 @@ class LocalCall {
     if (facts_.writes[argument] != 0) written_.push_back(tensor);
     // Type promotion treats tensors without dimensions in a way of their own.
     const bool is_scalar = tensor.dim() == 0 && piece.numel() == 1;
-    at::Tensor local = is_scalar ? piece.view(at::IntArrayRef()) : piece;
-    originals_.push_back({local, tensor});
-    return local;
+    return is_scalar ? piece.view(at::IntArrayRef()) : piece;
   }
 
   at::Tensor wrap(const at::Tensor& result, const at::Tensor& whole) {
-    for (const auto& [local, original] : originals_) {
-      if (result.is_same(local)) return original;
-    }
+    if (const auto* original = original_of(result, replaced_)) return *original;
     const at::Tensor local =
         whole.dim() == 0 && result.dim() == 0 ? result.reshape({1}) : result;
     if (local.sizes() != shard_of(whole)->local.sizes()) {
@@ -435,8 +447,7 @@ class LocalCall {
   // By place in a list, 0 for single tensors: the first sharded argument, if
   // there is one.
   c10::SmallVector<at::Tensor, 1> references_;
-  // Pairs: a local tensor, and the sharded argument that it replaces.
-  c10::SmallVector<std::pair<at::Tensor, at::Tensor>, 4> originals_;
+  Replaced replaced_;
   c10::SmallVector<at::Tensor, 2> written_;
 };
 
@@ -462,28 +473,22 @@ void draw(Call& call) {
 // collective. The results are plain.
 void run_on_wholes(Call& call) {
   const auto& arguments = call.op().schema().arguments();
-  c10::SmallVector<std::pair<at::Tensor, at::Tensor>, 4> originals;
-  call.replace_sharded([&](const at::Tensor& tensor, size_t argument) {
-    const Shard& shard = *shard_of(tensor);
-    if (!shard.is_whole) return gather_whole(tensor);
-    // Views of it may write to it later.
-    if (shard.owner != nullptr) shard.owner->written(shard.unit);
-    if (writes(arguments[argument]) && !tensor.is_inference()) {
-      tensor.unsafeGetTensorImpl()->bump_version();
-    }
-    const at::Tensor whole = shard.local.as_strided(
-        tensor.sizes(), tensor.strides(), shard.local.storage_offset());
-    originals.push_back({whole, tensor});
-    return whole;
-  });
-  const at::AutoDispatchBelowADInplaceOrView below;
-  call.run();
+  const Replaced replaced =
+      call.run_on([&](const at::Tensor& tensor, size_t argument) {
+        const Shard& shard = *shard_of(tensor);
+        if (!shard.is_whole) return gather_whole(tensor);
+        // Views of it may write to it later.
+        if (shard.owner != nullptr) shard.owner->written(shard.unit);
+        if (writes(arguments[argument]) && !tensor.is_inference()) {
+          tensor.unsafeGetTensorImpl()->bump_version();
+        }
+        return shard.local.as_strided(tensor.sizes(), tensor.strides(),
+                                      shard.local.storage_offset());
+      });
   for (c10::IValue& result : call.results()) {
-    for (const auto& [whole, original] : originals) {
-      if (result.isTensor() && result.toTensor().is_same(whole)) {
-        result = original;
-        break;
-      }
+    if (!result.isTensor()) continue;
+    if (const auto* original = original_of(result.toTensor(), replaced)) {
+      result = *original;
     }
   }
 }

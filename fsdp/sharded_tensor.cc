@@ -169,8 +169,4 @@ void unbind_memory(const at::Tensor& sharded, caffe2::TypeMeta dtype) {
   set_dtype(sharded, dtype);
 }
 
-bool is_bound(const at::Tensor& sharded) {
-  return storage_of(sharded)._mutable_data_ptr_no_checks().get() != nullptr;
-}
-
 }  // namespace brigade

@@ -122,7 +122,6 @@ void bind_memory(const at::Tensor& sharded, void* memory,
                  caffe2::TypeMeta dtype);
 // `dtype`: that it has from here on.
 void unbind_memory(const at::Tensor& sharded, caffe2::TypeMeta dtype);
-bool is_bound(const at::Tensor& sharded);
 
 }  // namespace brigade
 

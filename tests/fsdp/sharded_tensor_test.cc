@@ -47,11 +47,9 @@ class FakeRoot : public ParameterOwner {
     if (!is_open) return ParameterState::kSharded;
     for (const Shard* const shard : used) {
       const size_t unit = shard->unit;
-      if (!is_bound(parameters[unit])) {
-        bind_memory(parameters[unit], wholes[unit].mutable_data_ptr(),
-                    wholes[unit].dtype());
-        unsharded.push_back(unit);
-      }
+      bind_memory(parameters[unit], wholes[unit].mutable_data_ptr(),
+                  wholes[unit].dtype());
+      unsharded.push_back(unit);
     }
     return ParameterState::kUnsharded;
   }
