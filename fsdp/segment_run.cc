@@ -318,7 +318,8 @@ ShardedUnit::FuturePtr SegmentRun::launch_sum(const ShardedUnit& unit,
        .whole = whole,
        .shard = sum,
        .rank = transport.shard_rank(),
-       .sum = [&](const at::Tensor& sent, const at::Tensor& shard) {
+       .sum = [&transport, of](const at::Tensor& sent,
+                               const at::Tensor& shard) {
          return transport.reduce_scatter(sent, shard, of);
        }});
   TORCH_CHECK(future, "fully_shard: the comm hook '",
