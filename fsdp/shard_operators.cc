@@ -347,7 +347,6 @@ class LocalCall {
     replaced_ = call_.run_on([this](const at::Tensor& tensor, size_t argument) {
       return local_of(tensor, argument);
     });
-    for (const at::Tensor& tensor : written_) note_written(tensor);
     for (c10::IValue& value : call_.results()) {
       if (value.isTensor()) {
         value = wrap(value.toTensor(), references_[0]);
@@ -416,7 +415,7 @@ class LocalCall {
 
   at::Tensor local_of(const at::Tensor& tensor, size_t argument) {
     const at::Tensor& piece = shard_of(tensor)->local;
-    if (facts_.writes[argument] != 0) written_.push_back(tensor);
+    if (facts_.writes[argument] != 0) note_written(tensor);
     // Type promotion treats tensors without dimensions in a way of their own.
     const bool is_scalar = tensor.dim() == 0 && piece.numel() == 1;
     return is_scalar ? piece.view(at::IntArrayRef()) : piece;
@@ -448,7 +447,6 @@ class LocalCall {
   // there is one.
   c10::SmallVector<at::Tensor, 1> references_;
   Replaced replaced_;
-  c10::SmallVector<at::Tensor, 2> written_;
 };
 
 // ---- Random fills.
