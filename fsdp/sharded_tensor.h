@@ -54,7 +54,7 @@ class ShardGroup {
   const bool is_everywhere_;
 };
 
-// What an operator finds of the parameters that it is about to use.
+// State of the parameters that an operator is about to use.
 enum class ParameterState {
   kSharded,    // outside of a forward and backward
   kUnsharded,  // in one: bound, to be read only
@@ -63,7 +63,7 @@ enum class ParameterState {
 
 struct Shard;
 
-// Model of sharded parameters. Hears of operators that use them.
+// Model of sharded parameters, called by operators that use them.
 class ParameterOwner {
  public:
   virtual ~ParameterOwner() = default;

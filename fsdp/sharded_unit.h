@@ -24,7 +24,7 @@
 
 namespace brigade {
 
-// What a unit is made of.
+// A unit to be made.
 struct UnitRequest {
   std::string name;  // "blocks.2"; of the outermost unit perhaps empty
   std::vector<UnitParameter> parameters = {};  // each in one unit only
