@@ -500,14 +500,6 @@ at::Tensor all_reduce(ShardGroup& group, const at::Tensor& values,
   return is_max ? all.amax(0) : all.sum(0);
 }
 
-// The norm of this rank's piece, in float64.
-at::Tensor piece_norm(const at::Tensor& local, double order) {
-  const auto options = local.options().dtype(at::kDouble);
-  if (local.numel() == 0) return at::zeros({}, options);
-  return at::linalg_vector_norm(local.is_complex() ? local.abs() : local, order,
-                                std::nullopt, /*keepdim=*/false, at::kDouble);
-}
-
 // The norms of the wholes, in float64: one all-reduce for all of a group.
 std::vector<at::Tensor> norms_of(const std::vector<at::Tensor>& sharded,
                                  double order) {
@@ -722,6 +714,14 @@ void register_shard_operators() {
     return made;  // for ever: tensors may be used until the process ends
   }();
   static_cast<void>(library);
+}
+
+at::Tensor piece_norm(const at::Tensor& piece, double order) {
+  if (piece.numel() == 0) {
+    return at::zeros({}, piece.options().dtype(at::kDouble));
+  }
+  return at::linalg_vector_norm(piece.is_complex() ? piece.abs() : piece, order,
+                                std::nullopt, /*keepdim=*/false, at::kDouble);
 }
 
 }  // namespace brigade

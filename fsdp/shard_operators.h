@@ -23,11 +23,16 @@
 #ifndef BRIGADE_FSDP_SHARD_OPERATORS_H_
 #define BRIGADE_FSDP_SHARD_OPERATORS_H_
 
+#include <ATen/core/Tensor.h>
+
 namespace brigade {
 
 // Registers the fallback, once for the process; before any operator on a
 // sharded tensor. Any thread.
 void register_shard_operators();
+
+// In float64, also of complex elements; 0 of none. `order` > 0.
+at::Tensor piece_norm(const at::Tensor& piece, double order);
 
 }  // namespace brigade
 
