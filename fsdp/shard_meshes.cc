@@ -64,10 +64,10 @@ absl::Status check_peers(const MeshRequest& unit, int rank,
     for (const size_t kind : {0, 1}) {
       if (of[peer * stride + kind] == of[rank * stride + kind]) continue;
       return absl::InvalidArgumentError(absl::StrCat(
-          "fully_shard: the mesh of unit '", unit.unit,
-          "': expected its ranks to name ",
-          kind == 0 ? "the same ranks"
-                    : "the same parameters in the same order",
+          "fully_shard: ", kind == 0 ? "the mesh of unit '" : "unit '",
+          unit.unit,
+          kind == 0 ? "': expected its ranks to name the same ranks"
+                    : "': expected the same names, sharded in the same order",
           ", ", describe(*unit.mesh), " on rank ", rank,
           ", found others on rank ", peer,
           ".\nEach rank of the root is in one mesh of the unit; ranks of one "
