@@ -15,17 +15,11 @@
 #include "brigade/comm/streams/streams.h"
 #include "brigade/fsdp/flat_shard.h"
 #include "brigade/fsdp/segmented_model.h"
+#include "brigade/fsdp/shard_operators.h"
 #include "brigade/fsdp/streams.h"
 
 namespace brigade {
 namespace {
-
-// In float64, also of complex elements.
-at::Tensor piece_norm(const at::Tensor& tensor, double p) {
-  return at::linalg_vector_norm(tensor.is_complex() ? tensor.abs() : tensor, p,
-                                at::OptionalIntArrayRef(), /*keepdim=*/false,
-                                at::kDouble);
-}
 
 std::string mebibytes(int64_t bytes) {
   return absl::StrCat(static_cast<double>(bytes * 100 / (1 << 20)) / 100,

@@ -107,10 +107,8 @@ struct Add : torch::autograd::Function<Add> {
 
 class PassesOn final : public ReductionHook {
  public:
-  FuturePtr reduce(ShardTransport& transport,
-                   const Reduction& reduction) override {
-    return transport.reduce_scatter(reduction.whole, reduction.shard,
-                                    reduction.sum);
+  FuturePtr reduce(const Reduction& reduction) override {
+    return reduction.sum(reduction.whole, reduction.shard);
   }
   std::string hook_name() const override { return "passes on"; }
   bool fails_by_network_only() const override { return true; }
