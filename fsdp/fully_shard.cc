@@ -307,11 +307,12 @@ FullyShardOptions shard_gradients(FullyShardOptions options) {
   return options;
 }
 
-FullyShardOptions shard_optimizer_state(FullyShardOptions options) {
-  options.reshard_after_forward = false;
-  options.reshard_after_backward = false;
-  options.max_reducing = std::numeric_limits<size_t>::max();
-  return options;
+void shard_optimizer_state(ShardedModel& model) {
+  for (size_t unit = 0; unit < model.unit_names().size(); ++unit) {
+    model.settings(unit).reshards_after_forward = false;
+    model.settings(unit).reshards_after_backward = false;
+  }
+  model.set_max_reducing(std::numeric_limits<size_t>::max());
 }
 
 FullyShardOptions hybrid_shard(

@@ -97,6 +97,11 @@ std::unique_ptr<ShardedModel> fully_shard(const Module& module,
   return fully_shard(module, mesh.group(), std::move(options), selection);
 }
 
+// Optimizer state alone is sharded (ZeRO-1): units stay unsharded until their
+// shards are written, and a rank has memory for all gradients at once. Call it
+// before the first forward.
+void shard_optimizer_state(ShardedModel& model);
+
 }  // namespace brigade
 
 #endif  // BRIGADE_FSDP_FULLY_SHARD_H_

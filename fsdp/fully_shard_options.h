@@ -33,16 +33,8 @@ struct FullyShardOptions {
   // divides the number of shards.
   std::variant<bool, int> reshard_after_forward = true;
 
-  // Units are released after their backward. False: they stay unsharded until
-  // their shards are written.
-  bool reshard_after_backward = true;
-
   // All-gathers that are issued ahead of the unit in use.
   size_t prefetch_depth = 1;
-
-  // Reduce-scatters that hold memory for a unit's gradients at once; the next
-  // unit's gradients wait for the oldest. At least 1.
-  size_t max_reducing = 2;
 
   // Dtype of parameters in forward and backward. Unset: their own. Optimizers
   // always see their own.
@@ -64,10 +56,6 @@ struct FullyShardOptions {
   // All ranks start with the parameters of the first rank of their mesh. False:
   // each keeps its piece of its own.
   bool broadcast_parameters = true;
-
-  // For models whose units change in every step: ranks agree on each all-gather
-  // before it.
-  bool learn_always = false;
 
   // Devices: iterations whose status may be outstanding, 0 to 16.
   int max_unconfirmed_iterations = 1;
@@ -144,16 +132,13 @@ struct UnitParameter {
   std::optional<at::ScalarType> compute_dtype = std::nullopt;
 };
 
-// ---- Strategies by name, beside the default, by which parameters, gradients
-// and optimizer state are sharded (ZeRO-3). What else `options` say is kept.
+// ---- Strategies by name. The default shards parameters, gradients and
+// optimizer state (ZeRO-3). ZeRO-1: shard_optimizer_state()
+// (fsdp/fully_shard.h).
 
 // Gradients and optimizer state are sharded, parameters from the end of
 // backward to forward only (ZeRO-2): the bytes of data parallelism.
 FullyShardOptions shard_gradients(FullyShardOptions options);
-
-// Optimizer state is sharded (ZeRO-1): a rank has memory for all parameters and
-// all gradients, and no backward waits for it.
-FullyShardOptions shard_optimizer_state(FullyShardOptions options);
 
 // All are sharded over the ranks of a host, and hosts hold replicas. A number
 // of shards that `options` give stays. Collective.

@@ -36,7 +36,7 @@ std::string mebibytes(int64_t bytes) {
 
 void SegmentedModel::unshard(std::span<const size_t> units, bool may_write) {
   const std::lock_guard lock(mutex_);
-  if (kind_ != Open::kNone) {  // a part of the segment
+  if (is_open()) {  // a part of the segment
     run_->use(units);
     return;
   }
@@ -74,7 +74,7 @@ void SegmentedModel::reshard(std::span<const size_t> units, bool drops_writes) {
       for (const auto& flat : unit.flats) flat->read_own_slice();
       unit.slices.clear();
     }
-    if (kind_ == Open::kNone) run.release(number);
+    if (!is_open()) run.release(number);
   }
 }
 
@@ -101,16 +101,24 @@ ShardingTimeline SegmentedModel::timeline() const {
   return recorder_.timeline(unit_names());
 }
 
+void SegmentedModel::set_max_reducing(size_t value) {
+  TORCH_CHECK_VALUE(value > 0,
+                    "fully_shard: expected 1 reduction at least to hold memory "
+                    "at once, found 0.\nGive 2.");
+  const std::lock_guard lock(mutex_);
+  max_reducing_ = value;
+}
+
 void SegmentedModel::set_stall_report_after(std::chrono::milliseconds time) {
   if (stall_watch_ != nullptr) stall_watch_->set_report_after(time);  // peers
 }
 
 void SegmentedModel::reduce() {
   const std::lock_guard lock(mutex_);
-  TORCH_CHECK(kind_ == Open::kNone,
+  TORCH_CHECK(!is_open(),
               "fully_shard: reduce() inside of a forward or backward.\nCall it "
               "between them.");
-  open_backward(nullptr);
+  open_backward();
   end_backward();
 }
 
@@ -131,19 +139,13 @@ void SegmentedModel::step_without_data() {
   SegmentKind kind = SegmentKind::kShadow;
   do {
     open(SegmentKind::kShadow);
-    kind = run_->kind();
-    try {
+    kind = run_->plan().kind;
+    or_abandon([&] {
       run_->begin();
-      if (kind != SegmentKind::kForward) {
-        end_backward();
-      } else {
-        run_->finish({}, /*has_used_all=*/true);
-        close();
-      }
-    } catch (...) {
-      abandon(message_of(std::current_exception()));
-      throw;
-    }
+      if (kind != SegmentKind::kForward) return end_backward();
+      run_->finish({}, /*has_used_all=*/true);
+      close();
+    });
   } while (kind != SegmentKind::kBackward);
 }
 

@@ -159,6 +159,9 @@ class ShardedModel {
   // False: backwards accumulate on this rank, without communication.
   void set_synchronizes(bool value) { synchronizes_ = value; }
   virtual UnitSettings& settings(size_t unit) = 0;
+  // Reduce-scatters that hold memory for a unit's gradients at once; the next
+  // unit's gradients wait for the oldest. 2 at first. Throws ValueError for 0.
+  virtual void set_max_reducing(size_t value) = 0;
 
   // ---- What it consists of, and what it does.
 

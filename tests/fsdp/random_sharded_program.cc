@@ -92,8 +92,7 @@ class PlanMaker {
     FullyShardOptions& options = plan_.options;
     options.reshard_after_forward = draw_.chance(0.7);
     options.prefetch_depth = draw_.below(4);
-    options.max_reducing = 1 + draw_.below(3);
-    options.learn_always = draw_.chance(0.15);
+    plan_.max_reducing = 1 + draw_.below(3);
     options.reproducible = draw_.chance(0.2);
     if (plan_.world_size == 4) {
       if (draw_.chance(0.3)) options.num_shards = draw_.one_of({1, 2});
@@ -323,8 +322,7 @@ std::string describe(const Plan& plan) {
        << std::visit([](auto value) { return int(value); },
                      plan.options.reshard_after_forward)
        << ", prefetch " << plan.options.prefetch_depth << ", max_reducing "
-       << plan.options.max_reducing << ", learn_always "
-       << plan.options.learn_always << ", joint norms " << plan.has_joint_norms
+       << plan.max_reducing << ", joint norms " << plan.has_joint_norms
        << ", units";
   for (const BlockPlan& block : plan.blocks) {
     text << " " << block.is_unit << block.is_inner_unit << block.is_tied

@@ -86,6 +86,7 @@ struct Plan {
   bool is_adamw;
   bool is_optimizer_first;
   FullyShardOptions options;
+  size_t max_reducing;
   std::vector<Operation> operations;
 };
 

@@ -187,6 +187,7 @@ class Runner {
       };
     }
     model_ = fully_shard(*net_, group, plan.options, selection);
+    model_->set_max_reducing(plan.max_reducing);
     if (!plan.is_optimizer_first) optimizer_ = make_optimizer(*net_);
     plain_optimizer_ = make_optimizer(*plain_);
     note_synchronized();
@@ -492,7 +493,7 @@ class Runner {
     const size_t unit = op.index % model_->unit_names().size();
     model_->settings(unit).reshards_after_forward = op.flag;
     model_->settings(unit).reshards_after_backward = op.index % 3 != 0;
-    segments().set_max_reducing(1 + op.index % 4);
+    model_->set_max_reducing(1 + op.index % 4);
     model_->settings(unit).forward_prefetch_depth.reset();
     if (op.index % 5 == 0) model_->settings(unit).forward_prefetch_depth = 2;
   }
