@@ -37,7 +37,7 @@ std::string joined(const std::string& outer, const std::string& inner) {
   return outer.empty() ? inner : absl::StrCat(outer, ".", inner);
 }
 
-// Modules of LibTorch and of TorchScript, and what their lists consist of.
+// Modules of LibTorch and of TorchScript, and the items of their lists.
 
 std::string type_of(const torch::nn::Module& module) { return module.name(); }
 std::string type_of(const torch::jit::Module& module) {
@@ -52,36 +52,41 @@ const torch::nn::Module* in_library(const torch::jit::Module& /*module*/) {
 }
 
 template <typename Item>
-std::pair<std::string, at::Tensor> named(const Item& item) {
+auto named(const Item& item) {
   if constexpr (requires { item.key(); })
-    return {item.key(), item.value()};
+    return std::pair(item.key(), item.value());
   else
-    return {item.name, item.value};
+    return std::pair(item.name, item.value);
+}
+
+template <typename List>
+std::vector<UnitParameter> tensors_of(const List& list,
+                                      const std::string& module) {
+  std::vector<UnitParameter> tensors;
+  for (const auto& item : list) {
+    const auto [key, tensor] = named(item);
+    tensors.push_back({.name = joined(module, key), .tensor = tensor});
+  }
+  return tensors;
 }
 
 template <typename Module>
-void add_to(Tree& tree, const Module& module, const std::string& name,
-            std::optional<size_t> parent) {
+void add_to(Tree& tree, const Module& module, const std::string& name = "",
+            std::optional<size_t> parent = std::nullopt) {
   const size_t place = tree.size();
-  tree.push_back({.name = name,
-                  .type = type_of(module),
-                  .parent = parent,
-                  .module = in_library(module)});
-  for (const auto& item : module.named_parameters(/*recurse=*/false)) {
-    const auto [key, tensor] = named(item);
-    tree[place].parameters.push_back(
-        {.name = joined(name, key), .tensor = tensor});
-  }
-  for (const auto& item : module.named_buffers(/*recurse=*/false)) {
-    const auto [key, tensor] = named(item);
-    tree[place].buffers.push_back(
-        {.name = joined(name, key), .tensor = tensor});
-  }
-  for (const auto& child : module.named_children()) {
-    if constexpr (requires { child.key(); }) {
-      add_to(tree, *child.value(), joined(name, child.key()), place);
+  tree.push_back(
+      {.name = name,
+       .type = type_of(module),
+       .parent = parent,
+       .module = in_library(module),
+       .parameters = tensors_of(module.named_parameters(false), name),
+       .buffers = tensors_of(module.named_buffers(false), name)});
+  for (const auto& item : module.named_children()) {
+    const auto [key, child] = named(item);
+    if constexpr (requires { *child; }) {
+      add_to(tree, *child, joined(name, key), place);
     } else {
-      add_to(tree, child.value, joined(name, child.name), place);
+      add_to(tree, child, joined(name, key), place);
     }
   }
 }
@@ -93,29 +98,21 @@ bool holds_a_list(const TreeNode& node) {
   return is_named("Sequential") || is_named("ModuleList");
 }
 
-bool has_parameters(const Tree& tree, size_t node) {
-  for (size_t i = node; i < tree.size(); ++i) {
-    std::optional<size_t> around = i;
-    while (around && *around > node) around = tree[*around].parent;
-    if (around == node && !tree[i].parameters.empty()) return true;
-  }
-  return false;
-}
-
 // By node of the tree.
 std::vector<char> default_units(const Tree& tree) {
+  std::vector<char> has_parameters(tree.size(), 0);
+  for (size_t i = tree.size(); i-- > 0;) {
+    if (!tree[i].parameters.empty()) has_parameters[i] = 1;
+    if (i > 0 && has_parameters[i] != 0) has_parameters[*tree[i].parent] = 1;
+  }
   std::vector<char> is_unit(tree.size(), 0);
-  const auto mark_children = [&](const auto& is_parent) {
-    bool marks = false;
+  for (const bool in_lists : {true, false}) {
     for (size_t i = 1; i < tree.size(); ++i) {
-      if (!is_parent(*tree[i].parent) || !has_parameters(tree, i)) continue;
-      is_unit[i] = 1;
-      marks = true;
+      const size_t parent = *tree[i].parent;
+      const bool is_child = in_lists ? holds_a_list(tree[parent]) : parent == 0;
+      is_unit[i] = is_child ? has_parameters[i] : 0;
     }
-    return marks;
-  };
-  if (!mark_children([&](size_t i) { return holds_a_list(tree[i]); })) {
-    mark_children([](size_t i) { return i == 0; });
+    if (std::ranges::find(is_unit, 1) != is_unit.end()) break;
   }
   return is_unit;
 }
@@ -135,21 +132,19 @@ class UnitBuilder {
     std::map<std::string, size_t> joint_units;
     for (size_t i = 1; i < tree_.size(); ++i) {
       unit_of[i] = unit_of[*tree_[i].parent];
-      if (!joint_names_[i].empty()) {
-        const auto [found, is_new] =
-            joint_units.emplace(joint_names_[i], requests.size());
-        if (is_new) {
-          requests.push_back({.name = joint_names_[i],
-                              .parent = size_t{0},
-                              .spans_segments = true});
-        }
+      const std::string& joint = joint_names_[i];
+      if (joint.empty() && is_unit_[i] == 0) continue;
+      UnitRequest request = {.name = tree_[i].name, .parent = unit_of[i]};
+      unit_of[i] = requests.size();
+      if (!joint.empty()) {
+        const auto [found, is_new] = joint_units.emplace(joint, unit_of[i]);
         unit_of[i] = found->second;
-      } else if (is_unit_[i] != 0) {
-        UnitRequest request = {.name = tree_[i].name, .parent = unit_of[i]};
-        if (selection_.mesh_of) request.mesh = selection_.mesh_of(request.name);
-        unit_of[i] = requests.size();
-        requests.push_back(std::move(request));
+        if (!is_new) continue;
+        request = {.name = joint, .parent = 0, .spans_segments = true};
+      } else if (selection_.mesh_of) {
+        request.mesh = selection_.mesh_of(request.name);
       }
+      requests.push_back(std::move(request));
     }
     add_parameters(unit_of, requests);
     return without_empty_units(requests);
@@ -229,7 +224,7 @@ class UnitBuilder {
   std::vector<std::string> joint_names_;  // by node; empty: none
 };
 
-// What stays as it is must not share memory with what is sharded.
+// Tensors that stay as they are must not share memory with sharded ones.
 absl::Status check_untied(const Tree& tree,
                           const std::vector<UnitRequest>& requests) {
   ParameterMemory memory;
@@ -241,27 +236,23 @@ absl::Status check_untied(const Tree& tree,
                   absl::StrCat("parameter '", parameter.name, "'"));
     }
   }
-  const auto check = [&](const UnitParameter& kept, const char* kind) {
-    if (sharded.contains(kept.tensor.unsafeGetTensorImpl()) ||
-        !kept.tensor.has_storage()) {
-      return absl::OkStatus();
-    }
-    const std::string* const owner = memory.owner_of(kept.tensor);
-    if (owner == nullptr) return absl::OkStatus();
-    return absl::InvalidArgumentError(absl::StrCat(
-        "fully_shard: ", kind, " '", kept.name, "' shares its memory with ",
-        *owner,
-        ", which is sharded: they would not be tied any more.\nGive it "
-        "memory of its own."));
-  };
   absl::Status status;
+  const auto check = [&](const std::vector<UnitParameter>& all,
+                         const char* kind) {
+    for (const UnitParameter& kept : all) {
+      if (sharded.contains(kept.tensor.unsafeGetTensorImpl())) continue;
+      const std::string* const owner = memory.owner_of(kept.tensor);
+      if (owner == nullptr) continue;
+      status.Update(absl::InvalidArgumentError(absl::StrCat(
+          "fully_shard: ", kind, " '", kept.name, "' shares its memory with ",
+          *owner,
+          ", which is sharded: they would not be tied any more.\nGive it "
+          "memory of its own.")));
+    }
+  };
   for (const TreeNode& node : tree) {
-    for (const UnitParameter& parameter : node.parameters) {
-      status.Update(check(parameter, "ignored parameter"));
-    }
-    for (const UnitParameter& buffer : node.buffers) {
-      status.Update(check(buffer, "buffer"));
-    }
+    check(node.parameters, "ignored parameter");
+    check(node.buffers, "buffer");
   }
   return status;
 }
@@ -291,7 +282,7 @@ std::unique_ptr<ShardedModel> shard(const Module& module, const Group& group,
                     "fully_shard: the process group is null.\nGive that of "
                     "init_process_group().");
   Tree tree;
-  add_to(tree, module, "", std::nullopt);
+  add_to(tree, module);
   std::vector<UnitRequest> requests = UnitBuilder(tree, selection).build();
   require_agreement(group, "tied tensor", {}, check_untied(tree, requests));
   auto model = std::make_unique<SegmentedModel>(
