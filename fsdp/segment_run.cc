@@ -133,7 +133,7 @@ ShardedUnit::Gathered SegmentRun::gather_into(size_t number, Lease lease) {
   ShardedUnit::Gathered gathered = {.lease = std::move(lease)};
   gathered.wholes = wholes_in(unit, gathered.lease.bytes);
   const at::NoGradGuard no_grad;
-  model_.recorder.gather_begins(number);
+  model_.recorder.begins(ShardingRecorder::kGather, number);
   for (size_t i = 0; i < unit.flats.size(); ++i) {
     FlatShard& flat = *unit.flats[i];
     if (flat.is_whole_here()) continue;
@@ -148,7 +148,8 @@ ShardedUnit::Gathered SegmentRun::gather_into(size_t number, Lease lease) {
       flat.write_own_slice(whole);
       gathered.futures.push_back(transport.all_gather(whole));
     }
-    model_.recorder.gather_launched(*gathered.futures.back());
+    model_.recorder.launched(ShardingRecorder::kGather,
+                             *gathered.futures.back());
   }
   model_.progress.launched.fetch_add(1, std::memory_order_relaxed);
   return gathered;
@@ -264,7 +265,7 @@ void SegmentRun::reduce(size_t number) {
     prepare_gradients(number);
     const auto lease =
         std::make_shared<Lease>(std::exchange(unit.gradients, {}));
-    model_.recorder.reduction_begins(number);
+    model_.recorder.begins(ShardingRecorder::kReduction, number);
     for (const auto& flat : unit.flats) {
       if (flat->is_trained()) {
         reducing_.push_back(reduce_flat(number, *flat, lease));
@@ -296,7 +297,7 @@ SegmentRun::Reducing SegmentRun::reduce_flat(
     whole.zero_();
     reducing.future = launch_sum(unit, flat, whole, reducing.sum);
   }
-  model_.recorder.reduction_launched(*reducing.future);
+  model_.recorder.launched(ShardingRecorder::kReduction, *reducing.future);
   return reducing;
 }
 
