@@ -256,16 +256,20 @@ void SegmentExchange::confirm_oldest() {
   require_all_done(answers.by_rank);
 }
 
+std::vector<RankStatus> SegmentExchange::meet(RankStatus own) {
+  own.iteration = num_opened_;
+  own = channel_.exchange(own);
+  confirm();
+  return await(own);
+}
+
 int64_t SegmentExchange::ask(const std::string& text, uint64_t digest,
                              int64_t number) {
-  const RankStatus sent =
-      channel_.exchange({.kind = StatusKind::kAsk,
-                         .iteration = num_opened_,
-                         .fingerprint = digest,
-                         .proposal = static_cast<uint64_t>(number),
-                         .text = status_text(text)});
-  confirm();
-  const std::vector<RankStatus> by_rank = await(sent);
+  const std::vector<RankStatus> by_rank =
+      meet({.kind = StatusKind::kAsk,
+            .fingerprint = digest,
+            .proposal = static_cast<uint64_t>(number),
+            .text = status_text(text)});
   const absl::Status agreed = check_statuses(by_rank);
   if (!agreed.ok()) throw_differs(agreed);
   int64_t sum = 0;
@@ -276,12 +280,7 @@ int64_t SegmentExchange::ask(const std::string& text, uint64_t digest,
 }
 
 void SegmentExchange::fail(const std::string& error) {
-  const RankStatus sent = channel_.exchange({.kind = StatusKind::kFailed,
-                                             .iteration = num_opened_,
-                                             .unit = -1,
-                                             .text = status_text(error)});
-  confirm();
-  await(sent);
+  meet({.kind = StatusKind::kFailed, .text = status_text(error)});
 }
 
 }  // namespace brigade

@@ -95,6 +95,7 @@ class SegmentExchange {
 
   void confirm_oldest();
   size_t num_chunks() const;
+  std::vector<RankStatus> meet(RankStatus own);
   Sent send(const RoundMessage& own, uint64_t state);
   std::vector<RankStatus> await(
       const RankStatus& own,
