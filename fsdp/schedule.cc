@@ -1,16 +1,18 @@
 #include "brigade/fsdp/schedule.h"
 
+#include <c10/util/hash.h>
+
 #include <algorithm>
 #include <utility>
 
 namespace brigade {
 
 uint64_t RecordedSchedule::fingerprint() const {
-  SequenceHash hash;
-  for (const ScheduleEntry& entry : entries) {
-    hash.add(entry.unit * 2 + static_cast<size_t>(entry.kind));
+  size_t hash = 0;
+  for (const auto& [kind, unit] : entries) {
+    hash = c10::get_hash(hash, kind, unit);
   }
-  return hash.value();
+  return std::max<uint64_t>(hash, 1);
 }
 
 SegmentCursor::SegmentCursor(UnitRules rules, const RecordedSchedule* recorded,

@@ -34,24 +34,6 @@
 
 namespace brigade {
 
-// 64-bit hash of an integer sequence, compared across ranks. Source: the
-// finaliser of MurmurHash3, on the state and the next integer.
-class SequenceHash {
- public:
-  SequenceHash& add(uint64_t number) {
-    state_ = (state_ ^ number) + 0x9e3779b97f4a7c15;
-    state_ = (state_ ^ state_ >> 33) * 0xff51afd7ed558ccd;
-    state_ = (state_ ^ state_ >> 33) * 0xc4ceb9fe1a85ec53;
-    state_ ^= state_ >> 33;
-    return *this;
-  }
-  // Never 0.
-  uint64_t value() const { return state_ == 0 ? 1 : state_; }
-
- private:
-  uint64_t state_ = 0;
-};
-
 struct ScheduleEntry {
   enum class Kind : uint8_t { kAllGather, kReduceScatter };
 
@@ -70,7 +52,8 @@ struct RecordedSchedule {
   // reduce-scatter, since the one before. 0 for an all-gather.
   std::vector<uint32_t> accumulations = {};
 
-  uint64_t fingerprint() const;  // of `entries`
+  // Hash of `entries`, compared across ranks; never 0.
+  uint64_t fingerprint() const;
 };
 
 // When units are released, and how far ahead they are gathered.

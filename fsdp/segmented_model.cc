@@ -1,9 +1,9 @@
 #include "brigade/fsdp/segmented_model.h"
 
 #include <ATen/core/grad_mode.h>
+#include <c10/util/hash.h>
 
 #include <algorithm>
-#include <bit>
 #include <utility>
 
 #include "absl/strings/str_cat.h"
@@ -219,27 +219,22 @@ void SegmentedModel::check_usable() const {
 }
 
 uint64_t SegmentedModel::settings_hash() const {
-  SequenceHash hash;
-  hash.add(max_reducing_);
+  size_t hash = max_reducing_;
   for (const ShardedUnit& unit : units_) {
     const UnitSettings& settings = unit.settings;
-    hash.add(settings.reshards_after_forward ? 1 : 0)
-        .add(settings.reshards_after_backward ? 1 : 0)
-        .add(static_cast<uint64_t>(settings.reshards_to.value_or(0)))
-        .add(std::bit_cast<uint64_t>(settings.gradient_divisor.value_or(0)))
-        .add(is_due(unit) ? 1 : 0)
-        .add(settings.sums_over_replicas ? 1 : 0)
-        .add(settings.gathers_in_backward ? 1 : 0)
-        .add(settings.keeps_storage ? 1 : 0);
+    hash = c10::get_hash(
+        hash, settings.reshards_after_forward, settings.reshards_after_backward,
+        settings.reshards_to.value_or(0), settings.gradient_divisor.value_or(0),
+        is_due(unit), settings.sums_over_replicas, settings.gathers_in_backward,
+        settings.keeps_storage);
     for (const auto& flat : unit.flats) {
-      hash.add(static_cast<uint64_t>(flat->dtype()))
-          .add(static_cast<uint64_t>(flat->device().type()));
+      hash = c10::get_hash(hash, flat->dtype(), flat->device().type());
       for (size_t i = 0; i < flat->parameters().size(); ++i) {
-        hash.add(flat->is_trained(i) ? 1 : 0);
+        hash = c10::get_hash(hash, flat->is_trained(i));
       }
     }
   }
-  return hash.value();
+  return hash;
 }
 
 bool SegmentedModel::stays_after(const SegmentRun::Plan& plan,
@@ -274,30 +269,28 @@ OpeningMessage SegmentedModel::opening_of(SegmentKind kind) {
     const auto alive = forward.lock();
     return !alive || alive->is_done;
   });
-  SequenceHash of_slices;
+  size_t of_slices = 0;
   bool has_slices = false;
   for (const ShardedUnit& unit : units_) {
     has_slices |= !unit.slices.empty();
-    of_slices.add(unit.slices.empty() ? 0 : 1);
+    of_slices = c10::get_hash(of_slices, unit.slices.empty());
   }
   OpeningMessage opening = {.kind = kind,
                             .settings = settings_hash(),
-                            .slices = has_slices ? of_slices.value() : 0};
-  SequenceHash tag;
-  tag.add(static_cast<uint64_t>(kind)).add(opening.settings);
-  tag.add(forwards_.size()).add(opening.slices);
-  for (const ShardedUnit& unit : units_) tag.add(unit.gathered ? 1 : 0);
+                            .slices = has_slices ? of_slices : 0};
+  size_t tag =
+      c10::get_hash(kind, opening.settings, forwards_.size(), opening.slices);
+  for (const ShardedUnit& unit : units_) {
+    tag = c10::get_hash(
+        tag, unit.gathered.has_value(),
+        kind == SegmentKind::kBackward && has_held_gradients(unit));
+  }
   if (kind == SegmentKind::kForward) {
-    tag.add(at::GradMode::is_enabled() ? 1 : 0);
+    tag = c10::get_hash(tag, at::GradMode::is_enabled());
   } else if (kind != SegmentKind::kShadow && running_backward_id() >= 0) {
-    tag.add(accumulates_all_gradients() ? 1 : 0);
+    tag = c10::get_hash(tag, accumulates_all_gradients());
   }
-  if (kind == SegmentKind::kBackward) {
-    for (const ShardedUnit& unit : units_) {
-      tag.add(has_held_gradients(unit) ? 1 : 0);
-    }
-  }
-  opening.tag = tag.value();
+  opening.tag = tag;
   const auto known = schedules_.find(opening.tag);
   if (known != schedules_.end()) {
     opening.schedule = known->second.fingerprint();

@@ -1,9 +1,9 @@
 // Between forwards and backwards.
 
 #include <ATen/ATen.h>
+#include <c10/util/hash.h>
 
 #include <algorithm>
-#include <cmath>
 #include <exception>
 #include <functional>
 #include <numeric>
@@ -21,7 +21,7 @@ namespace brigade {
 namespace {
 
 // In float64, also of complex elements.
-at::Tensor piece_norm(const at::Tensor& tensor, double p) {
+at::Tensor norm_of(const at::Tensor& tensor, double p) {
   return at::linalg_vector_norm(tensor.is_complex() ? tensor.abs() : tensor, p,
                                 at::OptionalIntArrayRef(), /*keepdim=*/false,
                                 at::kDouble);
@@ -42,16 +42,16 @@ void SegmentedModel::unshard(std::span<const size_t> units, bool may_write) {
   }
   prepare();
   std::vector<size_t> missing;
-  SequenceHash hash;
+  size_t hash = c10::get_hash(may_write);
   for (const size_t unit : units) {
-    hash.add(unit).add(units_.at(unit).gathered ? 1 : 0);
+    hash = c10::get_hash(hash, unit, units_.at(unit).gathered.has_value());
     if (!units_[unit].gathered) missing.push_back(unit);
   }
   exchange_.ask(
       units.size() == 1
           ? absl::StrCat("unshards unit '", units_[units[0]].name, "'")
           : absl::StrCat("unshards ", units.size(), " units"),
-      hash.add(may_write ? 1 : 0).value());
+      hash);
   SegmentRun run(parts(), {});
   run.begin();
   for (const size_t unit : missing) run.all_gather(unit);
@@ -155,7 +155,6 @@ double SegmentedModel::clip_grad_norm(double max_norm, double p) {
   const std::lock_guard lock(mutex_);
   check_usable();
   const at::NoGradGuard no_grad;
-  const bool is_max = std::isinf(p);
   std::vector<at::Tensor> norms;
   std::vector<at::Tensor> pieces;  // of gradients
   for (const ShardedUnit& unit : units_) {
@@ -163,16 +162,14 @@ double SegmentedModel::clip_grad_norm(double max_norm, double p) {
       const Shard* const gradient = shard_of(parameter.grad());
       if (gradient == nullptr || gradient->local.numel() == 0) continue;
       pieces.push_back(gradient->local);
-      if (unit.is_first_replica)
-        norms.push_back(piece_norm(gradient->local, p));
+      if (unit.is_first_replica) norms.push_back(norm_of(gradient->local, p));
     }
   }
   const c10::Device device = meshes_->streams().device();
   at::Tensor by_rank = at::zeros({group_->getSize()},
                                  at::TensorOptions(at::kDouble).device(device));
   if (!norms.empty()) {
-    const at::Tensor all = at::stack(norms);
-    by_rank[group_->getRank()].copy_(is_max ? all.amax() : all.pow(p).sum());
+    by_rank[group_->getRank()].copy_(norm_of(at::stack(norms), p));
   }
   const StreamPoint made = StreamPoint::now(device);
   ShardTransport::FuturePtr summed;
@@ -182,8 +179,7 @@ double SegmentedModel::clip_grad_norm(double max_norm, double p) {
     summed = meshes_->root().all_reduce(by_rank);
   }
   summed->waitAndThrow();
-  const at::Tensor total = is_max ? by_rank.amax() : by_rank.sum().pow(1 / p);
-  const auto norm = total.item<double>();
+  const auto norm = norm_of(by_rank, p).item<double>();
   const double factor = max_norm / (norm + 1e-6);
   if (!(factor >= 1) && !pieces.empty()) {  // not a number is handed on
     at::_foreach_mul_(pieces, factor);
