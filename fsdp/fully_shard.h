@@ -38,14 +38,13 @@ struct UnitCandidate {
 
 // Which modules are units, and how parameters are treated. Alike on all ranks.
 struct UnitSelection {
-  // True: the module is a unit of its own. Asked of modules inside before those
-  // around them. Parameters that are in none are the outermost unit's. Unset:
-  // the children of each Sequential and ModuleList; if there are none, the
-  // children of the module.
+  // True: the module is a unit. Asked of inner modules first. All other
+  // parameters are the outermost unit's. Unset: the children of each Sequential
+  // and ModuleList; if there are none, the children of the module.
   std::function<bool(const UnitCandidate&)> is_unit = nullptr;
 
-  // Modules that are one unit together, by a name for it, such as the norms of
-  // all blocks: gathered with the first of them, and unsharded to the end of a
+  // The name of a unit that several modules form, such as the norms of all
+  // blocks: gathered with the first of them, and unsharded to the end of a
   // forward or backward. Nullopt: none.
   std::function<std::optional<std::string>(const UnitCandidate&)>
       joint_unit_of = nullptr;
