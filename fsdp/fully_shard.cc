@@ -2,7 +2,6 @@
 
 #include <algorithm>
 #include <limits>
-#include <map>
 #include <string_view>
 #include <unordered_map>
 #include <unordered_set>
@@ -129,21 +128,12 @@ class UnitBuilder {
     std::vector<UnitRequest> requests = {
         {.name = "", .reshard_after_forward = false}};
     std::vector<size_t> unit_of(tree_.size(), 0);  // by node
-    std::map<std::string, size_t> joint_units;
     for (size_t i = 1; i < tree_.size(); ++i) {
       unit_of[i] = unit_of[*tree_[i].parent];
-      const std::string& joint = joint_names_[i];
-      if (joint.empty() && is_unit_[i] == 0) continue;
+      if (is_unit_[i] == 0) continue;
       UnitRequest request = {.name = tree_[i].name, .parent = unit_of[i]};
+      if (selection_.mesh_of) request.mesh = selection_.mesh_of(request.name);
       unit_of[i] = requests.size();
-      if (!joint.empty()) {
-        const auto [found, is_new] = joint_units.emplace(joint, unit_of[i]);
-        unit_of[i] = found->second;
-        if (!is_new) continue;
-        request = {.name = joint, .parent = 0, .spans_segments = true};
-      } else if (selection_.mesh_of) {
-        request.mesh = selection_.mesh_of(request.name);
-      }
       requests.push_back(std::move(request));
     }
     add_parameters(unit_of, requests);
@@ -159,7 +149,6 @@ class UnitBuilder {
   // Children before parents.
   void choose_units() {
     is_unit_ = default_units(tree_);
-    joint_names_.resize(tree_.size());
     std::vector<int64_t> numel(tree_.size(), 0);
     for (size_t i = tree_.size(); i-- > 1;) {
       for (const UnitParameter& parameter : tree_[i].parameters) {
@@ -172,12 +161,7 @@ class UnitBuilder {
       if (selection_.is_unit) {
         is_unit_[i] = numel[i] > 0 && selection_.is_unit(candidate) ? 1 : 0;
       }
-      if (selection_.joint_unit_of) {
-        joint_names_[i] = selection_.joint_unit_of(candidate).value_or("");
-      }
-      if (is_unit_[i] == 0 && joint_names_[i].empty()) {
-        numel[*tree_[i].parent] += numel[i];
-      }
+      if (is_unit_[i] == 0) numel[*tree_[i].parent] += numel[i];
     }
   }
 
@@ -220,8 +204,7 @@ class UnitBuilder {
 
   const Tree& tree_;
   const UnitSelection& selection_;
-  std::vector<char> is_unit_;             // by node
-  std::vector<std::string> joint_names_;  // by node; empty: none
+  std::vector<char> is_unit_;  // by node
 };
 
 // Tensors that stay as they are must not share memory with sharded ones.

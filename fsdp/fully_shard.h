@@ -43,12 +43,6 @@ struct UnitSelection {
   // and ModuleList; if there are none, the children of the module.
   std::function<bool(const UnitCandidate&)> is_unit = nullptr;
 
-  // The name of a unit that several modules form, such as the norms of all
-  // blocks: gathered with the first of them, and unsharded to the end of a
-  // forward or backward. Nullopt: none.
-  std::function<std::optional<std::string>(const UnitCandidate&)>
-      joint_unit_of = nullptr;
-
   // True: the parameter stays whole on each rank, and nothing averages its
   // gradient.
   std::function<bool(const std::string& name, const at::Tensor&)> is_ignored =

@@ -72,8 +72,9 @@ struct UnitSettings {
   std::optional<int> reshards_to = std::nullopt;
   // False: it stays unsharded until its shards are changed.
   bool reshards_after_backward = true;
-  // Its modules are used here and there: see UnitSelection::joint_unit_of. Not
-  // to be changed.
+  // Of a unit of several modules, which are used here and there: it stays
+  // unsharded from its first use to the end of a forward or backward. Not to be
+  // changed.
   bool spans_segments = false;
   // False: its backward reads none of its parameters.
   bool gathers_in_backward = true;

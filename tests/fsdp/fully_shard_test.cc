@@ -206,48 +206,17 @@ TEST(FullyShardTest, TiedParametersStayTied) {
   expect_same_training(make, 2);
 }
 
-struct NormedBlockImpl : torch::nn::Module {
-  explicit NormedBlockImpl(int64_t size)
-      : norm(register_module(
-            "norm", torch::nn::LayerNorm(torch::nn::LayerNormOptions({size})))),
-        lin(register_module("lin", torch::nn::Linear(size, size))) {}
-  at::Tensor forward(const at::Tensor& x) {
-    return x + torch::tanh(lin(norm(x)));
-  }
-  torch::nn::LayerNorm norm;
-  torch::nn::Linear lin;
-};
-TORCH_MODULE(NormedBlock);
-
-UnitSelection norms_together() {
-  UnitSelection selection = each_is_unit<NormedBlockImpl>();
-  selection.joint_unit_of =
-      [](const UnitCandidate& candidate) -> std::optional<std::string> {
-    if (candidate.name.ends_with("norm")) return "norms";
-    return std::nullopt;
-  };
-  return selection;
-}
-
-torch::nn::Sequential make_normed() {
-  return with_values(
-      torch::nn::Sequential(NormedBlock(6), NormedBlock(6), NormedBlock(6),
-                            torch::nn::Linear(6, 2)),
-      5);
-}
-
-TEST(FullyShardTest, AUnitOfNormsIsGatheredOnceAndReducedOnce) {
-  expect_same_training(make_normed, 3, norms_together());
-  run_ranks(2, [&](const Group& group) {
-    torch::nn::Sequential net = make_normed();
-    const auto model = fully_shard(*net, group, {}, norms_together());
-    EXPECT_THAT(model->unit_names(), ElementsAre("", "0", "norms", "1", "2"));
+TEST(FullyShardTest, TheOutermostUnitIsGatheredOnceAndReducedOnce) {
+  run_ranks(2, [](const Group& group) {
+    Net net = with_values(Net(), 1);
+    const auto model =
+        fully_shard(*net, group, {}, each_is_unit<torch::nn::LinearImpl>());
     int64_t all = 0;
-    int64_t kept = 0;  // the outermost one's and the norms'
+    int64_t outermost = 0;
     for (const ShardedUnit& unit :
          dynamic_cast<SegmentedModel&>(*model).units()) {
       all += unit.whole_bytes();
-      if (unit.name.empty() || unit.name == "norms") kept += unit.whole_bytes();
+      if (unit.name.empty()) outermost += unit.whole_bytes();
     }
     for (int number = 0; number < 4; ++number) {
       const ShardedModelStatistics before = model->statistics();
@@ -258,9 +227,9 @@ TEST(FullyShardTest, AUnitOfNormsIsGatheredOnceAndReducedOnce) {
           .sum()
           .backward();
       const ShardedModelStatistics after = model->statistics();
-      EXPECT_EQ(after.all_gathers - before.all_gathers, 5 + 3);
+      EXPECT_EQ(after.all_gathers - before.all_gathers, 4 + 2);
       EXPECT_LE(after.sent_by_gathers - before.sent_by_gathers,
-                kept / 2 + 2 * (all - kept) / 2);
+                outermost / 2 + 2 * (all - outermost) / 2);
       EXPECT_LE(after.sent_by_sums - before.sent_by_sums, all / 2);
       if (number < 2) continue;  // learned
       EXPECT_EQ(after.learned_segments, before.learned_segments);
