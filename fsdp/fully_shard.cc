@@ -26,7 +26,8 @@ struct TreeNode {
   std::string type;
   std::optional<size_t> parent = std::nullopt;
   const torch::nn::Module* module = nullptr;
-  std::vector<UnitParameter> parameters = {};  // its own
+  std::vector<UnitParameter> parameters = {};  // its own, to be sharded
+  std::vector<UnitParameter> ignored = {};
   std::vector<UnitParameter> buffers = {};
 };
 
@@ -116,96 +117,82 @@ std::vector<char> default_units(const Tree& tree) {
   return is_unit;
 }
 
-// Chooses the units of a tree.
-class UnitBuilder {
- public:
-  UnitBuilder(const Tree& tree, const UnitSelection& selection)
-      : tree_(tree), selection_(selection) {}
-
-  // The outermost unit first, then in the order of registration.
-  std::vector<UnitRequest> build() {
-    choose_units();
-    std::vector<UnitRequest> requests = {
-        {.name = "", .reshard_after_forward = false}};
-    std::vector<size_t> unit_of(tree_.size(), 0);  // by node
-    for (size_t i = 1; i < tree_.size(); ++i) {
-      unit_of[i] = unit_of[*tree_[i].parent];
-      if (is_unit_[i] == 0) continue;
-      UnitRequest request = {.name = tree_[i].name, .parent = unit_of[i]};
-      if (selection_.mesh_of) request.mesh = selection_.mesh_of(request.name);
-      unit_of[i] = requests.size();
-      requests.push_back(std::move(request));
+// By node of the tree.
+std::vector<char> choose_units(const Tree& tree,
+                               const UnitSelection& selection) {
+  if (!selection.is_unit) return default_units(tree);
+  std::vector<char> is_unit(tree.size(), 0);
+  std::vector<int64_t> numel(tree.size(), 0);
+  for (size_t i = tree.size(); i-- > 1;) {  // children before parents
+    for (const UnitParameter& parameter : tree[i].parameters) {
+      numel[i] += parameter.tensor.numel();
     }
-    add_parameters(unit_of, requests);
-    return without_empty_units(requests);
-  }
-
- private:
-  bool is_ignored(const UnitParameter& parameter) const {
-    return selection_.is_ignored &&
-           selection_.is_ignored(parameter.name, parameter.tensor);
-  }
-
-  // Children before parents.
-  void choose_units() {
-    is_unit_ = default_units(tree_);
-    std::vector<int64_t> numel(tree_.size(), 0);
-    for (size_t i = tree_.size(); i-- > 1;) {
-      for (const UnitParameter& parameter : tree_[i].parameters) {
-        if (!is_ignored(parameter)) numel[i] += parameter.tensor.numel();
-      }
-      const UnitCandidate candidate = {.name = tree_[i].name,
-                                       .type = tree_[i].type,
-                                       .numel = numel[i],
-                                       .module = tree_[i].module};
-      if (selection_.is_unit) {
-        is_unit_[i] = numel[i] > 0 && selection_.is_unit(candidate) ? 1 : 0;
-      }
-      if (is_unit_[i] == 0) numel[*tree_[i].parent] += numel[i];
+    if (numel[i] > 0 && selection.is_unit({.name = tree[i].name,
+                                           .type = tree[i].type,
+                                           .numel = numel[i],
+                                           .module = tree[i].module})) {
+      is_unit[i] = 1;
+    } else {
+      numel[*tree[i].parent] += numel[i];
     }
   }
+  return is_unit;
+}
 
-  // One that two units use is the outermost one's.
-  void add_parameters(const std::vector<size_t>& unit_of,
-                      std::vector<UnitRequest>& requests) const {
-    std::unordered_map<const c10::TensorImpl*, size_t> places;
-    std::vector<std::pair<const UnitParameter*, size_t>> in_order;
-    for (size_t i = 0; i < tree_.size(); ++i) {
-      for (const UnitParameter& parameter : tree_[i].parameters) {
-        if (is_ignored(parameter)) continue;
-        const auto [found, is_new] = places.emplace(
-            parameter.tensor.unsafeGetTensorImpl(), in_order.size());
-        if (is_new) {
-          in_order.emplace_back(&parameter, unit_of[i]);
-        } else if (in_order[found->second].second != unit_of[i]) {
-          in_order[found->second].second = 0;
-        }
+// A parameter that two units use is the outermost one's.
+void add_parameters(const Tree& tree, const std::vector<size_t>& unit_of,
+                    std::vector<UnitRequest>& requests) {
+  std::unordered_map<const c10::TensorImpl*, size_t> places;
+  std::vector<std::pair<const UnitParameter*, size_t>> in_order;
+  for (size_t i = 0; i < tree.size(); ++i) {
+    for (const UnitParameter& parameter : tree[i].parameters) {
+      const auto [found, is_new] = places.emplace(
+          parameter.tensor.unsafeGetTensorImpl(), in_order.size());
+      if (is_new) {
+        in_order.emplace_back(&parameter, unit_of[i]);
+      } else if (in_order[found->second].second != unit_of[i]) {
+        in_order[found->second].second = 0;
       }
     }
-    for (const auto& [parameter, unit] : in_order) {
-      requests[unit].parameters.push_back(*parameter);
-    }
   }
-
-  static std::vector<UnitRequest> without_empty_units(
-      const std::vector<UnitRequest>& requests) {
-    std::vector<UnitRequest> kept;
-    std::vector<std::optional<size_t>> places(requests.size());
-    for (size_t i = 0; i < requests.size(); ++i) {
-      std::optional<size_t> parent = requests[i].parent;
-      while (parent && !places[*parent]) parent = requests[*parent].parent;
-      if (requests[i].parameters.empty()) continue;
-      UnitRequest& request = kept.emplace_back(requests[i]);
-      request.parent = parent ? places[*parent] : std::nullopt;
-      places[i] = kept.size() - 1;
-    }
-    return kept;
+  for (const auto& [parameter, unit] : in_order) {
+    requests[unit].parameters.push_back(*parameter);
   }
+}
 
-  const Tree& tree_;
-  const UnitSelection& selection_;
-  std::vector<char> is_unit_;  // by node
-};
+std::vector<UnitRequest> without_empty_units(
+    const std::vector<UnitRequest>& requests) {
+  std::vector<UnitRequest> kept;
+  std::vector<std::optional<size_t>> places(requests.size());
+  for (size_t i = 0; i < requests.size(); ++i) {
+    std::optional<size_t> parent = requests[i].parent;
+    while (parent && !places[*parent]) parent = requests[*parent].parent;
+    if (requests[i].parameters.empty()) continue;
+    UnitRequest& request = kept.emplace_back(requests[i]);
+    request.parent = parent ? places[*parent] : std::nullopt;
+    places[i] = kept.size() - 1;
+  }
+  return kept;
+}
+
+// The outermost unit first, then in the order of registration.
+std::vector<UnitRequest> units_of(const Tree& tree,
+                                  const UnitSelection& selection) {
+  const std::vector<char> is_unit = choose_units(tree, selection);
+  std::vector<UnitRequest> requests = {
+      {.name = "", .reshard_after_forward = false}};
+  std::vector<size_t> unit_of(tree.size(), 0);  // by node
+  for (size_t i = 1; i < tree.size(); ++i) {
+    unit_of[i] = unit_of[*tree[i].parent];
+    if (is_unit[i] == 0) continue;
+    UnitRequest request = {.name = tree[i].name, .parent = unit_of[i]};
+    if (selection.mesh_of) request.mesh = selection.mesh_of(request.name);
+    unit_of[i] = requests.size();
+    requests.push_back(std::move(request));
+  }
+  add_parameters(tree, unit_of, requests);
+  return without_empty_units(requests);
+}
 
 // Tensors that stay as they are must not share memory with sharded ones.
 absl::Status check_untied(const Tree& tree,
@@ -234,7 +221,7 @@ absl::Status check_untied(const Tree& tree,
     }
   };
   for (const TreeNode& node : tree) {
-    check(node.parameters, "ignored parameter");
+    check(node.ignored, "ignored parameter");
     check(node.buffers, "buffer");
   }
   return status;
@@ -266,7 +253,17 @@ std::unique_ptr<ShardedModel> shard(const Module& module, const Group& group,
                     "init_process_group().");
   Tree tree;
   add_to(tree, module);
-  std::vector<UnitRequest> requests = UnitBuilder(tree, selection).build();
+  for (TreeNode& node : tree) {
+    std::erase_if(node.parameters, [&](const UnitParameter& parameter) {
+      if (!selection.is_ignored ||
+          !selection.is_ignored(parameter.name, parameter.tensor)) {
+        return false;
+      }
+      node.ignored.push_back(parameter);
+      return true;
+    });
+  }
+  std::vector<UnitRequest> requests = units_of(tree, selection);
   require_agreement(group, "tied tensor", {}, check_untied(tree, requests));
   auto model = std::make_unique<SegmentedModel>(
       make_sharded_units(std::move(requests), group, options), group, options);
