@@ -602,6 +602,8 @@ TEST(FullyShardTest, MistakesAreNamed) {
     const auto model = fully_shard(*net, group);
     EXPECT_THAT(error_of([&] { fully_shard(*net, group); }),
                 HasSubstr("is sharded already"));
+    EXPECT_THAT(error_of([&] { model->set_max_reducing(0); }),
+                HasSubstr("found 0"));
     EXPECT_THAT(error_of([&] {
                   net(random({3, 6}, 1));
                 }),
