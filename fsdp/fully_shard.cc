@@ -273,11 +273,6 @@ std::unique_ptr<ShardedModel> shard(const Module& module, const Group& group,
 
 }  // namespace
 
-FullyShardOptions shard_gradients(FullyShardOptions options) {
-  options.reshard_after_forward = false;
-  return options;
-}
-
 void shard_optimizer_state(ShardedModel& model) {
   for (size_t unit = 0; unit < model.unit_names().size(); ++unit) {
     model.settings(unit).reshards_after_forward = false;

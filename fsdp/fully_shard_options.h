@@ -27,10 +27,11 @@ struct FullyShardOptions {
   std::optional<int> num_shards = std::nullopt;
 
   // True: units are released after their forward and gathered again for their
-  // backward. False: they stay unsharded in between. A number: they stay in
-  // slices on this many consecutive ranks of a row, those of a host for
-  // example, and are gathered from these for their backward. More than 1,
-  // divides the number of shards.
+  // backward (ZeRO-3). False: they stay unsharded in between (ZeRO-2: the bytes
+  // of data parallelism). A number, more than 1, that divides the number of
+  // shards: they stay in slices on this many consecutive ranks of a row, those
+  // of a host for example, and are gathered from these for their backward.
+  // ZeRO-1: shard_optimizer_state() (fsdp/fully_shard.h).
   std::variant<bool, int> reshard_after_forward = true;
 
   // All-gathers that are issued ahead of the unit in use.
@@ -133,16 +134,8 @@ struct UnitParameter {
   std::optional<at::ScalarType> compute_dtype = std::nullopt;
 };
 
-// ---- Strategies by name. The default shards parameters, gradients and
-// optimizer state (ZeRO-3). ZeRO-1: shard_optimizer_state()
-// (fsdp/fully_shard.h).
-
-// Gradients and optimizer state are sharded, parameters from the end of
-// backward to forward only (ZeRO-2): the bytes of data parallelism.
-FullyShardOptions shard_gradients(FullyShardOptions options);
-
-// All are sharded over the ranks of a host, and hosts hold replicas. A number
-// of shards that `options` give stays. Collective.
+// Hybrid sharding: shards over the ranks of a host; hosts hold replicas. A
+// number of shards that `options` give stays. Collective.
 FullyShardOptions hybrid_shard(
     const c10::intrusive_ptr<c10d::ProcessGroup>& group,
     FullyShardOptions options);

@@ -24,7 +24,8 @@ FullyShardOptions sharding_of(const Group& group,
     case Strategy::kFull:
       break;
     case Strategy::kGrad:
-      return shard_gradients(sharding);
+      sharding.reshard_after_forward = false;
+      break;
     case Strategy::kState:  // see Training's constructor
       break;
     case Strategy::kHybrid:

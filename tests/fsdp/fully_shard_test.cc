@@ -391,7 +391,7 @@ struct Strategy {
 TEST(FullyShardTest, EveryStrategyTrainsWithEveryOptimizer) {
   const std::vector<Strategy> strategies = {
       {"all", {}},
-      {"gradients", shard_gradients(FullyShardOptions())},
+      {"gradients", {.reshard_after_forward = false}},
       {"optimizer state", {}, shard_optimizer_state},
       {"no prefetch", {.prefetch_depth = 0}},
       {"far prefetch", {.prefetch_depth = 3}, [](ShardedModel& model) {
