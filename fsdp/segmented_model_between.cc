@@ -118,8 +118,10 @@ void SegmentedModel::reduce() {
   TORCH_CHECK(!is_open(),
               "fully_shard: reduce() inside of a forward or backward.\nCall it "
               "between them.");
-  open_backward();
-  end_backward();
+  or_abandon([this] {
+    open_backward();
+    end_backward();
+  });
 }
 
 void SegmentedModel::meet_peers() {
