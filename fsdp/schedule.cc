@@ -1,18 +1,24 @@
 #include "brigade/fsdp/schedule.h"
 
-#include <c10/util/hash.h>
-
 #include <algorithm>
+#include <functional>
+#include <string_view>
 #include <utility>
 
 namespace brigade {
 
+uint64_t hash_of(std::span<const uint64_t> numbers) {
+  const std::string_view bytes(reinterpret_cast<const char*>(numbers.data()),
+                               numbers.size_bytes());
+  return std::max<uint64_t>(std::hash<std::string_view>()(bytes), 1);
+}
+
 uint64_t RecordedSchedule::fingerprint() const {
-  size_t hash = 0;
+  std::vector<uint64_t> numbers;
   for (const auto& [kind, unit] : entries) {
-    hash = c10::get_hash(hash, kind, unit);
+    numbers.push_back(unit * 2 + static_cast<uint64_t>(kind));
   }
-  return std::max<uint64_t>(hash, 1);
+  return hash_of(numbers);
 }
 
 SegmentCursor::SegmentCursor(UnitRules rules, const RecordedSchedule* recorded,

@@ -34,6 +34,9 @@
 
 namespace brigade {
 
+// Compared across ranks, which run one build. Never 0.
+uint64_t hash_of(std::span<const uint64_t> numbers);
+
 struct ScheduleEntry {
   enum class Kind : uint8_t { kAllGather, kReduceScatter };
 
@@ -52,8 +55,7 @@ struct RecordedSchedule {
   // reduce-scatter, since the one before. 0 for an all-gather.
   std::vector<uint32_t> accumulations = {};
 
-  // Hash of `entries`, compared across ranks; never 0.
-  uint64_t fingerprint() const;
+  uint64_t fingerprint() const;  // hash_of() the entries
 };
 
 // When units are released, and how far ahead they are gathered.

@@ -1,9 +1,9 @@
 #include "brigade/fsdp/segmented_model.h"
 
 #include <ATen/core/grad_mode.h>
-#include <c10/util/hash.h>
 
 #include <algorithm>
+#include <bit>
 #include <utility>
 
 #include "absl/strings/str_cat.h"
@@ -219,22 +219,27 @@ void SegmentedModel::check_usable() const {
 }
 
 uint64_t SegmentedModel::settings_hash() const {
-  size_t hash = max_reducing_;
+  std::vector<uint64_t> numbers = {max_reducing_};
   for (const ShardedUnit& unit : units_) {
     const UnitSettings& settings = unit.settings;
-    hash = c10::get_hash(
-        hash, settings.reshards_after_forward, settings.reshards_after_backward,
-        settings.reshards_to.value_or(0), settings.gradient_divisor.value_or(0),
-        is_due(unit), settings.sums_over_replicas, settings.gathers_in_backward,
-        settings.keeps_storage);
+    for (const bool value :
+         {settings.reshards_after_forward, settings.reshards_after_backward,
+          is_due(unit), settings.sums_over_replicas,
+          settings.gathers_in_backward, settings.keeps_storage}) {
+      numbers.push_back(value ? 1 : 0);
+    }
+    numbers.push_back(static_cast<uint64_t>(settings.reshards_to.value_or(0)));
+    numbers.push_back(
+        std::bit_cast<uint64_t>(settings.gradient_divisor.value_or(0)));
     for (const auto& flat : unit.flats) {
-      hash = c10::get_hash(hash, flat->dtype(), flat->device().type());
+      numbers.push_back(static_cast<uint64_t>(flat->dtype()));
+      numbers.push_back(static_cast<uint64_t>(flat->device().type()));
       for (size_t i = 0; i < flat->parameters().size(); ++i) {
-        hash = c10::get_hash(hash, flat->is_trained(i));
+        numbers.push_back(flat->is_trained(i) ? 1 : 0);
       }
     }
   }
-  return hash;
+  return hash_of(numbers);
 }
 
 bool SegmentedModel::stays_after(const SegmentRun::Plan& plan,
@@ -269,28 +274,28 @@ OpeningMessage SegmentedModel::opening_of(SegmentKind kind) {
     const auto alive = forward.lock();
     return !alive || alive->is_done;
   });
-  size_t of_slices = 0;
-  bool has_slices = false;
+  std::vector<uint64_t> has_slices;
+  std::vector<uint64_t> state;
   for (const ShardedUnit& unit : units_) {
-    has_slices |= !unit.slices.empty();
-    of_slices = c10::get_hash(of_slices, unit.slices.empty());
+    has_slices.push_back(unit.slices.empty() ? 0 : 1);
+    state.push_back(unit.gathered ? 1 : 0);
+    const bool holds =
+        kind == SegmentKind::kBackward && has_held_gradients(unit);
+    state.push_back(holds ? 1 : 0);
   }
+  const bool has_any = std::ranges::find(has_slices, 1) != has_slices.end();
   OpeningMessage opening = {.kind = kind,
                             .settings = settings_hash(),
-                            .slices = has_slices ? of_slices : 0};
-  size_t tag =
-      c10::get_hash(kind, opening.settings, forwards_.size(), opening.slices);
-  for (const ShardedUnit& unit : units_) {
-    tag = c10::get_hash(
-        tag, unit.gathered.has_value(),
-        kind == SegmentKind::kBackward && has_held_gradients(unit));
-  }
+                            .slices = has_any ? hash_of(has_slices) : 0};
+  bool mode = false;
   if (kind == SegmentKind::kForward) {
-    tag = c10::get_hash(tag, at::GradMode::is_enabled());
+    mode = at::GradMode::is_enabled();
   } else if (kind != SegmentKind::kShadow && running_backward_id() >= 0) {
-    tag = c10::get_hash(tag, accumulates_all_gradients());
+    mode = accumulates_all_gradients();
   }
-  opening.tag = tag;
+  state.insert(state.end(), {static_cast<uint64_t>(kind), opening.settings,
+                             forwards_.size(), opening.slices, mode ? 1U : 0U});
+  opening.tag = hash_of(state);
   const auto known = schedules_.find(opening.tag);
   if (known != schedules_.end()) {
     opening.schedule = known->second.fingerprint();

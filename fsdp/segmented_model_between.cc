@@ -1,7 +1,6 @@
 // Between forwards and backwards.
 
 #include <ATen/ATen.h>
-#include <c10/util/hash.h>
 
 #include <algorithm>
 #include <exception>
@@ -42,16 +41,16 @@ void SegmentedModel::unshard(std::span<const size_t> units, bool may_write) {
   }
   prepare();
   std::vector<size_t> missing;
-  size_t hash = c10::get_hash(may_write);
+  std::vector<uint64_t> state = {may_write ? 1U : 0U};
   for (const size_t unit : units) {
-    hash = c10::get_hash(hash, unit, units_.at(unit).gathered.has_value());
+    state.insert(state.end(), {unit, units_.at(unit).gathered ? 1U : 0U});
     if (!units_[unit].gathered) missing.push_back(unit);
   }
   exchange_.ask(
       units.size() == 1
           ? absl::StrCat("unshards unit '", units_[units[0]].name, "'")
           : absl::StrCat("unshards ", units.size(), " units"),
-      hash);
+      hash_of(state));
   SegmentRun run(parts(), {});
   run.begin();
   for (const size_t unit : missing) run.all_gather(unit);
