@@ -6,6 +6,7 @@
 #include <algorithm>
 #include <map>
 #include <mutex>
+#include <optional>
 #include <utility>
 
 #include "brigade/hooks/backward_end.h"
@@ -14,52 +15,43 @@
 namespace brigade {
 namespace {
 
-// The open segments of one backward.
-class OpenSegments {
- public:
-  struct Segment {
-    std::weak_ptr<void> owner;
-    std::function<void()> on_end;
-    std::function<void()> on_abandoned;
-  };
+struct Segment {
+  std::weak_ptr<void> owner;
+  std::function<void()> on_end;
+  std::function<void()> on_abandoned;
+};
 
-  void add(Segment segment) {
-    const std::lock_guard lock(mutex_);
-    open_.push_back(std::move(segment));
-  }
+std::mutex mutex;
+std::map<int, std::vector<Segment>> open_segments;  // by backward; not empty
 
-  void end() {
-    for_each_from_the_last([this](const Segment& segment) {
-      try {
-        segment.on_end();
-      } catch (...) {
-        abandon();
-        throw;
-      }
-    });
-  }
+std::optional<Segment> take_last_segment(int backward) {
+  const std::lock_guard lock(mutex);
+  const auto found = open_segments.find(backward);
+  if (found == open_segments.end()) return std::nullopt;
+  Segment last = std::move(found->second.back());
+  found->second.pop_back();
+  if (found->second.empty()) open_segments.erase(found);
+  return last;
+}
 
-  void abandon() {
-    for_each_from_the_last(
-        [](const Segment& segment) { segment.on_abandoned(); });
-  }
-
- private:
-  template <typename Use>
-  void for_each_from_the_last(const Use& use) {
-    std::unique_lock lock(mutex_);
-    while (!open_.empty()) {
-      const Segment last = std::move(open_.back());
-      open_.pop_back();
-      lock.unlock();
-      if (const auto owner = last.owner.lock()) use(last);
-      lock.lock();
+// The last one first. After an error the others are abandoned.
+void end_segments(int backward, bool is_abandoned) {
+  std::exception_ptr error;
+  while (const std::optional<Segment> last = take_last_segment(backward)) {
+    const auto owner = last->owner.lock();
+    if (!owner) continue;
+    if (is_abandoned || error != nullptr) {
+      last->on_abandoned();
+      continue;
+    }
+    try {
+      last->on_end();
+    } catch (...) {
+      error = std::current_exception();
     }
   }
-
-  std::mutex mutex_;
-  std::vector<Segment> open_;
-};
+  if (error != nullptr) std::rethrow_exception(error);
+}
 
 ErrorTaker take_error = nullptr;
 
@@ -96,26 +88,19 @@ void call_hooks(const std::vector<at::Tensor>& tensors) {
 
 void end_with_backward(std::weak_ptr<void> owner, std::function<void()> on_end,
                        std::function<void()> on_abandoned) {
-  static std::mutex mutex;
-  static std::map<int, std::weak_ptr<OpenSegments>> of_backwards;
-  std::shared_ptr<OpenSegments> segments;
-  bool is_first = false;
+  const int backward = running_backward_id();
   {
     const std::lock_guard lock(mutex);
-    std::erase_if(of_backwards,
-                  [](const auto& item) { return item.second.expired(); });
-    std::weak_ptr<OpenSegments>& of_this = of_backwards[running_backward_id()];
-    segments = of_this.lock();
-    is_first = segments == nullptr;
-    if (is_first) of_this = segments = std::make_shared<OpenSegments>();
+    std::vector<Segment>& segments = open_segments[backward];
+    segments.push_back({.owner = std::move(owner),
+                        .on_end = std::move(on_end),
+                        .on_abandoned = std::move(on_abandoned)});
+    if (segments.size() > 1) return;
   }
-  segments->add({.owner = std::move(owner),
-                 .on_end = std::move(on_end),
-                 .on_abandoned = std::move(on_abandoned)});
-  if (!is_first) return;
+  const auto watched = std::make_shared<char>();
   watch_backward_end(
-      segments, [segments] { segments->end(); },
-      [segments] { segments->abandon(); });
+      watched, [watched, backward] { end_segments(backward, false); },
+      [backward] { end_segments(backward, true); });
 }
 
 void set_error_taker(ErrorTaker taker) { take_error = taker; }

@@ -2,7 +2,6 @@
 
 #include <algorithm>
 #include <limits>
-#include <map>
 #include <string_view>
 #include <unordered_map>
 #include <unordered_set>
@@ -27,7 +26,8 @@ struct TreeNode {
   std::string type;
   std::optional<size_t> parent = std::nullopt;
   const torch::nn::Module* module = nullptr;
-  std::vector<UnitParameter> parameters = {};  // its own
+  std::vector<UnitParameter> parameters = {};  // its own, to be sharded
+  std::vector<UnitParameter> ignored = {};
   std::vector<UnitParameter> buffers = {};
 };
 
@@ -37,7 +37,7 @@ std::string joined(const std::string& outer, const std::string& inner) {
   return outer.empty() ? inner : absl::StrCat(outer, ".", inner);
 }
 
-// Modules of LibTorch and of TorchScript, and what their lists consist of.
+// Modules of LibTorch and of TorchScript, and the items of their lists.
 
 std::string type_of(const torch::nn::Module& module) { return module.name(); }
 std::string type_of(const torch::jit::Module& module) {
@@ -52,36 +52,41 @@ const torch::nn::Module* in_library(const torch::jit::Module& /*module*/) {
 }
 
 template <typename Item>
-std::pair<std::string, at::Tensor> named(const Item& item) {
+auto named(const Item& item) {
   if constexpr (requires { item.key(); })
-    return {item.key(), item.value()};
+    return std::pair(item.key(), item.value());
   else
-    return {item.name, item.value};
+    return std::pair(item.name, item.value);
+}
+
+template <typename List>
+std::vector<UnitParameter> tensors_of(const List& list,
+                                      const std::string& module) {
+  std::vector<UnitParameter> tensors;
+  for (const auto& item : list) {
+    const auto [key, tensor] = named(item);
+    tensors.push_back({.name = joined(module, key), .tensor = tensor});
+  }
+  return tensors;
 }
 
 template <typename Module>
-void add_to(Tree& tree, const Module& module, const std::string& name,
-            std::optional<size_t> parent) {
+void add_to(Tree& tree, const Module& module, const std::string& name = "",
+            std::optional<size_t> parent = std::nullopt) {
   const size_t place = tree.size();
-  tree.push_back({.name = name,
-                  .type = type_of(module),
-                  .parent = parent,
-                  .module = in_library(module)});
-  for (const auto& item : module.named_parameters(/*recurse=*/false)) {
-    const auto [key, tensor] = named(item);
-    tree[place].parameters.push_back(
-        {.name = joined(name, key), .tensor = tensor});
-  }
-  for (const auto& item : module.named_buffers(/*recurse=*/false)) {
-    const auto [key, tensor] = named(item);
-    tree[place].buffers.push_back(
-        {.name = joined(name, key), .tensor = tensor});
-  }
-  for (const auto& child : module.named_children()) {
-    if constexpr (requires { child.key(); }) {
-      add_to(tree, *child.value(), joined(name, child.key()), place);
+  tree.push_back(
+      {.name = name,
+       .type = type_of(module),
+       .parent = parent,
+       .module = in_library(module),
+       .parameters = tensors_of(module.named_parameters(false), name),
+       .buffers = tensors_of(module.named_buffers(false), name)});
+  for (const auto& item : module.named_children()) {
+    const auto [key, child] = named(item);
+    if constexpr (requires { *child; }) {
+      add_to(tree, *child, joined(name, key), place);
     } else {
-      add_to(tree, child.value, joined(name, child.name), place);
+      add_to(tree, child, joined(name, key), place);
     }
   }
 }
@@ -93,143 +98,103 @@ bool holds_a_list(const TreeNode& node) {
   return is_named("Sequential") || is_named("ModuleList");
 }
 
-bool has_parameters(const Tree& tree, size_t node) {
-  for (size_t i = node; i < tree.size(); ++i) {
-    std::optional<size_t> around = i;
-    while (around && *around > node) around = tree[*around].parent;
-    if (around == node && !tree[i].parameters.empty()) return true;
-  }
-  return false;
-}
-
 // By node of the tree.
 std::vector<char> default_units(const Tree& tree) {
+  std::vector<char> has_parameters(tree.size(), 0);
+  for (size_t i = tree.size(); i-- > 0;) {
+    if (!tree[i].parameters.empty()) has_parameters[i] = 1;
+    if (i > 0 && has_parameters[i] != 0) has_parameters[*tree[i].parent] = 1;
+  }
   std::vector<char> is_unit(tree.size(), 0);
-  const auto mark_children = [&](const auto& is_parent) {
-    bool marks = false;
+  for (const bool in_lists : {true, false}) {
     for (size_t i = 1; i < tree.size(); ++i) {
-      if (!is_parent(*tree[i].parent) || !has_parameters(tree, i)) continue;
-      is_unit[i] = 1;
-      marks = true;
+      const size_t parent = *tree[i].parent;
+      const bool is_child = in_lists ? holds_a_list(tree[parent]) : parent == 0;
+      is_unit[i] = is_child ? has_parameters[i] : 0;
     }
-    return marks;
-  };
-  if (!mark_children([&](size_t i) { return holds_a_list(tree[i]); })) {
-    mark_children([](size_t i) { return i == 0; });
+    if (std::ranges::find(is_unit, 1) != is_unit.end()) break;
   }
   return is_unit;
 }
 
-// Chooses the units of a tree.
-class UnitBuilder {
- public:
-  UnitBuilder(const Tree& tree, const UnitSelection& selection)
-      : tree_(tree), selection_(selection) {}
-
-  // The outermost unit first, then in the order of registration.
-  std::vector<UnitRequest> build() {
-    choose_units();
-    std::vector<UnitRequest> requests = {
-        {.name = "", .reshard_after_forward = false}};
-    std::vector<size_t> unit_of(tree_.size(), 0);  // by node
-    std::map<std::string, size_t> joint_units;
-    for (size_t i = 1; i < tree_.size(); ++i) {
-      unit_of[i] = unit_of[*tree_[i].parent];
-      if (!joint_names_[i].empty()) {
-        const auto [found, is_new] =
-            joint_units.emplace(joint_names_[i], requests.size());
-        if (is_new) {
-          requests.push_back({.name = joint_names_[i],
-                              .parent = size_t{0},
-                              .spans_segments = true});
-        }
-        unit_of[i] = found->second;
-      } else if (is_unit_[i] != 0) {
-        UnitRequest request = {.name = tree_[i].name, .parent = unit_of[i]};
-        if (selection_.mesh_of) request.mesh = selection_.mesh_of(request.name);
-        unit_of[i] = requests.size();
-        requests.push_back(std::move(request));
-      }
+// By node of the tree.
+std::vector<char> choose_units(const Tree& tree,
+                               const UnitSelection& selection) {
+  if (!selection.is_unit) return default_units(tree);
+  std::vector<char> is_unit(tree.size(), 0);
+  std::vector<int64_t> numel(tree.size(), 0);
+  for (size_t i = tree.size(); i-- > 1;) {  // children before parents
+    for (const UnitParameter& parameter : tree[i].parameters) {
+      numel[i] += parameter.tensor.numel();
     }
-    add_parameters(unit_of, requests);
-    return without_empty_units(requests);
+    if (numel[i] > 0 && selection.is_unit({.name = tree[i].name,
+                                           .type = tree[i].type,
+                                           .numel = numel[i],
+                                           .module = tree[i].module})) {
+      is_unit[i] = 1;
+    } else {
+      numel[*tree[i].parent] += numel[i];
+    }
   }
+  return is_unit;
+}
 
- private:
-  bool is_ignored(const UnitParameter& parameter) const {
-    return selection_.is_ignored &&
-           selection_.is_ignored(parameter.name, parameter.tensor);
-  }
-
-  // Children before parents.
-  void choose_units() {
-    is_unit_ = default_units(tree_);
-    joint_names_.resize(tree_.size());
-    std::vector<int64_t> numel(tree_.size(), 0);
-    for (size_t i = tree_.size(); i-- > 1;) {
-      for (const UnitParameter& parameter : tree_[i].parameters) {
-        if (!is_ignored(parameter)) numel[i] += parameter.tensor.numel();
-      }
-      const UnitCandidate candidate = {.name = tree_[i].name,
-                                       .type = tree_[i].type,
-                                       .numel = numel[i],
-                                       .module = tree_[i].module};
-      if (selection_.is_unit) {
-        is_unit_[i] = numel[i] > 0 && selection_.is_unit(candidate) ? 1 : 0;
-      }
-      if (selection_.joint_unit_of) {
-        joint_names_[i] = selection_.joint_unit_of(candidate).value_or("");
-      }
-      if (is_unit_[i] == 0 && joint_names_[i].empty()) {
-        numel[*tree_[i].parent] += numel[i];
+// A parameter that two units use is the outermost one's.
+void add_parameters(const Tree& tree, const std::vector<size_t>& unit_of,
+                    std::vector<UnitRequest>& requests) {
+  std::unordered_map<const c10::TensorImpl*, size_t> places;
+  std::vector<std::pair<const UnitParameter*, size_t>> in_order;
+  for (size_t i = 0; i < tree.size(); ++i) {
+    for (const UnitParameter& parameter : tree[i].parameters) {
+      const auto [found, is_new] = places.emplace(
+          parameter.tensor.unsafeGetTensorImpl(), in_order.size());
+      if (is_new) {
+        in_order.emplace_back(&parameter, unit_of[i]);
+      } else if (in_order[found->second].second != unit_of[i]) {
+        in_order[found->second].second = 0;
       }
     }
   }
-
-  // One that two units use is the outermost one's.
-  void add_parameters(const std::vector<size_t>& unit_of,
-                      std::vector<UnitRequest>& requests) const {
-    std::unordered_map<const c10::TensorImpl*, size_t> places;
-    std::vector<std::pair<const UnitParameter*, size_t>> in_order;
-    for (size_t i = 0; i < tree_.size(); ++i) {
-      for (const UnitParameter& parameter : tree_[i].parameters) {
-        if (is_ignored(parameter)) continue;
-        const auto [found, is_new] = places.emplace(
-            parameter.tensor.unsafeGetTensorImpl(), in_order.size());
-        if (is_new) {
-          in_order.emplace_back(&parameter, unit_of[i]);
-        } else if (in_order[found->second].second != unit_of[i]) {
-          in_order[found->second].second = 0;
-        }
-      }
-    }
-    for (const auto& [parameter, unit] : in_order) {
-      requests[unit].parameters.push_back(*parameter);
-    }
+  for (const auto& [parameter, unit] : in_order) {
+    requests[unit].parameters.push_back(*parameter);
   }
+}
 
-  static std::vector<UnitRequest> without_empty_units(
-      const std::vector<UnitRequest>& requests) {
-    std::vector<UnitRequest> kept;
-    std::vector<std::optional<size_t>> places(requests.size());
-    for (size_t i = 0; i < requests.size(); ++i) {
-      std::optional<size_t> parent = requests[i].parent;
-      while (parent && !places[*parent]) parent = requests[*parent].parent;
-      if (requests[i].parameters.empty()) continue;
-      UnitRequest& request = kept.emplace_back(requests[i]);
-      request.parent = parent ? places[*parent] : std::nullopt;
-      places[i] = kept.size() - 1;
-    }
-    return kept;
+std::vector<UnitRequest> without_empty_units(
+    const std::vector<UnitRequest>& requests) {
+  std::vector<UnitRequest> kept;
+  std::vector<std::optional<size_t>> places(requests.size());
+  for (size_t i = 0; i < requests.size(); ++i) {
+    std::optional<size_t> parent = requests[i].parent;
+    while (parent && !places[*parent]) parent = requests[*parent].parent;
+    if (requests[i].parameters.empty()) continue;
+    UnitRequest& request = kept.emplace_back(requests[i]);
+    request.parent = parent ? places[*parent] : std::nullopt;
+    places[i] = kept.size() - 1;
   }
+  return kept;
+}
 
-  const Tree& tree_;
-  const UnitSelection& selection_;
-  std::vector<char> is_unit_;             // by node
-  std::vector<std::string> joint_names_;  // by node; empty: none
-};
+// The outermost unit first, then in the order of registration.
+std::vector<UnitRequest> units_of(const Tree& tree,
+                                  const UnitSelection& selection) {
+  const std::vector<char> is_unit = choose_units(tree, selection);
+  std::vector<UnitRequest> requests = {
+      {.name = "", .reshard_after_forward = false}};
+  std::vector<size_t> unit_of(tree.size(), 0);  // by node
+  for (size_t i = 1; i < tree.size(); ++i) {
+    unit_of[i] = unit_of[*tree[i].parent];
+    if (is_unit[i] == 0) continue;
+    UnitRequest request = {.name = tree[i].name, .parent = unit_of[i]};
+    if (selection.mesh_of) request.mesh = selection.mesh_of(request.name);
+    unit_of[i] = requests.size();
+    requests.push_back(std::move(request));
+  }
+  add_parameters(tree, unit_of, requests);
+  return without_empty_units(requests);
+}
 
-// What stays as it is must not share memory with what is sharded.
+// Tensors that stay as they are must not share memory with sharded ones.
 absl::Status check_untied(const Tree& tree,
                           const std::vector<UnitRequest>& requests) {
   ParameterMemory memory;
@@ -241,27 +206,23 @@ absl::Status check_untied(const Tree& tree,
                   absl::StrCat("parameter '", parameter.name, "'"));
     }
   }
-  const auto check = [&](const UnitParameter& kept, const char* kind) {
-    if (sharded.contains(kept.tensor.unsafeGetTensorImpl()) ||
-        !kept.tensor.has_storage()) {
-      return absl::OkStatus();
-    }
-    const std::string* const owner = memory.owner_of(kept.tensor);
-    if (owner == nullptr) return absl::OkStatus();
-    return absl::InvalidArgumentError(absl::StrCat(
-        "fully_shard: ", kind, " '", kept.name, "' shares its memory with ",
-        *owner,
-        ", which is sharded: they would not be tied any more.\nGive it "
-        "memory of its own."));
-  };
   absl::Status status;
+  const auto check = [&](const std::vector<UnitParameter>& all,
+                         const char* kind) {
+    for (const UnitParameter& kept : all) {
+      if (sharded.contains(kept.tensor.unsafeGetTensorImpl())) continue;
+      const std::string* const owner = memory.owner_of(kept.tensor);
+      if (owner == nullptr) continue;
+      status.Update(absl::InvalidArgumentError(absl::StrCat(
+          "fully_shard: ", kind, " '", kept.name, "' shares its memory with ",
+          *owner,
+          ", which is sharded: they would not be tied any more.\nGive it "
+          "memory of its own.")));
+    }
+  };
   for (const TreeNode& node : tree) {
-    for (const UnitParameter& parameter : node.parameters) {
-      status.Update(check(parameter, "ignored parameter"));
-    }
-    for (const UnitParameter& buffer : node.buffers) {
-      status.Update(check(buffer, "buffer"));
-    }
+    check(node.ignored, "ignored parameter");
+    check(node.buffers, "buffer");
   }
   return status;
 }
@@ -291,8 +252,18 @@ std::unique_ptr<ShardedModel> shard(const Module& module, const Group& group,
                     "fully_shard: the process group is null.\nGive that of "
                     "init_process_group().");
   Tree tree;
-  add_to(tree, module, "", std::nullopt);
-  std::vector<UnitRequest> requests = UnitBuilder(tree, selection).build();
+  add_to(tree, module);
+  for (TreeNode& node : tree) {
+    std::erase_if(node.parameters, [&](const UnitParameter& parameter) {
+      if (!selection.is_ignored ||
+          !selection.is_ignored(parameter.name, parameter.tensor)) {
+        return false;
+      }
+      node.ignored.push_back(parameter);
+      return true;
+    });
+  }
+  std::vector<UnitRequest> requests = units_of(tree, selection);
   require_agreement(group, "tied tensor", {}, check_untied(tree, requests));
   auto model = std::make_unique<SegmentedModel>(
       make_sharded_units(std::move(requests), group, options), group, options);
@@ -302,16 +273,12 @@ std::unique_ptr<ShardedModel> shard(const Module& module, const Group& group,
 
 }  // namespace
 
-FullyShardOptions shard_gradients(FullyShardOptions options) {
-  options.reshard_after_forward = false;
-  return options;
-}
-
-FullyShardOptions shard_optimizer_state(FullyShardOptions options) {
-  options.reshard_after_forward = false;
-  options.reshard_after_backward = false;
-  options.max_reducing = std::numeric_limits<size_t>::max();
-  return options;
+void shard_optimizer_state(ShardedModel& model) {
+  for (size_t unit = 0; unit < model.unit_names().size(); ++unit) {
+    model.settings(unit).reshards_after_forward = false;
+    model.settings(unit).reshards_after_backward = false;
+  }
+  model.set_max_reducing(std::numeric_limits<size_t>::max());
 }
 
 FullyShardOptions hybrid_shard(

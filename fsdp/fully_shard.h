@@ -38,17 +38,10 @@ struct UnitCandidate {
 
 // Which modules are units, and how parameters are treated. Alike on all ranks.
 struct UnitSelection {
-  // True: the module is a unit of its own. Asked of modules inside before those
-  // around them. Parameters that are in none are the outermost unit's. Unset:
-  // the children of each Sequential and ModuleList; if there are none, the
-  // children of the module.
+  // True: the module is a unit. Asked of inner modules first. All other
+  // parameters are the outermost unit's. Unset: the children of each Sequential
+  // and ModuleList; if there are none, the children of the module.
   std::function<bool(const UnitCandidate&)> is_unit = nullptr;
-
-  // Modules that are one unit together, by a name for it, such as the norms of
-  // all blocks: gathered with the first of them, and unsharded to the end of a
-  // forward or backward. Nullopt: none.
-  std::function<std::optional<std::string>(const UnitCandidate&)>
-      joint_unit_of = nullptr;
 
   // True: the parameter stays whole on each rank, and nothing averages its
   // gradient.
@@ -96,6 +89,11 @@ std::unique_ptr<ShardedModel> fully_shard(const Module& module,
   options.num_shards = mesh.row_length();
   return fully_shard(module, mesh.group(), std::move(options), selection);
 }
+
+// Optimizer state alone is sharded (ZeRO-1): units stay unsharded until their
+// shards are written, and a rank has memory for all gradients at once. Call it
+// before the first forward.
+void shard_optimizer_state(ShardedModel& model);
 
 }  // namespace brigade
 

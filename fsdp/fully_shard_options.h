@@ -27,22 +27,15 @@ struct FullyShardOptions {
   std::optional<int> num_shards = std::nullopt;
 
   // True: units are released after their forward and gathered again for their
-  // backward. False: they stay unsharded in between. A number: they stay in
-  // slices on this many consecutive ranks of a row, those of a host for
-  // example, and are gathered from these for their backward. More than 1,
-  // divides the number of shards.
+  // backward (ZeRO-3). False: they stay unsharded in between (ZeRO-2: the bytes
+  // of data parallelism). A number, more than 1, that divides the number of
+  // shards: they stay in slices on this many consecutive ranks of a row, those
+  // of a host for example, and are gathered from these for their backward.
+  // ZeRO-1: shard_optimizer_state() (fsdp/fully_shard.h).
   std::variant<bool, int> reshard_after_forward = true;
-
-  // Units are released after their backward. False: they stay unsharded until
-  // their shards are written.
-  bool reshard_after_backward = true;
 
   // All-gathers that are issued ahead of the unit in use.
   size_t prefetch_depth = 1;
-
-  // Reduce-scatters that hold memory for a unit's gradients at once; the next
-  // unit's gradients wait for the oldest. At least 1.
-  size_t max_reducing = 2;
 
   // Dtype of parameters in forward and backward. Unset: their own. Optimizers
   // always see their own.
@@ -65,10 +58,6 @@ struct FullyShardOptions {
   // each keeps its piece of its own.
   bool broadcast_parameters = true;
 
-  // For models whose units change in every step: ranks agree on each all-gather
-  // before it.
-  bool learn_always = false;
-
   // Devices: iterations whose status may be outstanding, 0 to 16.
   int max_unconfirmed_iterations = 1;
 };
@@ -84,8 +73,9 @@ struct UnitSettings {
   std::optional<int> reshards_to = std::nullopt;
   // False: it stays unsharded until its shards are changed.
   bool reshards_after_backward = true;
-  // Its modules are used here and there: see UnitSelection::joint_unit_of. Not
-  // to be changed.
+  // Of a unit of several modules, which are used here and there: it stays
+  // unsharded from its first use to the end of a forward or backward. Not to be
+  // changed.
   bool spans_segments = false;
   // False: its backward reads none of its parameters.
   bool gathers_in_backward = true;
@@ -144,19 +134,8 @@ struct UnitParameter {
   std::optional<at::ScalarType> compute_dtype = std::nullopt;
 };
 
-// ---- Strategies by name, beside the default, by which parameters, gradients
-// and optimizer state are sharded (ZeRO-3). What else `options` say is kept.
-
-// Gradients and optimizer state are sharded, parameters from the end of
-// backward to forward only (ZeRO-2): the bytes of data parallelism.
-FullyShardOptions shard_gradients(FullyShardOptions options);
-
-// Optimizer state is sharded (ZeRO-1): a rank has memory for all parameters and
-// all gradients, and no backward waits for it.
-FullyShardOptions shard_optimizer_state(FullyShardOptions options);
-
-// All are sharded over the ranks of a host, and hosts hold replicas. A number
-// of shards that `options` give stays. Collective.
+// Hybrid sharding: shards over the ranks of a host; hosts hold replicas. A
+// number of shards that `options` give stays. Collective.
 FullyShardOptions hybrid_shard(
     const c10::intrusive_ptr<c10d::ProcessGroup>& group,
     FullyShardOptions options);

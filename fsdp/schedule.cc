@@ -1,16 +1,24 @@
 #include "brigade/fsdp/schedule.h"
 
 #include <algorithm>
+#include <functional>
+#include <string_view>
 #include <utility>
 
 namespace brigade {
 
+uint64_t hash_of(std::span<const uint64_t> numbers) {
+  const std::string_view bytes(reinterpret_cast<const char*>(numbers.data()),
+                               numbers.size_bytes());
+  return std::max<uint64_t>(std::hash<std::string_view>()(bytes), 1);
+}
+
 uint64_t RecordedSchedule::fingerprint() const {
-  SequenceHash hash;
-  for (const ScheduleEntry& entry : entries) {
-    hash.add(entry.unit * 2 + static_cast<size_t>(entry.kind));
+  std::vector<uint64_t> numbers;
+  for (const auto& [kind, unit] : entries) {
+    numbers.push_back(unit * 2 + static_cast<uint64_t>(kind));
   }
-  return hash.value();
+  return hash_of(numbers);
 }
 
 SegmentCursor::SegmentCursor(UnitRules rules, const RecordedSchedule* recorded,
@@ -21,7 +29,6 @@ SegmentCursor::SegmentCursor(UnitRules rules, const RecordedSchedule* recorded,
       record_(recorded == nullptr ? RecordedSchedule() : *recorded),
       num_recorded_(record_.entries.size()),
       claimed_(std::move(unsharded)),
-      unclaimed_of_(rules_.num_units()),
       depth_(rules_.prefetch_depth),
       expected_(std::move(expected)),
       accumulated_(rules_.num_units(), 0),
@@ -50,12 +57,8 @@ std::optional<size_t> SegmentCursor::need(std::span<const size_t> units,
       touch(unit);
       continue;
     }
-    std::optional<size_t> entry;
-    if (!unclaimed_of_[unit].empty()) {
-      entry = *unclaimed_of_[unit].begin();
-    } else {
-      entry = next_gather_of(unit);
-    }
+    std::optional<size_t> entry = unclaimed_of(unit);
+    if (!entry) entry = next_gather_of(unit);
     if (!entry) {
       issue_rest(actions);
       return unit;
@@ -90,15 +93,11 @@ void SegmentCursor::fail(CursorActions& actions) {
 RoundMessage SegmentCursor::message(std::optional<size_t> need) const {
   RoundMessage message = {
       .need = need, .has_ended = has_ended_, .has_failed = has_failed_};
-  message.complete.resize(rules_.num_units(), 0);
-  message.expects.resize(rules_.num_units(), 0);
   for (size_t unit = 0; unit < rules_.num_units(); ++unit) {
-    message.complete[unit] = is_complete(unit) ? 1 : 0;
-    message.expects[unit] = !has_ended_ && expected_[unit] > 0 &&
-                                    was_reduced_[unit] == 0 &&
-                                    !is_complete(unit)
-                                ? 1
-                                : 0;
+    const bool expects = !has_ended_ && expected_[unit] > 0 &&
+                         was_reduced_[unit] == 0 && !is_complete(unit);
+    message.complete.push_back(is_complete(unit) ? 1 : 0);
+    message.expects.push_back(expects ? 1 : 0);
   }
   return message;
 }
@@ -106,24 +105,22 @@ RoundMessage SegmentCursor::message(std::optional<size_t> need) const {
 RoundResult SegmentCursor::end_round(std::span<const RoundMessage> of_ranks,
                                      CursorActions& actions) {
   ++num_rounds_;
-  bool has_failed = false;
+  if (std::ranges::any_of(of_ranks, &RoundMessage::has_failed)) {
+    has_failed_ = has_ended_ = true;
+    release_all(/*with_those_that_stay=*/true, actions);
+    return RoundResult::kFailed;
+  }
   bool has_ended = true;
   std::set<size_t> needs;
   std::vector<char> complete(rules_.num_units(), 0);
   std::vector<char> expected(rules_.num_units(), 0);
   for (const RoundMessage& message : of_ranks) {
-    has_failed |= message.has_failed;
     has_ended &= message.has_ended;
     if (message.need) needs.insert(*message.need);
     for (size_t unit = 0; unit < rules_.num_units(); ++unit) {
       complete[unit] |= message.complete[unit];
       expected[unit] |= message.expects[unit];
     }
-  }
-  if (has_failed) {
-    has_failed_ = has_ended_ = true;
-    release_all(/*with_those_that_stay=*/true, actions);
-    return RoundResult::kFailed;
   }
 
   const auto append = [&](Kind kind, size_t unit) {
@@ -135,7 +132,7 @@ RoundResult SegmentCursor::end_round(std::span<const RoundMessage> of_ranks,
   for (const size_t unit : needs) append(Kind::kAllGather, unit);
   for (const size_t unit : pinned_) {  // at most one is new
     if (!has_ended_ && needs.contains(unit) && claimed_[unit] == 0) {
-      claim(unit, *unclaimed_of_[unit].begin());
+      claim(unit, *unclaimed_of(unit));
     }
   }
   // The last units first, as a backward goes: the sequence is recorded.
@@ -147,6 +144,19 @@ RoundResult SegmentCursor::end_round(std::span<const RoundMessage> of_ranks,
   if (!has_ended) return RoundResult::kGoesOn;
   release_all(/*with_those_that_stay=*/false, actions);
   return RoundResult::kEnded;
+}
+
+std::optional<size_t> SegmentCursor::unclaimed_of(size_t unit) const {
+  for (const size_t entry : unclaimed_) {
+    if (record_.entries[entry].unit == unit) return entry;
+  }
+  return std::nullopt;
+}
+
+void SegmentCursor::release_unless_held(size_t unit,
+                                        CursorActions& actions) const {
+  if (is_held(unit)) return;
+  actions.push_back({CursorAction::Kind::kRelease, unit});
 }
 
 bool SegmentCursor::is_pinned_or_around(size_t unit) const {
@@ -182,9 +192,8 @@ void SegmentCursor::issue_next(CursorActions& actions) {
   actions.push_back({CursorAction::Kind::kAllGather, unit});
   if (!has_ended_ || (stays(unit) && !has_failed_)) {
     unclaimed_.insert(place);
-    unclaimed_of_[unit].insert(place);
-  } else if (!is_held(unit)) {
-    actions.push_back({CursorAction::Kind::kRelease, unit});
+  } else {
+    release_unless_held(unit, actions);
   }
 }
 
@@ -218,7 +227,6 @@ std::optional<size_t> SegmentCursor::next_gather_of(size_t unit) const {
 
 void SegmentCursor::claim(size_t unit, size_t entry) {
   unclaimed_.erase(entry);
-  unclaimed_of_[unit].erase(entry);
   claimed_[unit] = 1;
   front_ = std::max(front_, entry + 1);
   if (!rules_.prefetch_depths.empty()) depth_ = rules_.prefetch_depths[unit];
@@ -242,9 +250,7 @@ void SegmentCursor::release_used(CursorActions& actions) {
     if (std::exchange(keeps_one, false)) continue;
     used_.erase(used_.begin() + static_cast<std::ptrdiff_t>(i));
     claimed_[unit] = 0;
-    if (!is_held(unit)) {
-      actions.push_back({CursorAction::Kind::kRelease, unit});
-    }
+    release_unless_held(unit, actions);
   }
 }
 
@@ -258,12 +264,8 @@ void SegmentCursor::drop_skipped(CursorActions& actions) {
   if (skipped.empty()) return;
   skipped.pop_back();
   for (const size_t entry : skipped) {
-    const size_t unit = record_.entries[entry].unit;
     unclaimed_.erase(entry);
-    unclaimed_of_[unit].erase(entry);
-    if (!is_held(unit)) {
-      actions.push_back({CursorAction::Kind::kRelease, unit});
-    }
+    release_unless_held(record_.entries[entry].unit, actions);
   }
 }
 
@@ -272,8 +274,9 @@ void SegmentCursor::release_all(bool with_those_that_stay,
   for (size_t unit = 0; unit < rules_.num_units(); ++unit) {
     if (!is_held(unit) || (stays(unit) && !with_those_that_stay)) continue;
     claimed_[unit] = 0;
-    for (const size_t entry : unclaimed_of_[unit]) unclaimed_.erase(entry);
-    unclaimed_of_[unit].clear();
+    std::erase_if(unclaimed_, [&](size_t entry) {
+      return record_.entries[entry].unit == unit;
+    });
     actions.push_back({CursorAction::Kind::kRelease, unit});
   }
   used_.clear();

@@ -9,22 +9,17 @@
 // with this tag. The last round is the segment's status.
 //
 // Every rank issues each entry after all entries before it. So a rank may block
-// on any entry that it has issued.
-//
-// Which all-gather satisfies a need depends on the schedule and on the needs of
-// this rank, and not on prefetch or timing. Ranks that repeat their programs
-// have no round but the last one.
-//
-// Example, one rank's forward of units 0 and 1:
+// on any entry that it has issued. The schedule and the needs of this rank
+// alone decide which all-gather satisfies a need, not prefetch or timing: ranks
+// that repeat their programs have no round but the last one.
 //
 //   SegmentCursor cursor(rules, &recorded);  // nullptr: learn
-//   CursorActions todo = cursor.begin();    // issues the prefetch
+//   CursorActions todo = cursor.begin();     // issues the prefetch
 //   while (auto unit = cursor.need({&use, 1}, todo)) {
 //     todo += cursor.end_round(exchange(cursor.message(unit)));
 //   }
 //
-// Knows no tensors and no groups. Thread safety: none; the owner serialises
-// calls.
+// Knows no tensors and no groups. Thread safety: none.
 
 #ifndef BRIGADE_FSDP_SCHEDULE_H_
 #define BRIGADE_FSDP_SCHEDULE_H_
@@ -34,27 +29,13 @@
 #include <optional>
 #include <set>
 #include <span>
+#include <string>
 #include <vector>
 
 namespace brigade {
 
-// 64-bit hash of an integer sequence, compared across ranks. Source: the
-// finaliser of MurmurHash3, on the state and the next integer.
-class SequenceHash {
- public:
-  SequenceHash& add(uint64_t number) {
-    state_ = (state_ ^ number) + 0x9e3779b97f4a7c15;
-    state_ = (state_ ^ state_ >> 33) * 0xff51afd7ed558ccd;
-    state_ = (state_ ^ state_ >> 33) * 0xc4ceb9fe1a85ec53;
-    state_ ^= state_ >> 33;
-    return *this;
-  }
-  // Never 0.
-  uint64_t value() const { return state_ == 0 ? 1 : state_; }
-
- private:
-  uint64_t state_ = 0;
-};
+// Compared across ranks, which run one build. Never 0.
+uint64_t hash_of(std::span<const uint64_t> numbers);
 
 struct ScheduleEntry {
   enum class Kind : uint8_t { kAllGather, kReduceScatter };
@@ -74,7 +55,7 @@ struct RecordedSchedule {
   // reduce-scatter, since the one before. 0 for an all-gather.
   std::vector<uint32_t> accumulations = {};
 
-  uint64_t fingerprint() const;  // of `entries`
+  uint64_t fingerprint() const;  // hash_of() the entries
 };
 
 // When units are released, and how far ahead they are gathered.
@@ -107,7 +88,7 @@ struct CursorAction {
 
 using CursorActions = std::vector<CursorAction>;
 
-// What a rank says in a round.
+// One rank's part of a round.
 struct RoundMessage {
   std::optional<size_t> need = std::nullopt;
   bool has_ended = false;  // its program's part of the segment
@@ -116,6 +97,9 @@ struct RoundMessage {
   std::vector<char> complete = {};
   // By unit: more gradients are expected.
   std::vector<char> expects = {};
+  // Of the caller's; by parameter of the model: has a gradient. Empty: none.
+  std::vector<char> used = {};
+  std::string error = {};  // of the caller's: has_failed
 };
 
 enum class RoundResult : uint8_t { kGoesOn, kEnded, kFailed };
@@ -155,8 +139,9 @@ class SegmentCursor {
   RoundResult end_round(std::span<const RoundMessage> of_ranks,
                         CursorActions& actions);
 
+  // It is unsharded, or its all-gather is under way.
   bool is_held(size_t unit) const {
-    return claimed_[unit] != 0 || !unclaimed_of_[unit].empty();
+    return claimed_[unit] != 0 || unclaimed_of(unit);
   }
 
   // What the segment has issued, to be stored if it was learning.
@@ -177,6 +162,7 @@ class SegmentCursor {
   bool stays(size_t unit) const {
     return !rules_.stays.empty() && rules_.stays[unit] != 0;
   }
+  std::optional<size_t> unclaimed_of(size_t unit) const;
   bool is_pinned_or_around(size_t unit) const;
   bool is_complete(size_t unit) const;
   bool may_reduce(size_t entry) const;
@@ -187,6 +173,7 @@ class SegmentCursor {
   std::optional<size_t> next_gather_of(size_t unit) const;
   void claim(size_t unit, size_t entry);
   void touch(size_t unit);
+  void release_unless_held(size_t unit, CursorActions& actions) const;
   void release_used(CursorActions& actions);
   void drop_skipped(CursorActions& actions);
   void release_all(bool with_those_that_stay, CursorActions& actions);
@@ -202,10 +189,9 @@ class SegmentCursor {
   std::vector<size_t> used_;    // claimed units, the last one used at the end
   std::vector<size_t> pinned_;  // of the operator that runs
   bool is_settled_ = false;     // the last need() has its units
-  // Issued all-gathers that no need has claimed and that are not dropped: all,
-  // and by unit.
+  // Entries: issued all-gathers that no need has claimed and that are not
+  // dropped.
   std::set<size_t> unclaimed_;
-  std::vector<std::set<size_t>> unclaimed_of_;
   size_t front_ = 0;  // after the last claimed entry
   size_t depth_;      // of prefetch
 

@@ -26,15 +26,17 @@ constexpr const char* kWords[] = {"forward", "backward without synchronisation",
                   "fully_shard: " + std::string(status.message()));
 }
 
-void set_bit(std::vector<RankStatus>& chunks, size_t bit) {
-  StatusText& text = chunks[bit / kBitsPerStatus].text;
-  char& byte = text[bit % kBitsPerStatus / 8];
-  byte = static_cast<char>(byte | (1 << (bit % 8)));
-}
-
-bool has_bit(const std::vector<RankStatus>& chunks, size_t bit) {
-  const StatusText& text = chunks[bit / kBitsPerStatus].text;
-  return (text[bit % kBitsPerStatus / 8] >> (bit % 8) & 1) != 0;
+// The next `count` of the chunks' bits; 0 beyond them.
+std::vector<char> take_bits(const std::vector<RankStatus>& chunks, size_t count,
+                            size_t& bit) {
+  std::vector<char> bits(count, 0);
+  for (size_t i = 0; i < count; ++i, ++bit) {
+    if (bit / kBitsPerStatus >= chunks.size()) break;
+    const StatusText& text = chunks[bit / kBitsPerStatus].text;
+    bits[i] =
+        static_cast<char>(text[bit % kBitsPerStatus / 8] >> (bit % 8) & 1);
+  }
+  return bits;
 }
 
 // RankStatus::proposal of a round.
@@ -50,13 +52,11 @@ void require_all_done(const std::vector<RoundMessage>& by_rank) {
     throw_differs(absl::AbortedError(
         "a rank has used units in another order than recorded, or has "
         "gradients after their turn, and ranks have gone on.\nSet "
-        "learn_always, or max_unconfirmed_iterations = 0."));
+        "max_unconfirmed_iterations = 0."));
   }
 }
 
-bool is_backward(SegmentKind kind) { return kind != SegmentKind::kForward; }
-
-Opened opened_by(std::vector<RankStatus> by_rank) {
+OpeningMessage common_opening(std::vector<RankStatus> by_rank) {
   const auto is_shadow = [](const RankStatus& s) {
     return s.unit == static_cast<int64_t>(SegmentKind::kShadow);
   };
@@ -70,16 +70,18 @@ Opened opened_by(std::vector<RankStatus> by_rank) {
   }
   const absl::Status agreed = check_statuses(by_rank);
   if (!agreed.ok()) throw_differs(agreed);
-  const auto alike = [&](auto field) {
-    return std::ranges::all_of(by_rank, [&](const RankStatus& s) {
-      return s.*field == leader.*field;
-    });
-  };
-  return {.kind = static_cast<SegmentKind>(leader.unit),
-          .tag = leader.proposal,
-          .has_schedule = leader.order != 0 && alike(&RankStatus::proposal) &&
-                          alike(&RankStatus::order),
-          .has_slices = leader.launched != 0 && alike(&RankStatus::launched)};
+  OpeningMessage common = {.kind = static_cast<SegmentKind>(leader.unit),
+                           .tag = leader.proposal,
+                           .schedule = leader.order,
+                           .settings = leader.fingerprint,
+                           .slices = leader.launched};
+  for (const RankStatus& status : by_rank) {
+    if (status.proposal != common.tag || status.order != leader.order) {
+      common.schedule = 0;
+    }
+    if (status.launched != leader.launched) common.slices = 0;
+  }
+  return common;
 }
 
 }  // namespace
@@ -102,7 +104,6 @@ SegmentExchange::SegmentExchange(
     : channel_(group),
       num_units_(num_units),
       num_parameters_(num_parameters),
-      own_rank_(group->getRank()),
       progress_(std::move(progress)) {}
 
 std::vector<RankStatus> SegmentExchange::await(
@@ -116,7 +117,7 @@ std::vector<RankStatus> SegmentExchange::await(
   }
 }
 
-Opened SegmentExchange::open(const OpeningMessage& own, bool awaits) {
+OpeningMessage SegmentExchange::open(const OpeningMessage& own, bool awaits) {
   const RankStatus sent = channel_.exchange(
       {.kind = StatusKind::kBegin,
        .iteration = num_opened_ + 1,
@@ -126,15 +127,12 @@ Opened SegmentExchange::open(const OpeningMessage& own, bool awaits) {
        .proposal = own.tag,
        .order = own.schedule,
        .text = status_text(kWords[static_cast<size_t>(own.kind)])});
-  Opened opened = {.kind = own.kind,
-                   .tag = own.tag,
-                   .has_schedule = own.schedule != 0,
-                   .has_slices = own.slices != 0};
-  if (awaits || !opened.has_schedule) {
+  OpeningMessage opened = own;
+  if (awaits || own.schedule == 0) {
     confirm();
-    opened = opened_by(await(sent));
+    opened = common_opening(await(sent));
   } else {
-    unconfirmed_.push_back({.sent = {sent}, .is_opening = true});
+    unconfirmed_.push_back({sent});
   }
   ++num_opened_;
   kind_ = opened.kind;
@@ -145,7 +143,7 @@ Opened SegmentExchange::open(const OpeningMessage& own, bool awaits) {
 // Of a round.
 size_t SegmentExchange::num_chunks() const {
   const size_t num_bits =
-      is_backward(kind_) ? 2 * num_units_ + num_parameters_ : 0;
+      kind_ == SegmentKind::kForward ? 0 : 2 * num_units_ + num_parameters_;
   return std::max<size_t>(1, (num_bits + kBitsPerStatus - 1) / kBitsPerStatus);
 }
 
@@ -153,57 +151,46 @@ bool SegmentExchange::may_end_unconfirmed() const {
   return num_chunks() <= kMaxUnconfirmed / 2;
 }
 
-std::vector<RankStatus> SegmentExchange::pack(const SegmentRound& own,
-                                              bool is_unconfirmed) const {
-  std::vector<RankStatus> chunks(num_chunks());
-  for (RankStatus& chunk : chunks) {
-    chunk.kind = StatusKind::kEnd;
-    chunk.iteration = num_opened_;
-    chunk.unit =
-        own.message.need ? static_cast<int64_t>(*own.message.need) : -1;
-    chunk.proposal = is_unconfirmed          ? kHasGoneOn
-                     : own.message.has_ended ? kHasEnded
-                                             : kGoesOn;
+SegmentExchange::Sent SegmentExchange::send(const RoundMessage& own,
+                                            uint64_t state) {
+  RankStatus head = {.kind = StatusKind::kEnd,
+                     .iteration = num_opened_,
+                     .unit = own.need ? static_cast<int64_t>(*own.need) : -1,
+                     .proposal = state};
+  if (own.has_failed) {
+    head.kind = StatusKind::kFailed;
+    head.text = status_text(own.error);
   }
-  if (own.message.has_failed) {
-    for (RankStatus& chunk : chunks) {
-      chunk.kind = StatusKind::kFailed;
-      chunk.unit = -1;
-      chunk.text = status_text(own.error);
+  Sent sent(num_chunks(), head);
+  size_t bit = 0;
+  for (const auto* bits : {&own.complete, &own.expects, &own.used}) {
+    if (own.has_failed || kind_ == SegmentKind::kForward) break;
+    for (const char value : *bits) {
+      char& byte = sent[bit / kBitsPerStatus].text[bit % kBitsPerStatus / 8];
+      byte = static_cast<char>(byte | (value != 0 ? 1 : 0) << bit % 8);
+      ++bit;
     }
-    return chunks;
   }
-  if (!is_backward(kind_)) return chunks;
-  for (size_t i = 0; i < num_units_; ++i) {
-    if (own.message.complete[i] != 0) set_bit(chunks, i);
-    if (own.message.expects[i] != 0) set_bit(chunks, num_units_ + i);
-  }
-  for (size_t i = 0; i < own.used.size(); ++i) {
-    if (own.used[i] != 0) set_bit(chunks, 2 * num_units_ + i);
-  }
-  return chunks;
+  for (RankStatus& chunk : sent) chunk = channel_.exchange(chunk);
+  return sent;
 }
 
 RoundAnswers SegmentExchange::await_round(
-    const std::vector<RankStatus>& sent, bool is_backward,
-    std::optional<std::chrono::milliseconds> patience) {
+    const Sent& sent, std::optional<std::chrono::milliseconds> patience) {
   std::vector<std::vector<RankStatus>> by_rank;  // chunks
   for (const RankStatus& chunk : sent) {
-    std::vector<RankStatus> answers = await(chunk, patience);
+    const std::vector<RankStatus> answers = await(chunk, patience);
     by_rank.resize(answers.size());
     for (size_t rank = 0; rank < answers.size(); ++rank) {
       by_rank[rank].push_back(answers[rank]);
     }
   }
   RoundAnswers answers;
-  if (is_backward) answers.used.assign(num_parameters_, 0);
   std::vector<RankStatus> first;
   bool has_failed = false;
   for (const std::vector<RankStatus>& chunks : by_rank) {
     RankStatus& head = first.emplace_back(chunks.front());
     RoundMessage& message = answers.by_rank.emplace_back();
-    message.complete.assign(num_units_, 0);
-    message.expects.assign(num_units_, 0);
     message.has_failed = head.kind != StatusKind::kEnd;
     has_failed |= message.has_failed;
     if (message.has_failed) continue;
@@ -211,14 +198,10 @@ RoundAnswers SegmentExchange::await_round(
     answers.has_unconfirmed |= head.proposal == kHasGoneOn;
     if (head.unit >= 0) message.need = static_cast<size_t>(head.unit);
     head.unit = -1;
-    if (!is_backward) continue;
-    for (size_t i = 0; i < num_units_; ++i) {
-      message.complete[i] = has_bit(chunks, i) ? 1 : 0;
-      message.expects[i] = has_bit(chunks, num_units_ + i) ? 1 : 0;
-    }
-    for (size_t i = 0; i < num_parameters_; ++i) {
-      if (has_bit(chunks, 2 * num_units_ + i)) answers.used[i] = 1;
-    }
+    size_t bit = 0;
+    message.complete = take_bits(chunks, num_units_, bit);
+    message.expects = take_bits(chunks, num_units_, bit);
+    message.used = take_bits(chunks, num_parameters_, bit);
   }
   if (has_failed) {
     answers.error =
@@ -228,30 +211,23 @@ RoundAnswers SegmentExchange::await_round(
 }
 
 RoundAnswers SegmentExchange::round(
-    const SegmentRound& own,
+    const RoundMessage& own,
     std::optional<std::chrono::milliseconds> patience) {
-  std::vector<RankStatus> sent = pack(own, /*is_unconfirmed=*/false);
-  for (RankStatus& chunk : sent) chunk = channel_.exchange(chunk);
+  const Sent sent = send(own, own.has_ended ? kHasEnded : kGoesOn);
   confirm();
-  RoundAnswers answers = await_round(sent, is_backward(kind_), patience);
+  RoundAnswers answers = await_round(sent, patience);
   if (answers.has_unconfirmed && answers.error.empty()) {
     require_all_done(answers.by_rank);
   }
   return answers;
 }
 
-void SegmentExchange::end_unconfirmed(const SegmentRound& own) {
-  std::vector<RankStatus> sent = pack(own, /*is_unconfirmed=*/true);
-  for (RankStatus& chunk : sent) chunk = channel_.exchange(chunk);
-  unconfirmed_.push_back(
-      {.sent = std::move(sent), .is_backward = is_backward(kind_)});
+void SegmentExchange::end_unconfirmed(const RoundMessage& own) {
+  unconfirmed_.push_back(send(own, kHasGoneOn));
   size_t num_sent = 0;
-  for (const Unconfirmed& segment : unconfirmed_) {
-    num_sent += segment.sent.size();
-  }
-  while (num_sent > kMaxUnconfirmed) {
-    num_sent -= unconfirmed_.front().sent.size();
-    confirm_oldest();
+  for (const Sent& sent : unconfirmed_) num_sent += sent.size();
+  for (; num_sent > kMaxUnconfirmed; confirm_oldest()) {
+    num_sent -= unconfirmed_.front().size();
   }
 }
 
@@ -262,47 +238,44 @@ void SegmentExchange::confirm(size_t num_segments) {
 
 // A failure in it comes too late: this rank has gone on.
 void SegmentExchange::confirm_oldest() {
-  const Unconfirmed oldest = std::move(unconfirmed_.front());
+  const Sent oldest = std::move(unconfirmed_.front());
   unconfirmed_.pop_front();
   try {
-    if (oldest.is_opening) {
-      confirm_opening(oldest.sent.front());
-    } else {
-      const RoundAnswers answers =
-          await_round(oldest.sent, oldest.is_backward, std::nullopt);
-      if (!answers.error.empty()) {
-        throw PeerError({__func__, __FILE__, static_cast<uint32_t>(__LINE__)},
-                        answers.error);
-      }
-      require_all_done(answers.by_rank);
+    const RankStatus& own = oldest.front();
+    if (own.kind == StatusKind::kBegin) {
+      const OpeningMessage opened = common_opening(await(own));
+      if (opened.schedule == own.order && opened.slices == own.launched) return;
+      throw_differs(absl::AbortedError(
+          "ranks have opened a forward or backward in different states, and "
+          "have gone on.\nSet max_unconfirmed_iterations = 0 to continue after "
+          "this."));
     }
+    const RoundAnswers answers = await_round(oldest);
+    if (!answers.error.empty()) {
+      throw PeerError({__func__, __FILE__, static_cast<uint32_t>(__LINE__)},
+                      answers.error);
+    }
+    require_all_done(answers.by_rank);
   } catch (...) {
     is_broken_ = true;
     throw;
   }
 }
 
-void SegmentExchange::confirm_opening(const RankStatus& own) {
-  const Opened opened = opened_by(await(own));
-  if (opened.tag == own.proposal && opened.has_schedule &&
-      (own.launched == 0) != opened.has_slices) {
-    return;
-  }
-  throw_differs(absl::AbortedError(
-      "ranks have opened a forward or backward in different states, and have "
-      "gone on.\nSet max_unconfirmed_iterations = 0 to continue after this."));
+std::vector<RankStatus> SegmentExchange::meet(RankStatus own) {
+  own.iteration = num_opened_;
+  own = channel_.exchange(own);
+  confirm();
+  return await(own);
 }
 
 int64_t SegmentExchange::ask(const std::string& text, uint64_t digest,
                              int64_t number) {
-  const RankStatus sent =
-      channel_.exchange({.kind = StatusKind::kAsk,
-                         .iteration = num_opened_,
-                         .fingerprint = digest,
-                         .proposal = static_cast<uint64_t>(number),
-                         .text = status_text(text)});
-  confirm();
-  const std::vector<RankStatus> by_rank = await(sent);
+  const std::vector<RankStatus> by_rank =
+      meet({.kind = StatusKind::kAsk,
+            .fingerprint = digest,
+            .proposal = static_cast<uint64_t>(number),
+            .text = status_text(text)});
   const absl::Status agreed = check_statuses(by_rank);
   if (!agreed.ok()) throw_differs(agreed);
   int64_t sum = 0;
@@ -313,12 +286,7 @@ int64_t SegmentExchange::ask(const std::string& text, uint64_t digest,
 }
 
 void SegmentExchange::fail(const std::string& error) {
-  const RankStatus sent = channel_.exchange({.kind = StatusKind::kFailed,
-                                             .iteration = num_opened_,
-                                             .unit = -1,
-                                             .text = status_text(error)});
-  confirm();
-  await(sent);
+  meet({.kind = StatusKind::kFailed, .text = status_text(error)});
 }
 
 }  // namespace brigade

@@ -40,8 +40,9 @@ SegmentRun::SegmentRun(Model model, Plan plan)
       cursor_(plan_.rules, plan_.schedule, plan_.unsharded, plan_.expected) {}
 
 void SegmentRun::begin() {
-  shards_written_ = StreamPoint::now(model_.meshes.streams().device());
-  perform(cursor_.begin());
+  shards_written_ = StreamPoint::now(device());
+  CursorActions actions = cursor_.begin();
+  perform(actions);
   throw_noted();
 }
 
@@ -49,10 +50,10 @@ void SegmentRun::use(std::span<const size_t> units) {
   throw_noted();
   CursorActions actions;
   while (const std::optional<size_t> unit = cursor_.need(units, actions)) {
-    perform(std::exchange(actions, {}));
+    perform(actions);
     throw_noted();
-    round(unit, /*has_failed=*/false, actions);
-    perform(std::exchange(actions, {}));
+    round(unit, actions);
+    perform(actions);
     throw_noted();
   }
   perform(actions);
@@ -62,8 +63,9 @@ void SegmentRun::use(std::span<const size_t> units) {
 
 // ---- All-gathers.
 
-void SegmentRun::perform(const CursorActions& actions) {
-  for (const auto& [kind, unit] : actions) {
+// All of them; none is left.
+void SegmentRun::perform(CursorActions& actions) {
+  for (const auto& [kind, unit] : std::exchange(actions, {})) {
     if (is_broken_) return;
     switch (kind) {
       case CursorAction::Kind::kAllGather:
@@ -77,6 +79,14 @@ void SegmentRun::perform(const CursorActions& actions) {
         break;
     }
   }
+}
+
+// Of the host; on devices the current stream waits.
+void SegmentRun::wait(const ShardedUnit::FuturePtr& future,
+                      const ShardedUnit& unit) {
+  std::optional<WaitForPeers> waiting;
+  if (!future->completed()) waiting.emplace(model_.progress, &unit.name);
+  future->wait();
 }
 
 // Where memory is short, the segment fails, and what this rank holds serves for
@@ -123,7 +133,7 @@ ShardedUnit::Gathered SegmentRun::gather_into(size_t number, Lease lease) {
   ShardedUnit::Gathered gathered = {.lease = std::move(lease)};
   gathered.wholes = wholes_in(unit, gathered.lease.bytes);
   const at::NoGradGuard no_grad;
-  model_.recorder.gather_begins(number);
+  model_.recorder.begins(ShardingRecorder::kGather, number);
   for (size_t i = 0; i < unit.flats.size(); ++i) {
     FlatShard& flat = *unit.flats[i];
     if (flat.is_whole_here()) continue;
@@ -139,7 +149,8 @@ ShardedUnit::Gathered SegmentRun::gather_into(size_t number, Lease lease) {
       gathered.futures.push_back(
           transport.all_gather(whole, transport.num_shards()));
     }
-    model_.recorder.gather_launched(*gathered.futures.back());
+    model_.recorder.launched(ShardingRecorder::kGather,
+                             *gathered.futures.back());
   }
   model_.progress.launched.fetch_add(1, std::memory_order_relaxed);
   return gathered;
@@ -153,12 +164,10 @@ void SegmentRun::wait_for(size_t number) {
     for (const auto& flat : unit.flats) flat->note_use();
   }
   model_.recorder.needed(number);
-  const bool is_cpu = unit.transport->streams().device().is_cpu();
   std::vector<ShardedUnit::FuturePtr>& futures = unit.gathered->futures;
   try {
     for (const auto& future : futures) {
-      std::optional<WaitForPeers> waiting;
-      if (!future->completed()) waiting.emplace(model_.progress, &unit.name);
+      wait(future, unit);
       future->waitAndThrow();
     }
   } catch (...) {
@@ -167,7 +176,7 @@ void SegmentRun::wait_for(size_t number) {
     throw_named(absl::StrCat("the all-gather of unit '", unit.name, "'"));
   }
   model_.recorder.unsharded(number);
-  if (is_cpu) futures.clear();
+  if (device().is_cpu()) futures.clear();
   unit.bind();
 }
 
@@ -193,9 +202,7 @@ void SegmentRun::release(size_t number) {
     // A buffer that was not used is still being written.
     const auto on_gathers = unit.transport->streams().for_gathers();
     for (const auto& future : unit.gathered->futures) {
-      std::optional<WaitForPeers> waiting;
-      if (!future->completed()) waiting.emplace(model_.progress, &unit.name);
-      future->wait();
+      wait(future, unit);
       is_broken_ |= future->hasError();
     }
     if (keeps) keep_slices(unit);
@@ -220,9 +227,7 @@ void SegmentRun::prepare_gradients(size_t number) {
     return !flat->is_trained() || flat->has_gradients();
   });
   if (has_all) return;
-  while (reducing_.size() >= model_.options.max_reducing) {
-    end_oldest_reduction();
-  }
+  while (reducing_.size() >= plan_.max_reducing) end_oldest_reduction();
   if (!unit.gradients) unit.gradients = acquire(unit.gradient_bytes());
   int64_t offset = 0;
   for (const auto& flat : unit.flats) {
@@ -234,23 +239,24 @@ void SegmentRun::prepare_gradients(size_t number) {
   }
 }
 
-void SegmentRun::accumulate(size_t number, size_t flat, size_t parameter,
+void SegmentRun::accumulate(size_t number, FlatShard& flat, size_t parameter,
                             const at::Tensor& gradient, bool counts) {
   throw_noted();
   prepare_gradients(number);
-  model_.units[number].flats[flat]->accumulate(parameter, gradient);
-  if (!counts) return;
-  CursorActions actions;
-  cursor_.accumulated(number, actions);
-  perform(actions);
-  throw_noted();
+  flat.accumulate(parameter, gradient);
+  if (counts) count_gradient(number);
 }
 
 void SegmentRun::add_held_gradients(size_t number) {
   prepare_gradients(number);
+  count_gradient(number);
+}
+
+void SegmentRun::count_gradient(size_t number) {
   CursorActions actions;
   cursor_.accumulated(number, actions);
   perform(actions);
+  throw_noted();
 }
 
 void SegmentRun::reduce(size_t number) {
@@ -260,7 +266,7 @@ void SegmentRun::reduce(size_t number) {
     prepare_gradients(number);
     const auto lease =
         std::make_shared<Lease>(std::exchange(unit.gradients, {}));
-    model_.recorder.reduction_begins(number);
+    model_.recorder.begins(ShardingRecorder::kReduction, number);
     for (const auto& flat : unit.flats) {
       if (flat->is_trained()) {
         reducing_.push_back(reduce_flat(number, *flat, lease));
@@ -284,7 +290,7 @@ SegmentRun::Reducing SegmentRun::reduce_flat(
   const auto on_sums = unit.transport->streams().for_sums();
   sum_made.wait();
   const at::Tensor whole = flat.take_gradients();
-  if (error_ != nullptr || !words_.empty()) whole.zero_();
+  if (has_failed()) whole.zero_();
   try {
     reducing.future = launch_sum(unit, flat, whole, reducing.sum);
   } catch (...) {
@@ -292,7 +298,7 @@ SegmentRun::Reducing SegmentRun::reduce_flat(
     whole.zero_();
     reducing.future = launch_sum(unit, flat, whole, reducing.sum);
   }
-  model_.recorder.reduction_launched(*reducing.future);
+  model_.recorder.launched(ShardingRecorder::kReduction, *reducing.future);
   return reducing;
 }
 
@@ -333,13 +339,9 @@ ShardedUnit::FuturePtr SegmentRun::launch_sum(const ShardedUnit& unit,
 void SegmentRun::end_oldest_reduction() {
   Reducing reducing = std::move(reducing_.front());
   reducing_.pop_front();
-  if (!reducing.future->completed()) {
-    const WaitForPeers waiting(model_.progress,
-                               &model_.units[reducing.unit].name);
-    reducing.future->wait();
-  }
+  const ShardedUnit& unit = model_.units[reducing.unit];
+  if (!reducing.future->completed()) wait(reducing.future, unit);
   if (reducing.future->hasError()) {
-    const ShardedUnit& unit = model_.units[reducing.unit];
     is_broken_ |= !unit.comm_hook || unit.comm_hook->fails_by_network_only();
     try {
       throw_told();
@@ -352,11 +354,10 @@ void SegmentRun::end_oldest_reduction() {
   }
   {
     const auto on_sums = model_.meshes.streams().for_sums();
-    const c10::Device device = model_.meshes.streams().device();
-    if (!device.is_cpu()) reducing.future->wait();
+    if (!device().is_cpu()) reducing.future->wait();
     if (reducing.lease.use_count() == 1) {
       model_.memory.release(std::move(*reducing.lease),
-                            StreamPoint::now(device));
+                            StreamPoint::now(device()));
     }
     reducing.lease.reset();
   }
@@ -366,12 +367,11 @@ void SegmentRun::end_oldest_reduction() {
 void SegmentRun::wait_for_reductions() {
   while (!reducing_.empty()) end_oldest_reduction();
   for (const Reducing& reduced : std::exchange(reduced_, {})) {
-    if (!reduced.flat->device().is_cpu()) {
+    if (!device().is_cpu()) {
       reduced.future->wait();  // for the current stream
-      reduced.sum.record_stream(current_stream(reduced.flat->device()));
+      reduced.sum.record_stream(current_stream(device()));
     }
-    const bool has_failed = error_ != nullptr || !words_.empty();
-    if (!has_failed) reduced.flat->add_sum(reduced.sum);
+    if (!has_failed()) reduced.flat->add_sum(reduced.sum);
   }
 }
 
@@ -384,36 +384,38 @@ void SegmentRun::drop_gradients() {
     }
     if (!unit.gradients) continue;
     model_.memory.release(std::exchange(unit.gradients, {}),
-                          StreamPoint::now(model_.meshes.streams().device()));
+                          StreamPoint::now(device()));
   }
 }
 
 // ---- The end.
 
-RoundResult SegmentRun::round(std::optional<size_t> need, bool has_failed,
+RoundResult SegmentRun::round(std::optional<size_t> need,
                               CursorActions& actions) {
-  SegmentRound own = {.message = cursor_.message(need), .used = used_};
-  if (has_failed) {
-    own.message.has_failed = true;
-    own.error = words_;
-  }
+  RoundMessage own = cursor_.message(need);
+  own.used = used_;
+  own.error = words_;
   RoundAnswers answers;
   try {
-    answers = model_.exchange.round(
-        own, has_failed
-                 ? std::optional<std::chrono::milliseconds>(kFailurePatience)
-                 : std::nullopt);
+    std::optional<std::chrono::milliseconds> patience;
+    if (own.has_failed) patience = kFailurePatience;
+    answers = model_.exchange.round(own, patience);
   } catch (...) {
     is_broken_ = true;
     throw;
   }
-  used_anywhere_ = std::move(answers.used);
+  used_anywhere_.assign(used_.size(), 0);
+  for (const RoundMessage& message : answers.by_rank) {
+    for (size_t i = 0; i < used_.size() && !message.has_failed; ++i) {
+      used_anywhere_[i] |= message.used[i];
+    }
+  }
   // Peers that have gone on close the group when they learn of it.
   is_broken_ |= answers.has_unconfirmed && !answers.error.empty();
   const RoundResult result = cursor_.end_round(answers.by_rank, actions);
-  if (result == RoundResult::kFailed && !has_failed) {
+  if (result == RoundResult::kFailed && !own.has_failed) {
     is_over_ = true;
-    perform(std::exchange(actions, {}));
+    perform(actions);
     wait_for_reductions();
     end_gathers();
     drop_gradients();
@@ -429,13 +431,13 @@ void SegmentRun::end_gathers() {
     const auto on_gathers = model_.meshes.streams().for_gathers();
     for (const auto& future : gathered.futures) future->wait();
     model_.memory.release(std::move(gathered.lease),
-                          StreamPoint::now(model_.meshes.streams().device()));
+                          StreamPoint::now(device()));
   }
   if (!std::exchange(has_gathered_, false)) return;
   StreamPoint shards_read;
   {
     const auto on_gathers = model_.meshes.streams().for_gathers();
-    shards_read = StreamPoint::now(model_.meshes.streams().device());
+    shards_read = StreamPoint::now(device());
   }
   shards_read.wait();
 }
@@ -445,36 +447,31 @@ void SegmentRun::finish(const std::vector<char>& used, bool has_used_all) {
   throw_noted();
   CursorActions actions;
   cursor_.finish(actions);
-  perform(std::exchange(actions, {}));
-  const bool is_cpu = model_.meshes.streams().device().is_cpu();
-  if (!is_cpu && model_.options.max_unconfirmed_iterations > 0 &&
-      !cursor_.is_learning() && !cursor_.has_deviated() && error_ == nullptr &&
+  perform(actions);
+  RoundMessage own = cursor_.message();
+  if (plan_.may_go_on && has_used_all && error_ == nullptr &&
+      !cursor_.is_learning() && !cursor_.has_deviated() &&
       model_.exchange.may_end_unconfirmed() &&
-      std::ranges::none_of(cursor_.message().complete,
-                           [](char bit) { return bit != 0; }) &&
-      has_used_all) {
+      std::ranges::find(own.complete, 1) == own.complete.end()) {
     wait_for_reductions();
     throw_noted();
-    used_anywhere_ = used;
-    const RoundMessage own = cursor_.message();
-    model_.exchange.end_unconfirmed({.message = own, .used = used_});
+    used_anywhere_ = own.used = used;
+    model_.exchange.end_unconfirmed(own);
     cursor_.end_round({&own, 1}, actions);
     perform(actions);
-    is_over_ = true;
-    end_gathers();
-    return;
-  }
-  RoundResult result = RoundResult::kGoesOn;
-  size_t num_issued = 0;
-  do {
-    wait_for_reductions();
+  } else {
+    RoundResult result = RoundResult::kGoesOn;
+    size_t num_issued = 0;
+    do {
+      wait_for_reductions();
+      throw_noted();
+      num_issued = cursor_.record().entries.size();
+      result = round(std::nullopt, actions);
+      perform(actions);
+    } while (result == RoundResult::kGoesOn ||
+             cursor_.record().entries.size() > num_issued);
     throw_noted();
-    num_issued = cursor_.record().entries.size();
-    result = round(std::nullopt, /*has_failed=*/false, actions);
-    perform(std::exchange(actions, {}));
-  } while (result == RoundResult::kGoesOn ||
-           cursor_.record().entries.size() > num_issued);
-  throw_noted();
+  }
   is_over_ = true;
   end_gathers();
 }
@@ -491,10 +488,10 @@ void SegmentRun::fail(const std::string& error) noexcept {
     }
     CursorActions actions;
     cursor_.fail(actions);
-    perform(std::exchange(actions, {}));
+    perform(actions);
     wait_for_reductions();
-    if (!is_broken_) round(std::nullopt, /*has_failed=*/true, actions);
-    perform(std::exchange(actions, {}));
+    if (!is_broken_) round(std::nullopt, actions);
+    perform(actions);
     end_gathers();
   } catch (...) {
     is_broken_ = true;
@@ -509,6 +506,7 @@ void SegmentRun::fail(const std::string& error) noexcept {
   }
 }
 
+// `doing`: names it in a peer's or the network's error.
 void SegmentRun::note_error(const std::string& doing) {
   if (error_ != nullptr) return;
   error_ = std::current_exception();
@@ -522,8 +520,7 @@ void SegmentRun::note_error(const std::string& doing) {
 
 // A collective has failed. A peer that has closed the group has said why.
 void SegmentRun::throw_told() {
-  const bool is_cpu = model_.meshes.streams().device().is_cpu();
-  if (is_broken_ && !is_cpu && !model_.exchange.is_broken()) {
+  if (is_broken_ && !device().is_cpu() && !model_.exchange.is_broken()) {
     model_.exchange.confirm();
   }
 }

@@ -1,8 +1,8 @@
 // Carries out one segment: one forward or backward of a sharded model.
 //
-// Issues what the cursor says (fsdp/schedule.h), waits for what an operator
-// needs, and takes part in rounds. Owns what is under way; units own what they
-// hold.
+// Issues the cursor's actions (fsdp/schedule.h), waits for the units that an
+// operator needs, and takes part in rounds. Owns the reductions under way;
+// units own their buffers.
 //
 // Thread safety: none; the model serialises calls.
 
@@ -10,6 +10,7 @@
 #define BRIGADE_FSDP_SEGMENT_RUN_H_
 
 #include <cstddef>
+#include <cstdint>
 #include <deque>
 #include <exception>
 #include <memory>
@@ -29,7 +30,7 @@ namespace brigade {
 
 class SegmentRun {
  public:
-  // What a model has one of. All outlive the run.
+  // Parts of the model; all outlive the run.
   struct Model {
     std::vector<ShardedUnit>& units;
     const ShardMeshes& meshes;
@@ -37,17 +38,21 @@ class SegmentRun {
     SegmentExchange& exchange;
     Progress& progress;
     ShardingRecorder& recorder;
-    const FullyShardOptions& options;
   };
 
   struct Plan {
     SegmentKind kind = SegmentKind::kForward;
+    uint64_t tag = 0;
+    bool has_grad = false;
     UnitRules rules = {};
     const RecordedSchedule* schedule = nullptr;  // null: learn
-    std::vector<char> unsharded = {};            // by unit
+    std::vector<char> unsharded = {};            // by unit, at the start
     std::vector<uint32_t> expected = {};         // by unit, accumulations
     bool has_slices = false;  // all-gathers are among neighbours where it can
     bool keeps_slices = false;
+    size_t max_reducing = 1;   // see ShardedModel::set_max_reducing()
+    bool may_go_on = false;    // does not await the end of a recorded segment
+    int64_t buffer_bytes = 0;  // of the model, at the start
   };
 
   SegmentRun(Model model, Plan plan);
@@ -60,9 +65,9 @@ class SegmentRun {
 
   // A gradient has come, in backward. `counts`: of a unit that this segment
   // reduces.
-  void accumulate(size_t unit, size_t flat, size_t parameter,
+  void accumulate(size_t unit, FlatShard& flat, size_t parameter,
                   const at::Tensor& gradient, bool counts);
-  // Memory for the unit's gradients is there.
+  // Acquires memory for the unit's gradients.
   void prepare_gradients(size_t unit);
   // Gradients of an earlier segment are to be reduced, too.
   void add_held_gradients(size_t unit);
@@ -74,16 +79,18 @@ class SegmentRun {
   // In place of finish(), after an error on this rank. Does not throw.
   void fail(const std::string& error) noexcept;
 
-  // What finish() has learned.
+  // After finish(): by parameter, used on any rank.
   const std::vector<char>& used_anywhere() const { return used_anywhere_; }
   const SegmentCursor& cursor() const { return cursor_; }
-  SegmentKind kind() const { return plan_.kind; }
+  const Plan& plan() const { return plan_; }
   // A collective has failed, or a peer is lost: nothing more can be launched.
   bool is_broken() const { return is_broken_; }
 
   // Gathers a unit outside of the schedule, on all ranks alike; binds it.
   void all_gather(size_t unit);
   void wait_for(size_t unit);
+  // The segment fails by the current exception, at the next call.
+  void note_error(const std::string& doing = {});
   void throw_noted();
   // Releases a unit's memory, unless it is unsharded by hand.
   void release(size_t unit);
@@ -97,7 +104,11 @@ class SegmentRun {
     std::shared_ptr<Lease> lease = {};  // of all flats of the unit
   };
 
-  void perform(const CursorActions& actions);
+  c10::Device device() const { return model_.meshes.streams().device(); }
+  bool has_failed() const { return error_ != nullptr || !words_.empty(); }
+  void perform(CursorActions& actions);
+  void wait(const ShardedUnit::FuturePtr& future, const ShardedUnit& unit);
+  void count_gradient(size_t unit);
   ShardedUnit::Gathered gather_into(size_t unit, Lease lease);
   void reduce(size_t unit);
   Reducing reduce_flat(size_t unit, FlatShard& flat,
@@ -107,11 +118,8 @@ class SegmentRun {
                                     const at::Tensor& sum);
   void end_oldest_reduction();
   void wait_for_reductions();
-  RoundResult round(std::optional<size_t> need, bool has_failed,
-                    CursorActions& actions);
+  RoundResult round(std::optional<size_t> need, CursorActions& actions);
   Lease acquire(int64_t bytes);
-  // `doing`: names it in a peer's or the network's error.
-  void note_error(const std::string& doing = {});
   void throw_told();
   void drop_gradients();
   void end_gathers();
@@ -127,7 +135,7 @@ class SegmentRun {
   // For peers, of units that this rank holds already.
   std::vector<ShardedUnit::Gathered> for_peers_;
   std::exception_ptr error_;
-  std::string words_;  // of an error that peers are told
+  std::string words_;  // of an error that peers are told, once fail() is called
   std::vector<char> used_;
   std::vector<char> used_anywhere_;
   bool is_over_ = false;

@@ -27,10 +27,6 @@ size_t count_parameters(const std::vector<ShardedUnit>& units) {
   return count;
 }
 
-bool is_cpu(const ShardMeshes& meshes) {
-  return meshes.streams().device().is_cpu();
-}
-
 }  // namespace
 
 SegmentedModel::SegmentedModel(std::vector<ShardedUnit>&& units,
@@ -48,7 +44,9 @@ SegmentedModel::SegmentedModel(std::vector<ShardedUnit>&& units,
     for (size_t flat = 0; flat < units_[unit].flats.size(); ++flat) {
       const auto& parameters = units_[unit].flats[flat]->parameters();
       for (size_t i = 0; i < parameters.size(); ++i) {
-        parameters_.push_back({.unit = unit, .flat = flat, .in_flat = i});
+        parameters_.push_back({.unit = unit,
+                               .flat = units_[unit].flats[flat].get(),
+                               .in_flat = i});
         const at::Tensor& tensor = parameters[i].tensor;
         if (!tensor.is_floating_point() && !tensor.is_complex()) continue;
         hooked_.push_back(tensor);
@@ -181,12 +179,11 @@ void SegmentedModel::release_stale() {
 ParameterState SegmentedModel::use(std::span<const Shard* const> parameters) {
   const std::lock_guard lock(mutex_);
   const int backward = running_backward_id();
-  if (kind_ == Open::kNone && backward >= 0 && backward != last_backward_) {
-    open_backward(nullptr);
+  if (!is_open() && backward >= 0 && backward != last_backward_) {
+    open_backward();
   }
-  const bool is_inside = kind_ == Open::kForward
-                             ? is_own_thread() || backward >= 0
-                             : kind_ == Open::kBackward && backward >= 0;
+  const bool is_inside =
+      is_open() && (backward >= 0 || (is_in_forward_ && is_own_thread()));
   if (!is_inside) {
     const bool are_by_hand = std::ranges::all_of(
         parameters,
@@ -201,7 +198,7 @@ ParameterState SegmentedModel::use(std::span<const Shard* const> parameters) {
   }
   c10::SmallVector<size_t, 4> units;
   for (const Shard* const shard : parameters) {
-    if (kind_ == Open::kForward) used_in_forward_[shard->number] = 1;
+    if (is_in_forward_) used_in_forward_[shard->number] = 1;
     if (std::find(units.begin(), units.end(), shard->unit) == units.end()) {
       units.push_back(shard->unit);
     }
@@ -227,8 +224,8 @@ void SegmentedModel::check_usable() const {
 std::unique_lock<std::recursive_mutex> SegmentedModel::enter() const {
   std::unique_lock lock(mutex_);
   if (running_backward_id() < 0) {
-    backward_dropped_.wait_for(lock, std::chrono::seconds(1),
-                               [this] { return kind_ != Open::kBackward; });
+    run_forgotten_.wait_for(lock, std::chrono::seconds(1),
+                            [this] { return !is_open() || is_in_forward_; });
   }
   return lock;
 }
@@ -239,43 +236,48 @@ bool SegmentedModel::can_continue() const {
 }
 
 uint64_t SegmentedModel::settings_hash() const {
-  SequenceHash hash;
-  hash.add(options_.max_reducing);
+  std::vector<uint64_t> numbers = {max_reducing_};
   for (const ShardedUnit& unit : units_) {
     const UnitSettings& settings = unit.settings;
-    hash.add(settings.reshards_after_forward ? 1 : 0)
-        .add(settings.reshards_after_backward ? 1 : 0)
-        .add(static_cast<uint64_t>(settings.reshards_to.value_or(0)))
-        .add(std::bit_cast<uint64_t>(settings.gradient_divisor.value_or(0)))
-        .add(is_due(unit) ? 1 : 0)
-        .add(settings.sums_over_replicas ? 1 : 0)
-        .add(settings.gathers_in_backward ? 1 : 0)
-        .add(settings.keeps_storage ? 1 : 0);
+    for (const bool value :
+         {settings.reshards_after_forward, settings.reshards_after_backward,
+          is_due(unit), settings.sums_over_replicas,
+          settings.gathers_in_backward, settings.keeps_storage}) {
+      numbers.push_back(value ? 1 : 0);
+    }
+    numbers.push_back(static_cast<uint64_t>(settings.reshards_to.value_or(0)));
+    numbers.push_back(
+        std::bit_cast<uint64_t>(settings.gradient_divisor.value_or(0)));
     for (const auto& flat : unit.flats) {
-      hash.add(static_cast<uint64_t>(flat->dtype()))
-          .add(static_cast<uint64_t>(flat->device().type()));
+      numbers.push_back(static_cast<uint64_t>(flat->dtype()));
+      numbers.push_back(static_cast<uint64_t>(flat->device().type()));
       for (size_t i = 0; i < flat->parameters().size(); ++i) {
-        hash.add(flat->is_trained(i) ? 1 : 0);
+        numbers.push_back(flat->is_trained(i) ? 1 : 0);
       }
     }
   }
-  return hash.value();
+  return hash_of(numbers);
 }
 
-UnitRules SegmentedModel::rules_for(SegmentKind kind, bool has_grad,
-                                    const std::vector<char>& unsharded) const {
+bool SegmentedModel::stays_after(const SegmentRun::Plan& plan,
+                                 size_t unit) const {
+  const UnitSettings& settings = units_[unit].settings;
+  if (plan.kind != SegmentKind::kForward) {
+    return !settings.reshards_after_backward;
+  }
+  return plan.unsharded[unit] != 0 ||
+         (plan.has_grad && !settings.reshards_after_forward);
+}
+
+UnitRules SegmentedModel::rules_for(const SegmentRun::Plan& plan) const {
   UnitRules rules = {.prefetch_depth = options_.prefetch_depth};
-  const bool is_forward = kind == SegmentKind::kForward;
   for (size_t i = 0; i < units_.size(); ++i) {
     const UnitSettings& settings = units_[i].settings;
     rules.parents.push_back(units_[i].parent);
     const bool stays =
-        settings.spans_segments || units_[i].is_by_hand ||
-        (is_forward ? unsharded[i] != 0 ||
-                          (has_grad && !settings.reshards_after_forward)
-                    : !settings.reshards_after_backward);
+        settings.spans_segments || units_[i].is_by_hand || stays_after(plan, i);
     rules.stays.push_back(stays ? 1 : 0);
-    rules.prefetch_depths.push_back((is_forward
+    rules.prefetch_depths.push_back((plan.kind == SegmentKind::kForward
                                          ? settings.forward_prefetch_depth
                                          : settings.backward_prefetch_depth)
                                         .value_or(options_.prefetch_depth));
@@ -289,125 +291,120 @@ OpeningMessage SegmentedModel::opening_of(SegmentKind kind) {
     const auto alive = forward.lock();
     return !alive || alive->is_done;
   });
-  SequenceHash of_slices;
-  bool has_slices = false;
+  std::vector<uint64_t> has_slices;
+  std::vector<uint64_t> state;
   for (const ShardedUnit& unit : units_) {
-    has_slices |= !unit.slices.empty();
-    of_slices.add(unit.slices.empty() ? 0 : 1);
+    has_slices.push_back(unit.slices.empty() ? 0 : 1);
+    state.push_back(unit.gathered ? 1 : 0);
+    const bool holds =
+        kind == SegmentKind::kBackward && has_held_gradients(unit);
+    state.push_back(holds ? 1 : 0);
   }
+  const bool has_any = std::ranges::find(has_slices, 1) != has_slices.end();
   OpeningMessage opening = {.kind = kind,
                             .settings = settings_hash(),
-                            .slices = has_slices ? of_slices.value() : 0};
-  SequenceHash tag;
-  tag.add(static_cast<uint64_t>(kind)).add(opening.settings);
-  tag.add(forwards_.size()).add(opening.slices);
-  for (const ShardedUnit& unit : units_) tag.add(unit.gathered ? 1 : 0);
+                            .slices = has_any ? hash_of(has_slices) : 0};
+  bool mode = false;
   if (kind == SegmentKind::kForward) {
-    tag.add(at::GradMode::is_enabled() ? 1 : 0);
+    mode = at::GradMode::is_enabled();
   } else if (kind != SegmentKind::kShadow && running_backward_id() >= 0) {
-    tag.add(accumulates_all_gradients() ? 1 : 0);
+    mode = accumulates_all_gradients();
   }
-  if (kind == SegmentKind::kBackward) {
-    for (const ShardedUnit& unit : units_) {
-      tag.add(has_held_gradients(unit) ? 1 : 0);
-    }
-  }
-  opening.tag = tag.value();
+  state.insert(state.end(), {static_cast<uint64_t>(kind), opening.settings,
+                             forwards_.size(), opening.slices, mode ? 1U : 0U});
+  opening.tag = hash_of(state);
   const auto known = schedules_.find(opening.tag);
-  if (known != schedules_.end() && !options_.learn_always) {
+  if (known != schedules_.end()) {
     opening.schedule = known->second.fingerprint();
   }
   return opening;
 }
 
-Opened SegmentedModel::exchange_opening(const OpeningMessage& opening) {
-  const bool awaits = is_cpu(*meshes_) ||
-                      options_.max_unconfirmed_iterations == 0 ||
-                      opening.kind == SegmentKind::kShadow;
+OpeningMessage SegmentedModel::exchange_opening(const OpeningMessage& opening) {
+  const auto num_steps =
+      static_cast<size_t>(options_.max_unconfirmed_iterations);
+  const bool awaits =
+      is_cpu() || num_steps == 0 || opening.kind == SegmentKind::kShadow;
   try {
-    if (!is_cpu(*meshes_) && opening.kind == SegmentKind::kForward) {
-      const size_t num_steps =
-          at::GradMode::is_enabled() ? options_.max_unconfirmed_iterations : 0;
-      exchange_.confirm(2 * num_steps);
+    if (!is_cpu() && opening.kind == SegmentKind::kForward) {
+      exchange_.confirm(at::GradMode::is_enabled() ? 2 * num_steps : 0);
     }
     return exchange_.open(opening, awaits);
   } catch (...) {
-    if (exchange_.is_broken() || !is_cpu(*meshes_)) break_off();
+    if (exchange_.is_broken() || !is_cpu()) break_off();
     throw;
   }
 }
 
-void SegmentedModel::open(SegmentKind kind) {
+void SegmentedModel::open(SegmentKind kind, const ForwardRecord* reached) {
   prepare();
   const OpeningMessage opening = opening_of(kind);
-  const Opened opened = exchange_opening(opening);
+  const OpeningMessage opened = exchange_opening(opening);
   const bool is_forward = opened.kind == SegmentKind::kForward;
-  facts_ = {.tag = kind == SegmentKind::kShadow ? opened.tag : opening.tag,
-            .has_grad = at::GradMode::is_enabled(),
-            .buffer_bytes = memory_.total_bytes()};
+  SegmentRun::Plan plan = {
+      .kind = opened.kind,
+      .tag = kind == SegmentKind::kShadow ? opened.tag : opening.tag,
+      .has_grad = at::GradMode::is_enabled(),
+      .expected = kind == SegmentKind::kBackward
+                      ? expected_gradients(reached)
+                      : std::vector<uint32_t>(units_.size(), 0),
+      .has_slices = opened.slices != 0 && !is_forward,
+      .keeps_slices = is_forward && at::GradMode::is_enabled(),
+      .max_reducing = max_reducing_,
+      .may_go_on = !is_cpu() && options_.max_unconfirmed_iterations > 0,
+      .buffer_bytes = memory_.total_bytes()};
   for (ShardedUnit& unit : units_) {
-    facts_.kept_before.push_back(unit.gathered ? 1 : 0);
+    plan.unsharded.push_back(unit.gathered ? 1 : 0);
     if (is_forward) unit.slices.clear();
   }
-  const auto schedule = schedules_.find(facts_.tag);
-  run_.emplace(
-      parts(),
-      SegmentRun::Plan{
-          .kind = opened.kind,
-          .rules = rules_for(opened.kind, facts_.has_grad, facts_.kept_before),
-          .schedule = opened.has_schedule && schedule != schedules_.end()
-                          ? &schedule->second
-                          : nullptr,
-          .unsharded = facts_.kept_before,
-          .expected = kind == SegmentKind::kBackward
-                          ? expected_gradients(last_reached_)
-                          : std::vector<uint32_t>(units_.size(), 0),
-          .has_slices = opened.has_slices && !is_forward,
-          .keeps_slices = is_forward && facts_.has_grad});
+  plan.rules = rules_for(plan);
+  const auto schedule = schedules_.find(plan.tag);
+  if (opened.schedule != 0 && schedule != schedules_.end()) {
+    plan.schedule = &schedule->second;
+  }
+  run_.emplace(parts(), std::move(plan));
   ++statistics_.segments;
   statistics_.learned_segments += run_->cursor().is_learning() ? 1 : 0;
-  kind_ = is_forward ? Open::kForward : Open::kBackward;
+  is_in_forward_ = is_forward;
   show_compute_dtypes(true);
 }
 
 // After run_->finish().
 void SegmentedModel::close() {
   const SegmentCursor& cursor = run_->cursor();
+  const SegmentRun::Plan& plan = run_->plan();
   statistics_.rounds += static_cast<int64_t>(cursor.num_rounds()) - 1;
   statistics_.late_gradients += static_cast<int64_t>(cursor.num_late());
   if (cursor.has_deviated()) {
-    schedules_.erase(facts_.tag);
-  } else if (cursor.is_learning() && !options_.learn_always) {
-    schedules_[facts_.tag] = cursor.record();
-    step_[run_->kind()] = cursor.record().entries;
+    schedules_.erase(plan.tag);
+  } else if (cursor.is_learning()) {
+    schedules_[plan.tag] = cursor.record();
+    step_[plan.kind] = cursor.record().entries;
   }
-  release_after_segment();
-  // Steps of training that repeat a schedule keep what they have taken.
-  if (cursor.is_learning() || cursor.has_deviated() ||
-      statistics_.reduced_backwards == 0) {
-    memory_.shrink_to(facts_.buffer_bytes);
-  }
-  run_.reset();
-  kind_ = Open::kNone;
-  show_compute_dtypes(false);
-}
-
-void SegmentedModel::release_after_segment() {
-  const bool is_forward = run_->kind() == SegmentKind::kForward;
   for (size_t i = 0; i < units_.size(); ++i) {
     ShardedUnit& unit = units_[i];
     if (!unit.gathered || unit.is_by_hand) continue;
-    const bool stays = is_forward ? facts_.kept_before[i] != 0 ||
-                                        (facts_.has_grad &&
-                                         !unit.settings.reshards_after_forward)
-                                  : !unit.settings.reshards_after_backward;
-    if (stays && unit.is_bound) {
-      unit.unbind();
-    } else if (!stays) {
+    if (!stays_after(plan, i)) {
       run_->release(i);
+    } else {
+      unit.unbind();
     }
-    if (!is_forward) unit.slices.clear();
+    if (plan.kind != SegmentKind::kForward) unit.slices.clear();
   }
+  // Steps of training that repeat a schedule keep what they have taken.
+  if (cursor.is_learning() || cursor.has_deviated() ||
+      statistics_.reduced_backwards == 0) {
+    memory_.shrink_to(plan.buffer_bytes);
+  }
+  forget_run();
+}
+
+void SegmentedModel::forget_run() noexcept {
+  run_.reset();
+  is_in_forward_ = false;
+  depth_ = 0;
+  show_compute_dtypes(false);
+  run_forgotten_.notify_all();
 }
 
 void SegmentedModel::abandon(const std::string& error) noexcept {
@@ -415,7 +412,7 @@ void SegmentedModel::abandon(const std::string& error) noexcept {
   if (!run_) return;
   run_->fail(error);
   recorder_.step_fails();
-  schedules_.erase(facts_.tag);
+  schedules_.erase(run_->plan().tag);
   std::fill(used_in_forward_.begin(), used_in_forward_.end(), 0);
   std::fill(used_.begin(), used_.end(), 0);
   if (run_->is_broken() || exchange_.is_broken()) {
@@ -424,11 +421,7 @@ void SegmentedModel::abandon(const std::string& error) noexcept {
     for (size_t i = 0; i < units_.size(); ++i) run_->release(i);
     memory_.shrink_to(0);
   }
-  run_.reset();
-  kind_ = Open::kNone;
-  show_compute_dtypes(false);
-  depth_ = 0;
-  backward_dropped_.notify_all();
+  forget_run();
 }
 
 void SegmentedModel::break_off() noexcept {
@@ -450,16 +443,21 @@ void SegmentedModel::break_off() noexcept {
 void SegmentedModel::begin_forward() {
   const auto lock = enter();
   if (running_backward_id() >= 0) {  // recomputation
-    if (kind_ == Open::kNone) open_backward(nullptr);
+    if (!is_open()) open_backward();
     return;
   }
-  TORCH_CHECK(kind_ != Open::kBackward || run_ == std::nullopt,
-              "fully_shard: a forward beside a backward of the same model, in "
-              "another thread.\nRun one after the other.");
-  if (kind_ == Open::kForward) {
-    TORCH_CHECK(is_own_thread(),
-                "fully_shard: two threads run forward of one model at once.\n"
-                "Forwards are collective: run one after the other.");
+  if (is_open() && (!is_in_forward_ || !is_own_thread())) {
+    try {
+      TORCH_CHECK(false,
+                  "fully_shard: a forward beside a forward or backward of the "
+                  "same model, in another thread.\nBoth are collective: run "
+                  "one after the other.");
+    } catch (...) {  // ranks may have opened different ones
+      run_->note_error();
+      throw;
+    }
+  }
+  if (is_in_forward_) {
     ++depth_;
     return;
   }
@@ -467,38 +465,37 @@ void SegmentedModel::begin_forward() {
   std::fill(used_in_forward_.begin(), used_in_forward_.end(), 0);
   recorder_.forward_begins();
   open(SegmentKind::kForward);
-  try {
+  or_abandon([this] {
     if (forward_check_) forward_check_();
     run_->begin();
-  } catch (...) {
-    abandon(message_of(std::current_exception()));
-    throw;
+  });
+}
+
+// Returns whether the calling thread's outermost forward ends.
+bool SegmentedModel::leave_forward() {
+  if (!is_in_forward_ || !is_own_thread() || running_backward_id() >= 0) {
+    return false;
   }
+  if (depth_ == 0) return true;
+  --depth_;
+  return false;
 }
 
 void SegmentedModel::end_forward(const std::vector<at::Tensor>& outputs) {
   const std::lock_guard lock(mutex_);
-  if (kind_ != Open::kForward) return;
-  if (depth_ > 0) {
-    --depth_;
-    return;
-  }
-  try {
+  if (!leave_forward()) return;
+  const bool has_grad = run_->plan().has_grad;
+  or_abandon([this] {
     run_->finish({}, /*has_used_all=*/true);
     close();
-  } catch (...) {
-    abandon(message_of(std::current_exception()));
-    throw;
-  }
+  });
   recorder_.forward_ends();
-  if (!facts_.has_grad) return;
+  if (!has_grad) return;
   auto record = std::make_shared<ForwardRecord>();
   record->expected.assign(units_.size(), 0);
   for (size_t i = 0; i < parameters_.size(); ++i) {
     const Parameter& parameter = parameters_[i];
-    if (used_in_forward_[i] != 0 &&
-        units_[parameter.unit].flats[parameter.flat]->is_trained(
-            parameter.in_flat)) {
+    if (used_in_forward_[i] != 0 && parameter.is_trained()) {
       ++record->expected[parameter.unit];
     }
   }
@@ -506,8 +503,8 @@ void SegmentedModel::end_forward(const std::vector<at::Tensor>& outputs) {
   last_forward_ = record;
   watch_outputs(outputs, alive_, [this, record] {
     const std::lock_guard reached(mutex_);
-    if (kind_ == Open::kNone && running_backward_id() != last_backward_) {
-      open_backward(record);
+    if (!is_open() && running_backward_id() != last_backward_) {
+      open_backward(record.get());
     }
     record->is_done = true;
   });
@@ -515,18 +512,13 @@ void SegmentedModel::end_forward(const std::vector<at::Tensor>& outputs) {
 
 void SegmentedModel::forward_failed(const std::exception_ptr& error) noexcept {
   const std::lock_guard lock(mutex_);
-  if (kind_ != Open::kForward || !is_own_thread()) return;
-  if (depth_ > 0) {
-    --depth_;
-    return;
-  }
-  abandon(message_of(error));
+  if (leave_forward()) abandon(message_of(error));
 }
 
 // ---- Backward.
 
 std::vector<uint32_t> SegmentedModel::expected_gradients(
-    const std::shared_ptr<ForwardRecord>& reached) const {
+    const ForwardRecord* reached) const {
   std::vector<uint32_t> expected(units_.size(), 0);
   const auto add = [&](const ForwardRecord& record) {
     for (size_t i = 0; i < units_.size(); ++i) {
@@ -535,14 +527,11 @@ std::vector<uint32_t> SegmentedModel::expected_gradients(
       }
     }
   };
-  bool has_reached = reached == nullptr;
-  for (const auto& weak : forwards_) {
-    const auto record = weak.lock();
-    if (!record || record->is_done) continue;
-    add(*record);
-    has_reached |= record == reached;
+  if (reached != nullptr) add(*reached);
+  for (const auto& forward : forwards_) {
+    const auto record = forward.lock();
+    if (record && !record->is_done) add(*record);
   }
-  if (!has_reached) add(*reached);
   for (size_t i = 0; i < units_.size(); ++i) {
     // Those of earlier backwards count as one more.
     if (expected[i] > 0 && has_held_gradients(units_[i])) ++expected[i];
@@ -558,13 +547,11 @@ bool SegmentedModel::has_held_gradients(const ShardedUnit& unit) const {
          });
 }
 
-void SegmentedModel::open_backward(
-    const std::shared_ptr<ForwardRecord>& reached) {
+void SegmentedModel::open_backward(const ForwardRecord* reached) {
   const bool is_reduced = std::ranges::any_of(
       units_, [this](const ShardedUnit& unit) { return is_due(unit); });
-  last_reached_ = reached;
-  open(is_reduced ? SegmentKind::kBackward : SegmentKind::kLocalBackward);
-  last_reached_ = nullptr;
+  open(is_reduced ? SegmentKind::kBackward : SegmentKind::kLocalBackward,
+       reached);
   recorder_.backward_begins();
   const int backward = running_backward_id();
   if (backward >= 0) {
@@ -582,9 +569,7 @@ void SegmentedModel::open_backward(
         });
   }
   for (const Parameter& parameter : parameters_) {
-    const UnitParameter& spec = units_[parameter.unit]
-                                    .flats[parameter.flat]
-                                    ->parameters()[parameter.in_flat];
+    const UnitParameter& spec = parameter.flat->parameters()[parameter.in_flat];
     const at::Tensor& gradient = spec.tensor.grad();
     TORCH_CHECK(!gradient.defined() || shard_of(gradient) != nullptr,
                 "fully_shard: the gradient of '", spec.name,
@@ -598,14 +583,14 @@ void SegmentedModel::open_backward(
 
 void SegmentedModel::take(VariableIndex variable, const at::Tensor& gradient) {
   const std::lock_guard lock(mutex_);
-  TORCH_CHECK(kind_ != Open::kForward,
+  TORCH_CHECK(!is_in_forward_,
               "fully_shard: a backward inside of forward() brings gradients.\n"
               "Call backward() after it, or torch::autograd::grad().");
-  if (kind_ == Open::kNone) open_backward(nullptr);
+  if (!is_open()) open_backward();
   const size_t number = number_of_hooked_[variable.parameter];
   const Parameter& parameter = parameters_[number];
   used_[number] = 1;
-  run_->accumulate(parameter.unit, parameter.flat, parameter.in_flat, gradient,
+  run_->accumulate(parameter.unit, *parameter.flat, parameter.in_flat, gradient,
                    is_due(units_[parameter.unit]));
 }
 
@@ -616,38 +601,32 @@ at::Tensor SegmentedModel::gradient_slot(const at::Tensor& parameter) {
                     "tensor of ",
                     parameter.sizes(), ".\nGive the parameter itself.");
   const std::lock_guard lock(mutex_);
-  if (kind_ != Open::kBackward || running_backward_id() < 0 ||
+  if (!is_open() || is_in_forward_ || running_backward_id() < 0 ||
       !accumulates_all_gradients() || !parameter.requires_grad()) {
     return {};
   }
   const Parameter& found = parameters_[shard->number];
   run_->prepare_gradients(found.unit);
-  return units_[found.unit].flats[found.flat]->gradient_slot(found.in_flat);
+  return found.flat->gradient_slot(found.in_flat);
 }
 
 void SegmentedModel::end_backward() {
   if (!run_) return;
   recorder_.backward_ends();
-  const bool is_reduced = run_->kind() == SegmentKind::kBackward;
+  const bool is_reduced = run_->plan().kind == SegmentKind::kBackward;
   std::vector<at::Tensor> hooked;
-  try {
+  or_abandon([&] {
     bool has_used_all = true;
-    if (run_->kind() == SegmentKind::kBackward) {
-      for (size_t i = 0; i < parameters_.size(); ++i) {
-        const ShardedUnit& unit = units_[parameters_[i].unit];
-        has_used_all &= used_[i] != 0 || !is_due(unit) ||
-                        !unit.flats[parameters_[i].flat]->is_trained(
-                            parameters_[i].in_flat);
-      }
+    for (size_t i = 0; i < parameters_.size() && is_reduced; ++i) {
+      const Parameter& parameter = parameters_[i];
+      has_used_all &= used_[i] != 0 || !is_due(units_[parameter.unit]) ||
+                      !parameter.is_trained();
     }
     run_->finish(used_, has_used_all);
     hidden_hooks_.reset();
-    deliver(hooked);
+    if (is_reduced) deliver(hooked);
     close();
-  } catch (...) {
-    abandon(message_of(std::current_exception()));
-    throw;
-  }
+  });
   last_forward_ = nullptr;
   if (is_reduced) {
     ++statistics_.reduced_backwards;
@@ -657,7 +636,6 @@ void SegmentedModel::end_backward() {
 }
 
 void SegmentedModel::deliver(std::vector<at::Tensor>& hooked) {
-  if (run_->kind() != SegmentKind::kBackward) return;
   const std::vector<char>& used = run_->used_anywhere();
   for (const ShardedUnit& unit : units_) {
     const bool is_scaled = unit.comm_hook || unit.transport->scales();

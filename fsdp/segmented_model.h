@@ -1,12 +1,10 @@
 // Runs the forwards and backwards of a sharded model as segments, one at a
 // time.
 //
-// Turns options and settings of units into the cursor's rules (prefetch depths,
-// parents, units that stay), keeps recorded schedules by tag and drops them
-// after a deviation, opens a segment with the peers (fsdp/segment_exchange.h),
-// lets a SegmentRun carry it out, sets gradients at the end of a backward, and
-// ends the segment after an error. segmented_model.cc: segments;
-// segmented_model_between.cc: what is called between them.
+// Opens a segment with the peers (fsdp/segment_exchange.h), with the recorded
+// schedule of its tag and the rules that follow from options and settings, lets
+// a SegmentRun carry it out, and sets gradients at the end of a backward.
+// segmented_model.cc: segments; segmented_model_between.cc: calls between them.
 //
 // Thread safety: as ShardedModel.
 
@@ -32,6 +30,7 @@
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 #include <vector>
 
+#include "brigade/comm/errors/error_texts.h"
 #include "brigade/fsdp/backward_hooks.h"
 #include "brigade/fsdp/segment_run.h"
 #include "brigade/fsdp/sharded_model.h"
@@ -50,12 +49,11 @@ class SegmentedModel final : public ShardedModel, public ParameterOwner {
 
   const std::vector<ShardedUnit>& units() const { return units_; }
   const c10::intrusive_ptr<c10d::ProcessGroup>& group() const { return group_; }
-  bool is_in_forward() const { return kind_ == Open::kForward; }
+  bool is_in_forward() const { return is_in_forward_; }
   // Runs when a forward begins; what it throws fails the forward.
   void set_forward_check(std::function<void()> check) {
     forward_check_ = std::move(check);
   }
-  void set_max_reducing(size_t value) { options_.max_reducing = value; }
 
   // ShardedModel.
   void begin_forward() override;
@@ -69,6 +67,7 @@ class SegmentedModel final : public ShardedModel, public ParameterOwner {
   int64_t num_ranks_with(bool has_data) override;
   void step_without_data() override;
   void meet_peers() override;
+  void set_max_reducing(size_t value) override;
   UnitSettings& settings(size_t unit) override {
     return units_.at(unit).settings;
   }
@@ -91,8 +90,6 @@ class SegmentedModel final : public ShardedModel, public ParameterOwner {
   void take(VariableIndex variable, const at::Tensor& gradient);
 
  private:
-  enum class Open { kNone, kForward, kBackward };
-
   // What a forward leads to. Lives as long as its outputs' graph.
   struct ForwardRecord {
     std::vector<uint32_t> expected;  // by unit: trained parameters in use
@@ -101,20 +98,26 @@ class SegmentedModel final : public ShardedModel, public ParameterOwner {
 
   struct Parameter {
     size_t unit;
-    size_t flat;
+    FlatShard* flat;
     size_t in_flat;
-  };
 
-  struct SegmentFacts {
-    uint64_t tag = 0;
-    std::vector<char> kept_before = {};  // by unit: unsharded at the start
-    bool has_grad = false;
-    int64_t buffer_bytes = 0;  // at the start
+    bool is_trained() const { return flat->is_trained(in_flat); }
   };
 
   SegmentRun::Model parts() {
-    return {units_,     *meshes_,  memory_, exchange_,
-            *progress_, recorder_, options_};
+    return {units_, *meshes_, memory_, exchange_, *progress_, recorder_};
+  }
+  bool is_cpu() const { return meshes_->streams().device().is_cpu(); }
+  bool is_open() const { return run_.has_value(); }
+  // Runs a part of the open segment, which fails by what that throws.
+  template <typename Part>
+  void or_abandon(const Part& part) {
+    try {
+      part();
+    } catch (...) {
+      abandon(message_of(std::current_exception()));
+      throw;
+    }
   }
   void check_usable() const;
   template <typename F>
@@ -135,19 +138,20 @@ class SegmentedModel final : public ShardedModel, public ParameterOwner {
   void prepare();
   void release_stale();
   uint64_t settings_hash() const;
-  UnitRules rules_for(SegmentKind kind, bool has_grad,
-                      const std::vector<char>& unsharded) const;
+  bool stays_after(const SegmentRun::Plan& plan, size_t unit) const;
+  UnitRules rules_for(const SegmentRun::Plan& plan) const;
   OpeningMessage opening_of(SegmentKind kind);
-  Opened exchange_opening(const OpeningMessage& opening);
-  void open(SegmentKind kind);
-  void open_backward(const std::shared_ptr<ForwardRecord>& reached);
-  std::vector<uint32_t> expected_gradients(
-      const std::shared_ptr<ForwardRecord>& reached) const;
+  OpeningMessage exchange_opening(const OpeningMessage& opening);
+  // `reached`: the forward that a backward has come to first; null: unknown.
+  void open(SegmentKind kind, const ForwardRecord* reached = nullptr);
+  void open_backward(const ForwardRecord* reached = nullptr);
+  std::vector<uint32_t> expected_gradients(const ForwardRecord* reached) const;
+  bool leave_forward();
   void close();
+  void forget_run() noexcept;
   void abandon(const std::string& error) noexcept;
   void end_backward();
   void deliver(std::vector<at::Tensor>& hooked);
-  void release_after_segment();
   void break_off() noexcept;
   void release_memory() noexcept;
   bool is_due(const ShardedUnit& unit) const {
@@ -157,7 +161,8 @@ class SegmentedModel final : public ShardedModel, public ParameterOwner {
   bool is_own_thread() const;
 
   const c10::intrusive_ptr<c10d::ProcessGroup> group_;
-  FullyShardOptions options_;
+  const FullyShardOptions options_;
+  size_t max_reducing_ = 2;
   const std::unique_ptr<ShardMeshes> meshes_;
   std::vector<ShardedUnit> units_;
   UnshardBuffers memory_;
@@ -172,10 +177,9 @@ class SegmentedModel final : public ShardedModel, public ParameterOwner {
   std::optional<HiddenPostAccumulateHooks> hidden_hooks_;  // in backward
 
   mutable std::recursive_mutex mutex_;
-  mutable std::condition_variable_any backward_dropped_;  // with mutex_
-  std::atomic<Open> kind_ = Open::kNone;
-  std::optional<SegmentRun> run_;
-  SegmentFacts facts_;
+  mutable std::condition_variable_any run_forgotten_;  // with mutex_
+  std::optional<SegmentRun> run_;                      // the open segment
+  std::atomic<bool> is_in_forward_ = false;
   std::thread::id forward_thread_;
   std::function<void()> forward_check_;
   int depth_ = 0;  // of nested forwards
@@ -187,7 +191,6 @@ class SegmentedModel final : public ShardedModel, public ParameterOwner {
   std::map<SegmentKind, Schedule> step_;  // the last learned of each kind
   std::vector<std::weak_ptr<ForwardRecord>> forwards_;
   std::shared_ptr<ForwardRecord> last_forward_;
-  std::shared_ptr<ForwardRecord> last_reached_;
   std::vector<char> used_in_forward_;  // by number
   std::vector<char> used_;  // by number: has a gradient that is not reduced
   bool may_write_ = false;  // units by hand

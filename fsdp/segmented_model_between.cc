@@ -3,7 +3,6 @@
 #include <ATen/ATen.h>
 
 #include <algorithm>
-#include <cmath>
 #include <exception>
 #include <functional>
 #include <numeric>
@@ -36,21 +35,21 @@ int64_t SegmentedModel::ask(const std::string& text, uint64_t digest,
 
 void SegmentedModel::unshard(std::span<const size_t> units, bool may_write) {
   const auto lock = enter();
-  if (kind_ != Open::kNone) {  // a part of the segment
+  if (is_open()) {  // a part of the segment
     run_->use(units);
     return;
   }
   prepare();
   std::vector<size_t> missing;
-  SequenceHash hash;
+  std::vector<uint64_t> state = {may_write ? 1U : 0U};
   for (const size_t unit : units) {
-    hash.add(unit).add(units_.at(unit).gathered ? 1 : 0);
+    state.insert(state.end(), {unit, units_.at(unit).gathered ? 1U : 0U});
     if (!units_[unit].gathered) missing.push_back(unit);
   }
   ask(units.size() == 1
           ? absl::StrCat("unshards unit '", units_[units[0]].name, "'")
           : absl::StrCat("unshards ", units.size(), " units"),
-      hash.add(may_write ? 1 : 0).value());
+      hash_of(state));
   SegmentRun run(parts(), {});
   run.begin();
   for (const size_t unit : missing) run.all_gather(unit);
@@ -73,7 +72,7 @@ void SegmentedModel::reshard(std::span<const size_t> units, bool drops_writes) {
       for (const auto& flat : unit.flats) flat->read_own_slice();
       unit.slices.clear();
     }
-    if (kind_ == Open::kNone) run.release(number);
+    if (!is_open()) run.release(number);
   }
 }
 
@@ -100,17 +99,27 @@ ShardingTimeline SegmentedModel::timeline() const {
   return recorder_.timeline(unit_names());
 }
 
+void SegmentedModel::set_max_reducing(size_t value) {
+  TORCH_CHECK_VALUE(value > 0,
+                    "fully_shard: expected 1 reduction at least to hold memory "
+                    "at once, found 0.\nGive 2.");
+  const std::lock_guard lock(mutex_);
+  max_reducing_ = value;
+}
+
 void SegmentedModel::set_stall_report_after(std::chrono::milliseconds time) {
   if (stall_watch_ != nullptr) stall_watch_->set_report_after(time);  // peers
 }
 
 void SegmentedModel::reduce() {
   const auto lock = enter();
-  TORCH_CHECK(kind_ == Open::kNone,
+  TORCH_CHECK(!is_open(),
               "fully_shard: reduce() inside of a forward or backward.\nCall it "
               "between them.");
-  open_backward(nullptr);
-  end_backward();
+  or_abandon([this] {
+    open_backward();
+    end_backward();
+  });
 }
 
 void SegmentedModel::meet_peers() {
@@ -128,19 +137,13 @@ void SegmentedModel::step_without_data() {
   SegmentKind kind = SegmentKind::kShadow;
   do {
     open(SegmentKind::kShadow);
-    kind = run_->kind();
-    try {
+    kind = run_->plan().kind;
+    or_abandon([&] {
       run_->begin();
-      if (kind != SegmentKind::kForward) {
-        end_backward();
-      } else {
-        run_->finish({}, /*has_used_all=*/true);
-        close();
-      }
-    } catch (...) {
-      abandon(message_of(std::current_exception()));
-      throw;
-    }
+      if (kind != SegmentKind::kForward) return end_backward();
+      run_->finish({}, /*has_used_all=*/true);
+      close();
+    });
   } while (kind != SegmentKind::kBackward);
 }
 
@@ -150,7 +153,6 @@ double SegmentedModel::clip_grad_norm(double max_norm, double p) {
   const auto lock = enter();
   check_usable();
   const at::NoGradGuard no_grad;
-  const bool is_max = std::isinf(p);
   std::vector<at::Tensor> norms;
   std::vector<at::Tensor> pieces;  // of gradients
   for (const ShardedUnit& unit : units_) {
@@ -166,8 +168,7 @@ double SegmentedModel::clip_grad_norm(double max_norm, double p) {
   at::Tensor by_rank = at::zeros({group_->getSize()},
                                  at::TensorOptions(at::kDouble).device(device));
   if (!norms.empty()) {
-    const at::Tensor all = at::stack(norms);
-    by_rank[group_->getRank()].copy_(is_max ? all.amax() : all.pow(p).sum());
+    by_rank[group_->getRank()].copy_(piece_norm(at::stack(norms), p));
   }
   const StreamPoint made = StreamPoint::now(device);
   ShardTransport::FuturePtr summed;
@@ -177,8 +178,7 @@ double SegmentedModel::clip_grad_norm(double max_norm, double p) {
     summed = meshes_->root().all_reduce(by_rank);
   }
   summed->waitAndThrow();
-  const at::Tensor total = is_max ? by_rank.amax() : by_rank.sum().pow(1 / p);
-  const auto norm = total.item<double>();
+  const auto norm = piece_norm(by_rank, p).item<double>();
   const double factor = max_norm / (norm + 1e-6);
   if (!(factor >= 1) && !pieces.empty()) {  // not a number is handed on
     at::_foreach_mul_(pieces, factor);

@@ -20,13 +20,13 @@
 //
 // Failure: an error on one rank is a PeerError that names it on all others when
 // that forward or backward ends, with the error's text unless autograd's nodes
-// have thrown it. No rank has changed a gradient, and what was accumulated
-// without synchronisation is dropped; the model stays usable. On devices ranks
+// have thrown it. No rank has changed a gradient, and gradients accumulated
+// without synchronisation are dropped; the model stays usable. On devices ranks
 // learn of it at most max_unconfirmed_iterations later, and the groups are
 // closed.
 //
-// Thread safety: forwards of one thread at a time; a backward's threads may use
-// parameters at once.
+// Thread safety: one forward or backward at a time: a second one is an error on
+// all ranks. A backward's threads may use parameters at once.
 //
 // Source: Zhao et al., "PyTorch FSDP" (2023). Differences: units are gathered
 // by use and not by module hooks; ranks issue one recorded sequence.
@@ -109,16 +109,15 @@ class ShardedModel {
   // ---- Between forwards and backwards. Collective.
 
   // Unsharded until reshard(): operators act on the whole parameters.
-  // `may_write`: what they hold at reshard() becomes their value, alike on all
-  // ranks; otherwise writing is an error. Units go by their place in
-  // unit_names().
+  // `may_write`: values that all ranks write alike are kept by reshard();
+  // otherwise writing is an error. `units`: places in unit_names().
   virtual void unshard(std::span<const size_t> units,
                        bool may_write = false) = 0;
   virtual void reshard(std::span<const size_t> units,
                        bool drops_writes = false) = 0;
 
   // The same of all units, until the scope ends. If it ends by an exception,
-  // what was written is dropped.
+  // writes are dropped.
   class Unsharded {
    public:
     Unsharded(ShardedModel& model, bool may_write);
@@ -135,7 +134,7 @@ class ShardedModel {
     return Unsharded(*this, may_write);
   }
 
-  // Reduces what backwards without synchronisation have accumulated.
+  // Reduces the gradients of backwards without synchronisation.
   virtual void reduce() = 0;
 
   // The norm of all gradients of all ranks; gradients are multiplied by
@@ -159,8 +158,11 @@ class ShardedModel {
   // False: backwards accumulate on this rank, without communication.
   void set_synchronizes(bool value) { synchronizes_ = value; }
   virtual UnitSettings& settings(size_t unit) = 0;
+  // Reduce-scatters that hold memory for a unit's gradients at once; the next
+  // unit's gradients wait for the oldest. 2 at first. Throws ValueError for 0.
+  virtual void set_max_reducing(size_t value) = 0;
 
-  // ---- What it consists of, and what it does.
+  // ---- Units and statistics.
 
   virtual std::vector<std::string> unit_names() const = 0;
   // Where a custom autograd function may write the gradient of a parameter, in

@@ -43,14 +43,13 @@ std::string describe(const FullyShardOptions& options) {
       "options of fully_shard: num_shards ",
       options.num_shards ? absl::StrCat(*options.num_shards) : "all",
       ", reshard_after_forward ", describe(options.reshard_after_forward),
-      ", reshard_after_backward ", options.reshard_after_backward,
-      ", prefetch_depth ", options.prefetch_depth, ", max_reducing ",
-      options.max_reducing, ", param_dtype ", dtype_or_own(options.param_dtype),
-      ", output_dtype ", dtype_or_own(options.output_dtype), ", reduce_dtype ",
+      ", prefetch_depth ", options.prefetch_depth, ", param_dtype ",
+      dtype_or_own(options.param_dtype), ", output_dtype ",
+      dtype_or_own(options.output_dtype), ", reduce_dtype ",
       dtype_or_own(options.reduce_dtype), ", broadcast_parameters ",
       options.broadcast_parameters, ", reproducible ", options.reproducible,
-      ", learn_always ", options.learn_always, ", max_unconfirmed_iterations ",
-      options.max_unconfirmed_iterations, ", comm_hook ",
+      ", max_unconfirmed_iterations ", options.max_unconfirmed_iterations,
+      ", comm_hook ",
       options.comm_hook ? options.comm_hook->hook_name() : "none");
 }
 
@@ -103,9 +102,6 @@ void check_options(const FullyShardOptions& options, int num_ranks) {
       "fully_shard: expected num_shards to divide the number of ranks, ",
       num_ranks, ", found ", num_shards,
       ".\nGive the ranks of a host, or leave it out for all.");
-  TORCH_CHECK_VALUE(
-      options.max_reducing >= 1,
-      "fully_shard: expected max_reducing >= 1, found 0.\nGive 2.");
   TORCH_CHECK_VALUE(
       options.max_unconfirmed_iterations >= 0 &&
           options.max_unconfirmed_iterations <= 16,
@@ -289,7 +285,6 @@ UnitSettings settings_of(const UnitRequest& request,
   } else {
     settings.reshards_after_forward = std::get<bool>(after_forward);
   }
-  settings.reshards_after_backward = options.reshard_after_backward;
   settings.spans_segments = request.spans_segments;
   return settings;
 }

@@ -52,23 +52,21 @@ void ShardingRecorder::step_ends() {
   if (std::exchange(is_sampling_, false)) last_ = std::exchange(current_, {});
 }
 
-void ShardingRecorder::step_fails() {
-  is_in_step_ = false;
-  is_sampling_ = false;
-}
-
-void ShardingRecorder::add(std::vector<Launch>& launches, size_t unit) {
-  launches.push_back(
+void ShardingRecorder::begins(Collective collective, size_t unit) {
+  if (!is_sampling_) return;
+  current_.launches[collective].push_back(
       {.unit = unit, .times = {.pass = pass_, .launch_ns = now_ns()}});
 }
 
-void ShardingRecorder::watch(Launch& launch, c10::ivalue::Future& future) {
+void ShardingRecorder::launched(Collective collective,
+                                c10::ivalue::Future& future) {
+  if (!is_sampling_) return;
   const auto arrival = std::make_shared<Arrival>();
   if (!device_.is_cpu()) {
     arrival->device_times.restart(1);
     arrival->device_times.record(0, DeviceTimes::kLaunch, device_);
   }
-  launch.arrivals.push_back(arrival);
+  current_.launches[collective].back().arrivals.push_back(arrival);
   // A callback that uses the future runs on streams that wait for its value.
   future.addCallback(
       [arrival, device = device_](c10::ivalue::Future&) {
@@ -79,27 +77,26 @@ void ShardingRecorder::watch(Launch& launch, c10::ivalue::Future& future) {
 }
 
 ShardingRecorder::Launch* ShardingRecorder::last_gather_of(size_t unit) {
-  auto& gathers = current_.gathers;
+  if (!is_sampling_) return nullptr;
+  auto& gathers = current_.launches[kGather];
   const auto found =
-      std::find_if(gathers.rbegin(), gathers.rend(),
-                   [&](const Launch& launch) { return launch.unit == unit; });
+      std::ranges::find(gathers.rbegin(), gathers.rend(), unit, &Launch::unit);
   return found == gathers.rend() ? nullptr : &*found;
 }
 
-void ShardingRecorder::stamp_needed(size_t unit) {
+void ShardingRecorder::needed(size_t unit) {
   Launch* const gather = last_gather_of(unit);
-  if (gather != nullptr && gather->times.needed_ns == 0) {
-    stamp(gather->times.needed_ns);
-  }
+  if (gather == nullptr || gather->times.needed_ns != 0) return;
+  gather->times.needed_ns = now_ns();
 }
 
-void ShardingRecorder::stamp_unsharded(size_t unit) {
+void ShardingRecorder::unsharded(size_t unit) {
   Launch* const gather = last_gather_of(unit);
   if (gather == nullptr || gather->times.whole_ns != 0) return;
   if (device_.is_cpu()) {
     for (const auto& arrival : gather->arrivals) arrival->stamp_complete();
   }
-  stamp(gather->times.whole_ns);
+  gather->times.whole_ns = now_ns();
 }
 
 // Complete when all of it was.
@@ -119,11 +116,11 @@ GatherTimes ShardingRecorder::times_of(const Launch& launch) const {
 ShardingTimeline ShardingRecorder::timeline(
     const std::vector<std::string>& names) const {
   ShardingTimeline timeline = last_.times;
-  for (const Launch& launch : last_.gathers) {
+  for (const Launch& launch : last_.launches[kGather]) {
     timeline.gathers.push_back(times_of(launch));
     timeline.gathers.back().unit = names[launch.unit];
   }
-  for (const Launch& launch : last_.reductions) {
+  for (const Launch& launch : last_.launches[kReduction]) {
     const GatherTimes times = times_of(launch);
     timeline.reductions.push_back({.unit = names[launch.unit],
                                    .launch_ns = times.launch_ns,

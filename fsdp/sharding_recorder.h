@@ -1,9 +1,12 @@
+// Timelines of sampled steps of a sharded model.
+
 #ifndef BRIGADE_FSDP_SHARDING_RECORDER_H_
 #define BRIGADE_FSDP_SHARDING_RECORDER_H_
 
 #include <ATen/core/ivalue.h>
 #include <c10/core/Device.h>
 
+#include <array>
 #include <cstddef>
 #include <cstdint>
 #include <memory>
@@ -15,9 +18,9 @@
 
 namespace brigade {
 
-// Records the timelines of sampled steps: the first ten and every n-th
-// (observing/timeline_recorder.h). In other steps each call is one branch. In a
-// sampled one a collective costs one allocation and a callback of its future.
+// Records the first ten steps and every n-th (observing/timeline_recorder.h).
+// In other steps each call is one branch. In a sampled one a collective costs
+// one allocation and a callback of its future.
 //
 // Thread safety: one call at a time. Callbacks of futures write into states of
 // their own, which outlive this object.
@@ -36,28 +39,15 @@ class ShardingRecorder {
   void backward_ends() { stamp(current_.times.backward_end_ns); }
   // All sums are there.
   void step_ends();
-  void step_fails();
+  void step_fails() { is_in_step_ = is_sampling_ = false; }
 
-  // On the stream of the collectives, before and after.
-  void gather_begins(size_t unit) {
-    if (is_sampling_) add(current_.gathers, unit);
-  }
-  void gather_launched(c10::ivalue::Future& future) {
-    if (is_sampling_) watch(current_.gathers.back(), future);
-  }
-  void reduction_begins(size_t unit) {
-    if (is_sampling_) add(current_.reductions, unit);
-  }
-  void reduction_launched(c10::ivalue::Future& future) {
-    if (is_sampling_) watch(current_.reductions.back(), future);
-  }
+  // A collective of a unit: on its stream, before it and after each launch.
+  enum Collective { kGather, kReduction };
+  void begins(Collective collective, size_t unit);
+  void launched(Collective collective, c10::ivalue::Future& future);
   // The host needs the unit, and has waited for it.
-  void needed(size_t unit) {
-    if (is_sampling_) stamp_needed(unit);
-  }
-  void unsharded(size_t unit) {
-    if (is_sampling_) stamp_unsharded(unit);
-  }
+  void needed(size_t unit);
+  void unsharded(size_t unit);
 
   // The last sampled step; `names`: of units. On devices, waits for it.
   ShardingTimeline timeline(const std::vector<std::string>& names) const;
@@ -71,15 +61,10 @@ class ShardingRecorder {
   };
   struct Step {
     ShardingTimeline times = {};
-    std::vector<Launch> gathers = {};
-    std::vector<Launch> reductions = {};
+    std::array<std::vector<Launch>, 2> launches = {};  // by Collective
   };
 
   void stamp(int64_t& time_ns) const;
-  void add(std::vector<Launch>& launches, size_t unit);
-  void watch(Launch& launch, c10::ivalue::Future& future);
-  void stamp_needed(size_t unit);
-  void stamp_unsharded(size_t unit);
   Launch* last_gather_of(size_t unit);
   GatherTimes times_of(const Launch& launch) const;
 

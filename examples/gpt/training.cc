@@ -24,9 +24,10 @@ FullyShardOptions sharding_of(const Group& group,
     case Strategy::kFull:
       break;
     case Strategy::kGrad:
-      return shard_gradients(sharding);
-    case Strategy::kState:
-      return shard_optimizer_state(sharding);
+      sharding.reshard_after_forward = false;
+      break;
+    case Strategy::kState:  // see Training's constructor
+      break;
     case Strategy::kHybrid:
       TORCH_CHECK_VALUE(size % 2 == 0,
                         "hybrid: expected an even number of ranks, found ",
@@ -75,7 +76,9 @@ Training::Training(const Group& group, const Corpus& corpus,
       network_(make_gpt(group, corpus, options)),
       model_(fully_shard(*network_, group, sharding_of(group, options))),
       optimizer_(network_->parameters(),
-                 torch::optim::AdamWOptions(options.learning_rate)) {}
+                 torch::optim::AdamWOptions(options.learning_rate)) {
+  if (options.strategy == Strategy::kState) shard_optimizer_state(*model_);
+}
 
 double Training::step(int64_t number) {
   const TextBatch batch = corpus_.batch(

@@ -8,8 +8,10 @@
 #include <torch/torch.h>
 
 #include <algorithm>
+#include <map>
 #include <sstream>
 #include <string>
+#include <thread>
 #include <vector>
 
 #include "brigade/comm/subgroup.h"
@@ -95,42 +97,25 @@ template <typename Make>
 void expect_same_training(const Make& make, int num_ranks,
                           const UnitSelection& selection = {}) {
   run_ranks(num_ranks, [&](const Group& group) {
-    const int rank = group->getRank();
     auto plain = make();
     auto net = make();
     const auto model = fully_shard(*net, group, {}, selection);
     torch::optim::SGD plain_optimizer(parameters_of(*plain), 0.1);
     torch::optim::SGD optimizer(parameters_of(*net), 0.1);
-    const auto input = [](int r, int step) {
-      return random({3, 6}, 100 * step + r);
+    const auto loss_of = [](auto& module, int rank, int step) {
+      return module->forward(random({3, 6}, 100 * step + rank)).square().sum();
     };
     for (int step = 0; step < 4; ++step) {
       plain_optimizer.zero_grad();
-      std::vector<at::Tensor> sums;
-      for (int r = 0; r < num_ranks; ++r) {
-        for (const at::Tensor& p : parameters_of(*plain)) {
-          p.mutable_grad() = at::Tensor();
-        }
-        plain->forward(input(r, step)).square().sum().backward();
-        size_t i = 0;
-        for (const at::Tensor& p : parameters_of(*plain)) {
-          if (r == 0) {
-            sums.push_back(p.grad().clone());
-          } else {
-            sums[i] += p.grad();
-          }
-          ++i;
-        }
+      for (int rank = 0; rank < num_ranks; ++rank) {
+        loss_of(plain, rank, step).backward();
       }
-      size_t i = 0;
-      for (const at::Tensor& p : parameters_of(*plain)) {
-        p.mutable_grad() = sums[i++] * (1.0 / num_ranks);
+      for (const at::Tensor& parameter : parameters_of(*plain)) {
+        parameter.grad().mul_(1.0 / num_ranks);
       }
       plain_optimizer.step();
       optimizer.zero_grad();
-      model->forward([&] { return net->forward(input(rank, step)); })
-          .square()
-          .sum()
+      model->forward([&] { return loss_of(net, group->getRank(), step); })
           .backward();
       optimizer.step();
     }
@@ -221,70 +206,30 @@ TEST(FullyShardTest, TiedParametersStayTied) {
   expect_same_training(make, 2);
 }
 
-struct NormedBlockImpl : torch::nn::Module {
-  explicit NormedBlockImpl(int64_t size)
-      : norm(register_module(
-            "norm", torch::nn::LayerNorm(torch::nn::LayerNormOptions({size})))),
-        lin(register_module("lin", torch::nn::Linear(size, size))) {}
-  at::Tensor forward(const at::Tensor& x) {
-    return x + torch::tanh(lin(norm(x)));
-  }
-  torch::nn::LayerNorm norm;
-  torch::nn::Linear lin;
-};
-TORCH_MODULE(NormedBlock);
-
-UnitSelection norms_together() {
-  UnitSelection selection = each_is_unit<NormedBlockImpl>();
-  selection.joint_unit_of =
-      [](const UnitCandidate& candidate) -> std::optional<std::string> {
-    if (candidate.name.ends_with("norm")) return "norms";
-    return std::nullopt;
-  };
-  return selection;
-}
-
-torch::nn::Sequential make_normed() {
-  return with_values(
-      torch::nn::Sequential(NormedBlock(6), NormedBlock(6), NormedBlock(6),
-                            torch::nn::Linear(6, 2)),
-      5);
-}
-
-TEST(FullyShardTest, NormsMayBeOneUnit) {
-  EXPECT_THAT(units_of(*make_normed(), norms_together()),
-              ElementsAre("", "0", "norms", "1", "2"));
-  for (const int num_ranks : {1, 2, 3}) {
-    expect_same_training(make_normed, num_ranks, norms_together());
-  }
-}
-
-TEST(FullyShardTest, AUnitOfNormsIsGatheredOnceAndReducedOnce) {
-  run_ranks(2, [&](const Group& group) {
-    torch::nn::Sequential net = make_normed();
-    const auto model = fully_shard(*net, group, {}, norms_together());
+TEST(FullyShardTest, TheOutermostUnitIsGatheredOnceAndReducedOnce) {
+  run_ranks(2, [](const Group& group) {
+    Net net = with_values(Net(), 1);
+    const auto model =
+        fully_shard(*net, group, {}, each_is_unit<torch::nn::LinearImpl>());
     int64_t all = 0;
-    int64_t kept = 0;  // the outermost one's and the norms'
+    int64_t outermost = 0;
     for (const ShardedUnit& unit :
          dynamic_cast<SegmentedModel&>(*model).units()) {
       all += unit.whole_bytes();
-      if (unit.name.empty() || unit.name == "norms") kept += unit.whole_bytes();
+      if (unit.name.empty()) outermost += unit.whole_bytes();
     }
-    const auto step = [&](int number) {
-      return model->forward([&] {
-                    return net->forward(random({3, 6}, number));
-                  })
-          .square()
-          .sum();
-    };
     for (int number = 0; number < 4; ++number) {
       const ShardedModelStatistics before = model->statistics();
-      step(number).backward();
+      const at::Tensor x = random({3, 6}, number).requires_grad_();
+      model->forward([&] { return net(x); }).square().sum().backward();
       const ShardedModelStatistics after = model->statistics();
-      EXPECT_EQ(after.all_gathers - before.all_gathers, 5 + 3);
+      EXPECT_EQ(after.all_gathers - before.all_gathers, 4 + 3);
       EXPECT_LE(after.sent_by_gathers - before.sent_by_gathers,
-                kept / 2 + 2 * (all - kept) / 2);
+                outermost / 2 + 2 * (all - outermost) / 2);
       EXPECT_LE(after.sent_by_sums - before.sent_by_sums, all / 2);
+      if (number < 2) continue;  // learned
+      EXPECT_EQ(after.learned_segments, before.learned_segments);
+      EXPECT_EQ(after.rounds, before.rounds);
     }
   });
 }
@@ -371,43 +316,33 @@ TEST(FullyShardTest, TorchScriptModulesAreSharded) {
           .backward();
     }
     const auto expected = plain.named_parameters();
+    auto other = expected.begin();
     for (const auto& parameter : net.named_parameters()) {
-      for (const auto& other : expected) {
-        if (other.name != parameter.name) continue;
-        EXPECT_TRUE(
-            at::equal(gather_whole(parameter.value.grad()), other.value.grad()))
-            << parameter.name;
-      }
+      EXPECT_TRUE(at::equal(gather_whole(parameter.value.grad()),
+                            (*other).value.grad()))
+          << parameter.name;
+      ++other;
     }
   });
 }
 
 // ---- Programs.
 
-TEST(FullyShardTest, WhatIsWrittenWhileUnshardedIsTrainedOn) {
+TEST(FullyShardTest, WritesCountOnlyInAScopeThatEndsWithoutAnError) {
   run_ranks(2, [](const Group& group) {
     Net net = with_values(Net(), 1);
     Net expected = with_values(Net(), 1);
     const auto model = fully_shard(*net, group);
     const torch::NoGradGuard no_grad;
     {
+      const auto unsharded = model->unsharded();
+      EXPECT_TRUE(at::equal(net->head->weight, expected->head->weight));
+      EXPECT_ANY_THROW(net->head->weight.fill_(1));
+    }
+    {
       const auto unsharded = model->unsharded(/*may_write=*/true);
       for (at::Tensor& parameter : net->parameters()) parameter.mul_(-2);
     }
-    for (at::Tensor& parameter : net->parameters()) parameter.add_(1);
-    for (at::Tensor& parameter : expected->parameters()) {
-      parameter.mul_(-2).add_(1);
-    }
-    const at::Tensor x = random({3, 6}, 9);
-    EXPECT_TRUE(at::equal(model->forward([&] { return net(x); }), expected(x)));
-  });
-}
-
-TEST(FullyShardTest, AScopeThatEndsByAnExceptionWritesNothing) {
-  run_ranks(2, [](const Group& group) {
-    Net net = with_values(Net(), 1);
-    const auto model = fully_shard(*net, group);
-    const torch::NoGradGuard no_grad;
     EXPECT_THROW(
         {
           const auto unsharded = model->unsharded(/*may_write=*/true);
@@ -415,25 +350,12 @@ TEST(FullyShardTest, AScopeThatEndsByAnExceptionWritesNothing) {
           throw std::runtime_error("stop");
         },
         std::runtime_error);
-    EXPECT_NE(net->head->weight.abs().sum().item<double>(), 0);
-  });
-}
-
-TEST(FullyShardTest, AnAverageOfParametersIsAShardsAverage) {
-  run_ranks(2, [](const Group& group) {
-    Net net = with_values(Net(), 1);
-    Net other = with_values(Net(), 50);
-    Net plain = with_values(Net(), 1);
-    const auto model = fully_shard(*net, group);
-    const auto averaged = fully_shard(*other, group);
-    const torch::NoGradGuard no_grad;
-    const Net plain_other = with_values(Net(), 50);
-    for (size_t i = 0; i < net->parameters().size(); ++i) {
-      net->parameters()[i].lerp_(other->parameters()[i], 0.25);
-      plain->parameters()[i].lerp_(plain_other->parameters()[i], 0.25);
+    for (at::Tensor& parameter : net->parameters()) parameter.add_(1);
+    for (at::Tensor& parameter : expected->parameters()) {
+      parameter.mul_(-2).add_(1);
     }
     const at::Tensor x = random({3, 6}, 9);
-    EXPECT_TRUE(at::equal(model->forward([&] { return net(x); }), plain(x)));
+    EXPECT_TRUE(at::equal(model->forward([&] { return net(x); }), expected(x)));
   });
 }
 
@@ -458,17 +380,19 @@ TEST(FullyShardTest, AModuleIsSavedAndLoadedWhileUnsharded) {
 struct Strategy {
   std::string name;
   FullyShardOptions options;
+  void (*change)(ShardedModel&) = [](ShardedModel&) {};
 };
 
 // Each step's gradients and an evaluation after it, SGD's writes included.
 TEST(FullyShardTest, EveryStrategyTrainsWithEveryOptimizer) {
   const std::vector<Strategy> strategies = {
       {"all", {}},
-      {"gradients", shard_gradients(FullyShardOptions())},
-      {"optimizer state", shard_optimizer_state(FullyShardOptions())},
+      {"gradients", {.reshard_after_forward = false}},
+      {"optimizer state", {}, shard_optimizer_state},
       {"no prefetch", {.prefetch_depth = 0}},
-      {"far prefetch", {.prefetch_depth = 3, .max_reducing = 1}},
-      {"learns always", {.learn_always = true}}};
+      {"far prefetch", {.prefetch_depth = 3}, [](ShardedModel& model) {
+         model.set_max_reducing(1);
+       }}};
   for (const Strategy& strategy : strategies) {
     for (const bool sets_to_none : {true, false}) {
       SCOPED_TRACE(strategy.name);
@@ -476,6 +400,7 @@ TEST(FullyShardTest, EveryStrategyTrainsWithEveryOptimizer) {
         Net plain = with_values(Net(), 1);
         Net net = with_values(Net(), 1);
         const auto model = fully_shard(*net, group, strategy.options);
+        strategy.change(*model);
         torch::optim::SGD expected(plain->parameters(), 0.05);
         torch::optim::SGD found(net->parameters(), 0.05);
         for (int s = 0; s < 4; ++s) {
@@ -519,26 +444,6 @@ TEST(FullyShardTest, ModulesAreConvertedBetweenSteps) {
   });
 }
 
-TEST(FullyShardTest, ParametersAreFrozenAndThawed) {
-  run_ranks(2, [](const Group& group) {
-    Net net = with_values(Net(), 1);
-    const auto model = fully_shard(*net, group);
-    for (const bool is_frozen : {true, false, true}) {
-      net->head->weight.set_requires_grad(!is_frozen);
-      net->zero_grad();
-      model->forward([&] {
-             return net(random({3, 6}, 1));
-           })
-          .square()
-          .sum()
-          .backward();
-      EXPECT_EQ(net->head->weight.grad().defined(), !is_frozen);
-      EXPECT_TRUE(net->head->bias.grad().defined());
-      EXPECT_TRUE(net->first->gain.grad().defined());
-    }
-  });
-}
-
 std::string error_of(const std::function<void()>& call) {
   try {
     call();
@@ -548,28 +453,123 @@ std::string error_of(const std::function<void()>& call) {
   return "no error";
 }
 
-TEST(FullyShardTest, WritesInForwardAreRefused) {
+TEST(FullyShardTest, NormsAndClippingAreGlobal) {
+  run_ranks(2, [](const Group& group) {
+    Net plain = with_values(Net(), 1);
+    Net net = with_values(Net(), 1);
+    const auto model = fully_shard(*net, group);
+    const at::Tensor x = random({3, 6}, 1);
+    plain(x).square().sum().backward();
+    model->forward([&] { return net(x); }).square().sum().backward();
+    const double expected =
+        torch::nn::utils::clip_grad_norm_(plain->parameters(), 0.01);
+    EXPECT_NEAR(model->clip_grad_norm(1e9), expected, 1e-6);
+    EXPECT_NEAR(torch::nn::utils::clip_grad_norm_(net->parameters(), 0.01),
+                expected, 1e-6);
+    EXPECT_TRUE(torch::allclose(gather_whole(net->head->weight.grad()),
+                                plain->head->weight.grad(), 1e-5, 1e-7));
+  });
+}
+
+// A view holds its unit's memory; a backward to inputs changes no `.grad`.
+TEST(FullyShardTest, ViewsAndGradientsOfInputs) {
+  run_ranks(2, [](const Group& group) {
+    Net plain = with_values(Net(), 1);
+    Net net = with_values(Net(), 1);
+    const auto model = fully_shard(*net, group);
+    for (int step = 0; step < 3; ++step) {
+      const at::Tensor x = random({3, 6}, step).requires_grad_();
+      const auto loss_of = [&](Net& of) {
+        const at::Tensor view = of->first->lin->weight.t();
+        const at::Tensor y = of->second(of->first(x)).matmul(view);
+        return of->head(y).square().sum();
+      };
+      const at::Tensor expected = loss_of(plain);
+      const at::Tensor found = model->forward([&] { return loss_of(net); });
+      EXPECT_TRUE(
+          at::equal(torch::autograd::grad({found}, {x}, {}, true)[0],
+                    torch::autograd::grad({expected}, {x}, {}, true)[0]));
+      EXPECT_EQ(net->first->gain.grad().defined(), step > 0);
+      expected.backward();
+      found.backward();
+      EXPECT_TRUE(at::equal(gather_whole(net->first->lin->weight.grad()),
+                            plain->first->lin->weight.grad()));
+    }
+  });
+}
+
+struct ScaleImpl : torch::nn::Module {
+  at::Tensor weight = register_parameter("weight", torch::full({3}, 2.0F));
+};
+
+TEST(FullyShardTest, NestsOfInputsAndOutputsAreCast) {
+  run_ranks(2, [](const Group& group) {
+    ScaleImpl net;
+    const auto model = fully_shard(
+        net, group, {.param_dtype = at::kBFloat16, .output_dtype = at::kFloat});
+    const at::Tensor x = torch::tensor({{1.0F, 2.0F, -1.0F}}).requires_grad_();
+    const auto [scores, kept] = model->forward(
+        [&](const at::Tensor& in,
+            const std::map<std::string, at::Tensor>& others) {
+          EXPECT_EQ(in.scalar_type(), at::kBFloat16);
+          EXPECT_EQ(net.weight.scalar_type(), at::kBFloat16);
+          EXPECT_EQ(others.at("wide").scalar_type(), at::kBFloat16);
+          EXPECT_EQ(others.at("places").scalar_type(), at::kLong);
+          const at::Tensor y = in * net.weight;
+          return std::pair(y,
+                           std::vector<at::Tensor>{others.at("places"), y + 1});
+        },
+        x,
+        std::map<std::string, at::Tensor>{
+            {"wide", torch::ones({3})},
+            {"places", torch::ones({3}, at::kLong)}});
+    EXPECT_EQ(scores.scalar_type(), at::kFloat);
+    EXPECT_EQ(kept[0].scalar_type(), at::kLong);
+    EXPECT_EQ(kept[1].scalar_type(), at::kFloat);
+    scores.sum().backward();
+    EXPECT_TRUE(at::equal(x.grad(), torch::full({1, 3}, 2.0F)));
+    EXPECT_EQ(net.weight.scalar_type(), at::kFloat);
+    EXPECT_EQ(net.weight.grad().scalar_type(), at::kFloat);
+  });
+}
+
+TEST(FullyShardTest, WritesInForwardAndLateModulesAreRefused) {
+  run_ranks(2, [](const Group& group) {
+    Net net = with_values(Net(), 1);
+    const auto model = fully_shard(*net, group);
+    const auto forward = [&] {
+      return model->forward([&] { return net(random({3, 6}, 1)); });
+    };
+    net->first->writes = true;
+    EXPECT_THAT(error_of(forward),
+                HasSubstr("writes to parameter 'first.lin.weight'"));
+    net->first->writes = false;
+    forward().sum().backward();
+    net->register_module("late", torch::nn::Linear(2, 2));
+    EXPECT_THAT(error_of(forward), HasSubstr("registered after sharding"));
+  });
+}
+
+// Ranks may have opened the forwards of different threads.
+TEST(FullyShardTest, ForwardsOfTwoThreadsAreOneErrorOnAllRanks) {
   run_ranks(2, [](const Group& group) {
     Net net = with_values(Net(), 1);
     const auto model = fully_shard(*net, group);
     const at::Tensor x = random({3, 6}, 1);
-    net->first->writes = true;
-    EXPECT_THAT(error_of([&] { model->forward([&] { return net(x); }); }),
-                AllOf(HasSubstr("writes to parameter 'first.lin.weight'")));
-    net->first->writes = false;
-    model->forward([&] { return net(x); }).sum().backward();
-  });
-}
-
-TEST(FullyShardTest, WhatIsRegisteredLaterIsRefused) {
-  run_ranks(2, [](const Group& group) {
-    Net net = with_values(Net(), 1);
-    const auto model = fully_shard(*net, group);
-    net->register_module("late", torch::nn::Linear(2, 2));
     EXPECT_THAT(error_of([&] {
-                  model->forward([&] { return net(random({3, 6}, 1)); });
+                  model->forward([&] {
+                    const at::Tensor y = net(x);
+                    if (group->getRank() == 0) {
+                      std::thread([&] {
+                        EXPECT_THAT(error_of([&] { model->begin_forward(); }),
+                                    HasSubstr("in another thread"));
+                      }).join();
+                    }
+                    return y;
+                  });
                 }),
-                HasSubstr("registered after sharding"));
+                HasSubstr("in another thread"));
+    model->forward([&] { return net(x); }).sum().backward();
   });
 }
 
@@ -598,6 +598,8 @@ TEST(FullyShardTest, MistakesAreNamed) {
     const auto model = fully_shard(*net, group);
     EXPECT_THAT(error_of([&] { fully_shard(*net, group); }),
                 HasSubstr("is sharded already"));
+    EXPECT_THAT(error_of([&] { model->set_max_reducing(0); }),
+                HasSubstr("found 0"));
     EXPECT_THAT(error_of([&] {
                   net(random({3, 6}, 1));
                 }),

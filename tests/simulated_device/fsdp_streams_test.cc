@@ -546,9 +546,9 @@ TEST_F(ShardedMemoryTest, IsBoundedByPrefetchAndSums) {
       units.push_back(
           {.name = c10::str(u), .parameters = {{"w", weights.back()}}});
     }
-    const FullyShardOptions options = {.max_reducing = max_reducing};
-    SegmentedModel model(make_sharded_units(units, recording.group(), options),
-                         recording.group(), options);
+    SegmentedModel model(make_sharded_units(units, recording.group(), {}),
+                         recording.group());
+    model.set_max_reducing(max_reducing);
     for (int s = 0; s < 4; ++s) {
       at::Tensor x = at::ones({kBytes / 4}, simulated::on_device());
       x.requires_grad_();

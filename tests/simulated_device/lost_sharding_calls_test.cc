@@ -104,7 +104,6 @@ class LostCallsOfModelTest : public LostCallsTest {
                         const std::function<void(Parts&)>& program,
                         FullyShardOptions options = {}, bool some = false) {
     options.prefetch_depth = 0;
-    options.max_reducing = 1;
     expect_needed(
         call,
         [&] {
@@ -113,6 +112,7 @@ class LostCallsOfModelTest : public LostCallsTest {
           streams_ = {a, b};
           Parts parts(options, accumulates_here_ ? streams_
                                                  : std::vector<c10::Stream>());
+          parts.model->set_max_reducing(1);
           simulated::synchronize_all();
           name_streams(parts);
           program(parts);

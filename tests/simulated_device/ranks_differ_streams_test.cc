@@ -151,14 +151,14 @@ class RanksDifferStreamsTest
  protected:
   static int world_size() { return std::get<0>(GetParam()); }
   static FullyShardOptions options() {
-    return {.prefetch_depth = std::get<1>(GetParam()),
-            .max_reducing = std::get<2>(GetParam())};
+    return {.prefetch_depth = std::get<1>(GetParam())};
   }
   // `programs`: by step.
   static void expect_one_process(const std::vector<Programs>& programs,
                                  const FullyShardOptions& options) {
     run_ranks_on_devices(world_size(), [&](const Group& group, int rank) {
       Model model(group, options);
+      model.sharded().set_max_reducing(std::get<2>(GetParam()));
       for (size_t step = 0; step < programs.size(); ++step) {
         model.step(programs[step][rank], static_cast<int>(step));
         model.expect_gradients(programs[step], static_cast<int>(step));
@@ -173,6 +173,7 @@ class RanksDifferStreamsTest
     std::vector<std::string> errors(world_size());
     run_ranks_on_devices(world_size(), [&](const Group& group, int rank) {
       Model model(group, options());
+      model.sharded().set_max_reducing(std::get<2>(GetParam()));
       const Programs alike(world_size(), all_units());
       for (int step = 0; step < 3; ++step) {
         model.step(alike[rank], step);
@@ -206,8 +207,7 @@ TEST_P(RanksDifferStreamsTest, EachLeavesOutWhatItLikes) {
   expect_one_process(programs, options());
 }
 
-// While they learn, and where statuses are awaited.
-TEST_P(RanksDifferStreamsTest, AnyOrderGoesWhereRanksWaitForEachOther) {
+TEST_P(RanksDifferStreamsTest, AnyOrderGoesWhereStatusesAreAwaited) {
   std::mt19937 random(7);
   std::vector<Programs> programs;
   for (int step = 0; step < 6; ++step) {
@@ -220,9 +220,6 @@ TEST_P(RanksDifferStreamsTest, AnyOrderGoesWhereRanksWaitForEachOther) {
   FullyShardOptions awaits = options();
   awaits.max_unconfirmed_iterations = 0;
   expect_one_process(programs, awaits);
-  FullyShardOptions learns = options();
-  learns.learn_always = true;
-  expect_one_process(programs, learns);
 }
 
 TEST_P(RanksDifferStreamsTest, AllTakeAnotherOrder) {
@@ -243,7 +240,7 @@ TEST_P(RanksDifferStreamsTest, TheOppositeOrderIsAnErrorOnAllRanks) {
   std::ranges::reverse(by_rank.back());
   const std::vector<std::string> errors = errors_of(by_rank);
   EXPECT_THAT(errors, Each(HasSubstr("in another order than recorded")));
-  EXPECT_THAT(errors, Each(HasSubstr("learn_always")));
+  EXPECT_THAT(errors, Each(HasSubstr("max_unconfirmed_iterations = 0")));
 }
 
 TEST_P(RanksDifferStreamsTest, AFailureIsTheSameErrorOnAllRanks) {
