@@ -7,13 +7,9 @@
 #include <cmath>
 #include <vector>
 
-namespace brigade {
+#include "brigade/bucket_sweep/sweep.h"
 
-struct Quartiles {
-  double p25 = 0;
-  double median = 0;
-  double p75 = 0;
-};
+namespace brigade {
 
 // Between two samples, linearly.  REQUIRES: samples not empty; 0 <= q <= 1.
 inline double quantile(std::vector<double> samples, double q) {
