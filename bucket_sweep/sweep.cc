@@ -10,7 +10,6 @@
 #include "absl/strings/str_format.h"
 #include "absl/strings/str_join.h"
 #include "brigade/bucket_sweep/measurement.h"
-#include "brigade/bucket_sweep/quantiles.h"
 
 namespace brigade {
 namespace {
@@ -203,6 +202,21 @@ Json json_of_best(const SweepSummary& summary) {
 }
 
 }  // namespace
+
+double quantile(std::vector<double> samples, double q) {
+  std::ranges::sort(samples);
+  const double place = q * static_cast<double>(samples.size() - 1);
+  const auto below = static_cast<size_t>(place);
+  const size_t above = std::min(below + 1, samples.size() - 1);
+  return std::lerp(samples[below], samples[above],
+                   place - static_cast<double>(below));
+}
+
+Quartiles quartiles(const std::vector<double>& samples) {
+  return {.p25 = quantile(samples, 0.25),
+          .median = quantile(samples, 0.5),
+          .p75 = quantile(samples, 0.75)};
+}
 
 SweepSummary sweep(const std::vector<at::Tensor>& parameters,
                    const std::function<at::Tensor()>& loss,

@@ -32,6 +32,10 @@ struct Quartiles {
   double median = 0;
   double p75 = 0;
 };
+Quartiles quartiles(const std::vector<double>& samples);
+
+// Between two samples, linearly. REQUIRES: samples not empty; 0 <= q <= 1.
+double quantile(std::vector<double> samples, double q);
 
 struct SweepOptions {
   // MiB; "one" bucket for all parameters; one for "each".

@@ -7,7 +7,6 @@
 
 #include "absl/strings/str_cat.h"
 #include "brigade/bucket_sweep/measurement.h"
-#include "brigade/bucket_sweep/quantiles.h"
 #include "gmock/gmock.h"
 #include "gtest/gtest.h"
 

@@ -19,7 +19,6 @@
 #include "brigade/comm_hooks/chained_collectives.h"
 #include "brigade/comm_hooks/comm_hooks.h"
 #include "brigade/comm_hooks/hook_traits.h"
-#include "brigade/comm_hooks/routing_hook.h"
 #include "brigade/tests/simulated_device/streamed_training.h"
 #include "brigade/tests/support/simulated_device/stream_test.h"
 #include "gmock/gmock.h"
@@ -32,7 +31,6 @@ using simulated::make_wait;
 using simulated::new_stream;
 using testing::all_stream_layouts;
 using testing::kWorldSize;
-using testing::StreamedModel;
 using testing::StreamedTraining;
 using testing::StreamLayout;
 using Group = c10::intrusive_ptr<c10d::ProcessGroup>;
@@ -152,24 +150,6 @@ void unused_parameters(StreamedTraining& training, ReducerOptions options) {
   }
 }
 
-// Gradients that are not dropped keep those of an earlier step.
-void globally_unused_parameters(StreamedTraining& training,
-                                ReducerOptions options) {
-  options.find_unused_parameters = true;
-  training.make_reducer(std::move(options));
-  for (int s = 0; s < kNumSteps; ++s) {
-    training.zero_grad();
-    training.step(2 * s);
-    for (const size_t i : {0, 2, 4, 5}) {
-      training.model().parameters()[i].mutable_grad().reset();
-    }
-    training.step(2 * s + 1, {1, 3});
-    training.expect_gradient(1, 2 * s);
-    training.expect_gradient(3, 2 * s);
-    training.expect_gradients(2 * s + 1, {1, 3});
-  }
-}
-
 void unused_buckets_skipped(StreamedTraining& training,
                             ReducerOptions options) {
   options.find_unused_parameters = true;
@@ -263,20 +243,6 @@ void second_collectives(StreamedTraining& training, ReducerOptions options) {
   train(training, std::move(options));
 }
 
-void routes(StreamedTraining& training, ReducerOptions options) {
-  const Group group = training.recording().group();
-  const Tensors& parameters = training.model().parameters();
-  options.bucket_plan = {{5}, {3, 4}, {0, 1, 2}};
-  options.rebuild_buckets = false;
-  options.comm_hook = std::make_shared<RoutingHook>(
-      all_reduce_hook(group),
-      std::vector<Route>{{.parameters = {parameters[3], parameters[4]},
-                          .hook = fp16_hook(group)},
-                         {.parameters = {parameters[5]},
-                          .hook = hook_of_two_collectives(group)}});
-  train(training, std::move(options));
-}
-
 void steps_in_backward(StreamedTraining& training, ReducerOptions options) {
   std::mutex mutex;
   std::unordered_map<const c10::TensorImpl*, at::Tensor> found;
@@ -302,31 +268,6 @@ void steps_in_backward(StreamedTraining& training, ReducerOptions options) {
   }
 }
 
-void hook_changed(StreamedTraining& training, ReducerOptions options) {
-  training.make_reducer(std::move(options));
-  train(training, [&](int s) {
-    if (s == 1) {
-      training.reducer().set_comm_hook(fp16_hook(training.recording().group()));
-    }
-    if (s == 2) training.reducer().set_comm_hook(nullptr);
-    training.step(s);
-  });
-}
-
-void timed(StreamedTraining& training, ReducerOptions options) {
-  training.make_reducer(std::move(options));
-  training.reducer().set_timeline_sample_rate(1);
-  train(training, [&](int s) {
-    training.reducer().forward_begins();
-    training.step(s);
-  });
-  for (const UnitTimes& bucket : training.reducer().timeline().units) {
-    EXPECT_LE(bucket.pack_begin_ns, bucket.pack_end_ns);
-    EXPECT_LE(bucket.pack_end_ns, bucket.launch_ns);
-    EXPECT_LE(bucket.launch_ns, bucket.complete_ns);
-  }
-}
-
 // As over a network: on a thread whose current streams are the default ones.
 void completed_on_another_thread(StreamedTraining& training,
                                  ReducerOptions options) {
@@ -337,11 +278,6 @@ void completed_on_another_thread(StreamedTraining& training,
 
 void lazily_allocated(StreamedTraining& training, ReducerOptions options) {
   options.lazy_bucket_allocation = true;
-  train(training, std::move(options));
-}
-
-void large_gradients(StreamedTraining& training, ReducerOptions options) {
-  options.bucket_caps_bytes = {200 << 10};
   train(training, std::move(options));
 }
 
@@ -359,31 +295,6 @@ void summed_in_order(StreamedTraining& training, ReducerOptions options) {
   }
 }
 
-// A bucket is two collectives there, and so is its replacement on a rank that
-// has failed before it launched any.
-void summed_in_order_where_backward_throws(StreamedTraining& training,
-                                           ReducerOptions options) {
-  options.reproducible = true;
-  options.rebuild_buckets = false;
-  training.make_reducer(std::move(options));
-  const auto num_launched = [&] { return training.recording().log().size(); };
-  const size_t at_first = num_launched();
-  training.step(0);
-  training.zero_grad();
-  const size_t of_a_step = num_launched() - at_first;
-  for (const at::Tensor& parameter : training.model().parameters()) {
-    parameter.register_hook(
-        [](const at::Tensor&) { throw std::runtime_error("in backward"); });
-  }
-  EXPECT_ANY_THROW(training.step(1));
-  // A backward on a device's thread may end a little later.
-  EXPECT_TRUE(training.recording().wait_for_launches(at_first + 2 * of_a_step));
-  EXPECT_FALSE(training.reducer().can_continue());
-  EXPECT_EQ(num_launched(), at_first + 2 * of_a_step);
-  simulated::synchronize_all();
-  training.zero_grad();
-}
-
 void gradients_in_another_memory_order(StreamedTraining& training,
                                        ReducerOptions options) {
   training.make_reducer(std::move(options));
@@ -394,23 +305,6 @@ void gradients_in_another_memory_order(StreamedTraining& training,
     training.expect_gradients(s);
     training.zero_grad();
   }
-}
-
-void gradients_with_a_history(StreamedTraining& training,
-                              ReducerOptions options) {
-  training.make_reducer(std::move(options));
-  train(training, [&](int s) {
-    const at::Tensor loss = training.loss(s);
-    training.reducer().prepare_for_backward(loss);
-    loss.backward({}, /*retain_graph=*/true, /*create_graph=*/true);
-  });
-}
-
-void destroyed_at_once(StreamedTraining& training, ReducerOptions options) {
-  training.make_reducer(std::move(options));
-  for (int s = 0; s < 2; ++s) training.step(s);
-  training.end_reducer();
-  training.zero_grad();
 }
 
 void destroyed_while_collectives_are_open(StreamedTraining& training,
@@ -489,8 +383,6 @@ struct Scenario {
   const char* name;
   void (*run)(StreamedTraining&, ReducerOptions);
   int num_replicas = 1;
-  StreamedModel::Sizes sizes = StreamedModel::default_sizes();
-  at::ScalarType dtype = at::kFloat;
 };
 
 std::ostream& operator<<(std::ostream& out, const Scenario& scenario) {
@@ -506,29 +398,19 @@ const Scenario kScenarios[] = {
     {"PreparedElsewhere", prepared_elsewhere},
     {"UnusedParametersDropped", unused_parameters<true>},
     {"UnusedParametersKept", unused_parameters<false>},
-    {"GloballyUnusedParameters", globally_unused_parameters},
     {"UnusedBucketsSkipped", unused_buckets_skipped},
     {"StaticGraph", static_graph},
     {"Shadowed", shadowed},
     {"FinalizedElsewhere", finalized_elsewhere},
     {"HalfPrecisionOnTheWire", half_precision_on_the_wire},
     {"SecondCollectives", second_collectives},
-    {"Routes", routes},
     {"StepsInBackward", steps_in_backward},
-    {"HookChanged", hook_changed},
-    {"Timed", timed},
     {"CompletedOnAnotherThread", completed_on_another_thread},
     {"LazilyAllocated", lazily_allocated},
     {"LocalReplicas", train, /*num_replicas=*/2},
-    {"ComplexGradients", train, 1, StreamedModel::default_sizes(),
-     at::kComplexFloat},
-    {"LargeGradients", large_gradients, 1, {{30000}, {20, 1000}, {5}, {40000}}},
     {"SummedInOrderOfRanks", summed_in_order<0>},
     {"SummedInOrderOfRows", summed_in_order<kWorldSize / 2>},
-    {"SummedInOrderWhereBackwardThrows", summed_in_order_where_backward_throws},
     {"GradientsInAnotherMemoryOrder", gradients_in_another_memory_order},
-    {"GradientsWithAHistory", gradients_with_a_history},
-    {"DestroyedAtOnce", destroyed_at_once},
     {"DestroyedBetweenBackwards", destroyed_between_backwards<false>},
     {"DestroyedBetweenBackwardsInHalf", destroyed_between_backwards<true>},
     {"DestroyedWhileCollectivesAreOpen", destroyed_while_collectives_are_open},
@@ -548,8 +430,7 @@ TEST_P(ReducerStreamsTest, IsRightOnEveryLayout) {
   for (const StreamLayout& layout : all_stream_layouts()) {
     SCOPED_TRACE(name_of(layout));
     {
-      StreamedTraining training(layout, scenario.num_replicas, scenario.sizes,
-                                scenario.dtype);
+      StreamedTraining training(layout, scenario.num_replicas);
       scenario.run(training, {.gradient_as_bucket_view = views,
                               .max_unconfirmed_iterations = views ? 4 : 1});
     }
