@@ -165,6 +165,8 @@ std::string make_head(const std::string& path,
   TORCH_CHECK_VALUE(text.size() <= kMaxHeaderBytes, path, ": the header needs ",
                     text.size(), " bytes, at most ", kMaxHeaderBytes,
                     " are allowed; use several files");
+  const uint64_t length = text.size();
+  text.insert(0, reinterpret_cast<const char*>(&length), kLengthBytes);
   return text;
 }
 
