@@ -268,6 +268,20 @@ void steps_in_backward(StreamedTraining& training, ReducerOptions options) {
   }
 }
 
+void timed(StreamedTraining& training, ReducerOptions options) {
+  training.make_reducer(std::move(options));
+  training.reducer().set_timeline_sample_rate(1);
+  train(training, [&](int s) {
+    training.reducer().forward_begins();
+    training.step(s);
+  });
+  for (const UnitTimes& bucket : training.reducer().timeline().units) {
+    EXPECT_LE(bucket.pack_begin_ns, bucket.pack_end_ns);
+    EXPECT_LE(bucket.pack_end_ns, bucket.launch_ns);
+    EXPECT_LE(bucket.launch_ns, bucket.complete_ns);
+  }
+}
+
 // As over a network: on a thread whose current streams are the default ones.
 void completed_on_another_thread(StreamedTraining& training,
                                  ReducerOptions options) {
@@ -405,6 +419,7 @@ const Scenario kScenarios[] = {
     {"HalfPrecisionOnTheWire", half_precision_on_the_wire},
     {"SecondCollectives", second_collectives},
     {"StepsInBackward", steps_in_backward},
+    {"Timed", timed},
     {"CompletedOnAnotherThread", completed_on_another_thread},
     {"LazilyAllocated", lazily_allocated},
     {"LocalReplicas", train, /*num_replicas=*/2},
