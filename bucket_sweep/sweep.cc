@@ -9,6 +9,7 @@
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_format.h"
 #include "absl/strings/str_join.h"
+#include "brigade/bucket_sweep/measurement.h"
 
 namespace brigade {
 namespace {
@@ -58,8 +59,19 @@ ArmSummary summary_of(const SweepTrack& track, const Rounds& local) {
           .bucket_bytes = track.bucket_bytes,
           .step_ms = quartiles(flat(track.rounds_ms)),
           .exposed_ms = quartiles(exposed(track.rounds_ms, local)),
-          .alone_ms = median(track.alone_ms),
-          .sums_verified = track.sums_verified};
+          .alone_ms = median(track.alone_ms)};
+}
+
+// The probability that a fair coin shows at least `heads` heads.
+double chance_of(int64_t heads, int64_t throws) {
+  double ways = 0;
+  double choices = 1;  // throws over k
+  for (int64_t k = 0; k <= throws; ++k) {
+    if (k >= heads) ways += choices;
+    choices =
+        choices * static_cast<double>(throws - k) / static_cast<double>(k + 1);
+  }
+  return ways / std::exp2(static_cast<double>(throws));
 }
 
 Recommendation compare(const SweepSamples& samples, size_t arm) {
@@ -116,12 +128,11 @@ std::string readable_overlap(double overlap) {
 std::string row(const ArmSummary& arm, int label_width) {
   const Sizes sizes = sizes_of(arm);
   return absl::StrFormat(
-      "%-*s  %7d  %8s %8s %8s  %8.1f %17s  %10.1f  %8.1f  %7s  %s\n",
-      label_width, arm.label, arm.bucket_bytes.size(),
-      readable_bytes(sizes.min), readable_bytes(sizes.median),
-      readable_bytes(sizes.max), arm.step_ms.median, spread(arm.step_ms),
-      arm.exposed_ms.median, arm.alone_ms, readable_overlap(arm.overlap()),
-      arm.sums_verified ? "right" : "WRONG");
+      "%-*s  %7d  %8s %8s %8s  %8.1f %17s  %10.1f  %8.1f  %7s\n", label_width,
+      arm.label, arm.bucket_bytes.size(), readable_bytes(sizes.min),
+      readable_bytes(sizes.median), readable_bytes(sizes.max),
+      arm.step_ms.median, spread(arm.step_ms), arm.exposed_ms.median,
+      arm.alone_ms, readable_overlap(arm.overlap()));
 }
 
 // What a C++ program sets, and a Python program.
@@ -136,88 +147,7 @@ std::string setting_of(const ArmSummary& arm) {
                          bytes == 1 ? 0 : static_cast<double>(bytes) / 0x1p20);
 }
 
-using Json = nlohmann::ordered_json;
-
-Json json(const Quartiles& times) {
-  return {{"p25", times.p25}, {"median", times.median}, {"p75", times.p75}};
-}
-
-Json json(const ArmSummary& arm) {
-  const Sizes sizes = sizes_of(arm);
-  return {{"cap", arm.label},
-          {"caps_bytes", arm.caps_bytes},
-          {"buckets", arm.bucket_bytes.size()},
-          {"bucket_bytes",
-           {{"min", sizes.min}, {"median", sizes.median}, {"max", sizes.max}}},
-          {"step_ms", json(arm.step_ms)},
-          {"exposed_ms", json(arm.exposed_ms)},
-          {"alone_ms", arm.alone_ms},
-          {"overlap", arm.overlap()},
-          {"sums_verified", arm.sums_verified}};
-}
-
-Json json_of_best(const SweepSummary& summary) {
-  if (!summary.best) return nullptr;
-  const Recommendation& best = *summary.best;
-  return {{"cap", summary.arms[best.arm].label},
-          {"caps_bytes", summary.arms[best.arm].caps_bytes},
-          {"saved_ms", json(best.saved_ms)},
-          {"saved_share", best.saved_share},
-          {"rounds_faster", best.rounds_faster},
-          {"rounds", best.rounds},
-          {"decided", best.decided}};
-}
-
-}  // namespace
-
-double chance_of(int64_t heads, int64_t throws) {
-  double ways = 0;
-  double choices = 1;  // throws over k
-  for (int64_t k = 0; k <= throws; ++k) {
-    if (k >= heads) ways += choices;
-    choices =
-        choices * static_cast<double>(throws - k) / static_cast<double>(k + 1);
-  }
-  return ways / std::exp2(static_cast<double>(throws));
-}
-
-SweepSummary summarize(const SweepSamples& samples) {
-  SweepSummary summary{.num_parameters = samples.num_parameters,
-                       .gradient_bytes = samples.gradient_bytes,
-                       .local_ms = quartiles(flat(samples.local_ms))};
-  for (const SweepTrack& track : samples.tracks) {
-    summary.arms.push_back(summary_of(track, samples.local_ms));
-  }
-  for (size_t arm = 1; arm < samples.tracks.size(); ++arm) {
-    const Recommendation found = compare(samples, arm);
-    if (!summary.best ||
-        found.saved_ms.median > summary.best->saved_ms.median) {
-      summary.best = found;
-    }
-  }
-  return summary;
-}
-
-std::string to_text(const std::string& name, const SweepSummary& summary,
-                    const std::string& backward) {
-  size_t label_width = 10;
-  for (const ArmSummary& arm : summary.arms) {
-    label_width = std::max(label_width, arm.label.size());
-  }
-  const auto width = static_cast<int>(label_width);
-  std::string text = absl::StrFormat(
-      "%s: %d gradients, %s; backward %s; step without a reducer %.1f ms %s\n",
-      name, summary.num_parameters,
-      readable_bytes(static_cast<double>(summary.gradient_bytes)), backward,
-      summary.local_ms.median, spread(summary.local_ms));
-  absl::StrAppendFormat(
-      &text, "%-*s  %7s  %26s  %8s %17s  %10s  %8s  %7s  %s\n", width, "cap",
-      "buckets", "min   median      max", "step ms", "[p25, p75]", "exposed ms",
-      "alone ms", "overlap", "sums");
-  for (const ArmSummary& arm : summary.arms) text += row(arm, width);
-  return text + recommendation(summary) + "\n";
-}
-
+// One sentence: the setting, and the time that it saves.
 std::string recommendation(const SweepSummary& summary) {
   if (!summary.best) {
     return "recommended: the default; every size tried gives its buckets";
@@ -240,12 +170,103 @@ std::string recommendation(const SweepSummary& summary) {
                       margin);
 }
 
-std::string to_json(const std::string& name, const SweepSummary& summary,
-                    const std::string& backward) {
+using Json = nlohmann::ordered_json;
+
+Json json(const Quartiles& times) {
+  return {{"p25", times.p25}, {"median", times.median}, {"p75", times.p75}};
+}
+
+Json json(const ArmSummary& arm) {
+  const Sizes sizes = sizes_of(arm);
+  return {{"cap", arm.label},
+          {"caps_bytes", arm.caps_bytes},
+          {"buckets", arm.bucket_bytes.size()},
+          {"bucket_bytes",
+           {{"min", sizes.min}, {"median", sizes.median}, {"max", sizes.max}}},
+          {"step_ms", json(arm.step_ms)},
+          {"exposed_ms", json(arm.exposed_ms)},
+          {"alone_ms", arm.alone_ms},
+          {"overlap", arm.overlap()}};
+}
+
+Json json_of_best(const SweepSummary& summary) {
+  if (!summary.best) return nullptr;
+  const Recommendation& best = *summary.best;
+  return {{"cap", summary.arms[best.arm].label},
+          {"caps_bytes", summary.arms[best.arm].caps_bytes},
+          {"saved_ms", json(best.saved_ms)},
+          {"saved_share", best.saved_share},
+          {"rounds_faster", best.rounds_faster},
+          {"rounds", best.rounds},
+          {"decided", best.decided}};
+}
+
+}  // namespace
+
+double quantile(std::vector<double> samples, double q) {
+  std::ranges::sort(samples);
+  const double place = q * static_cast<double>(samples.size() - 1);
+  const auto below = static_cast<size_t>(place);
+  const size_t above = std::min(below + 1, samples.size() - 1);
+  return std::lerp(samples[below], samples[above],
+                   place - static_cast<double>(below));
+}
+
+Quartiles quartiles(const std::vector<double>& samples) {
+  return {.p25 = quantile(samples, 0.25),
+          .median = quantile(samples, 0.5),
+          .p75 = quantile(samples, 0.75)};
+}
+
+SweepSummary sweep(const std::vector<at::Tensor>& parameters,
+                   const std::function<at::Tensor()>& loss,
+                   const c10::intrusive_ptr<c10d::ProcessGroup>& group,
+                   const SweepOptions& options) {
+  return summarize(measure(parameters, loss, options.sizes, group,
+                           options.rounds, options.steps, options.reducer,
+                           options.after_visit));
+}
+
+SweepSummary summarize(const SweepSamples& samples) {
+  SweepSummary summary{.num_parameters = samples.num_parameters,
+                       .gradient_bytes = samples.gradient_bytes,
+                       .local_ms = quartiles(flat(samples.local_ms))};
+  for (const SweepTrack& track : samples.tracks) {
+    summary.arms.push_back(summary_of(track, samples.local_ms));
+  }
+  for (size_t arm = 1; arm < samples.tracks.size(); ++arm) {
+    const Recommendation found = compare(samples, arm);
+    if (!summary.best ||
+        found.saved_ms.median > summary.best->saved_ms.median) {
+      summary.best = found;
+    }
+  }
+  return summary;
+}
+
+std::string to_text(const std::string& name, const SweepSummary& summary) {
+  size_t label_width = 10;
+  for (const ArmSummary& arm : summary.arms) {
+    label_width = std::max(label_width, arm.label.size());
+  }
+  const auto width = static_cast<int>(label_width);
+  std::string text = absl::StrFormat(
+      "%s: %d gradients, %s; step without a reducer %.1f ms %s\n", name,
+      summary.num_parameters,
+      readable_bytes(static_cast<double>(summary.gradient_bytes)),
+      summary.local_ms.median, spread(summary.local_ms));
+  absl::StrAppendFormat(&text, "%-*s  %7s  %26s  %8s %17s  %10s  %8s  %7s\n",
+                        width, "cap", "buckets", "min   median      max",
+                        "step ms", "[p25, p75]", "exposed ms", "alone ms",
+                        "overlap");
+  for (const ArmSummary& arm : summary.arms) text += row(arm, width);
+  return text + recommendation(summary) + "\n";
+}
+
+std::string to_json(const std::string& name, const SweepSummary& summary) {
   Json arms = Json::array();
   for (const ArmSummary& arm : summary.arms) arms.push_back(json(arm));
   return Json{{"name", name},
-              {"backward", backward},
               {"parameters", summary.num_parameters},
               {"gradient_bytes", summary.gradient_bytes},
               {"local_ms", json(summary.local_ms)},

@@ -5,9 +5,8 @@
 // Example, one process per rank:
 //
 //   const SweepSummary summary = sweep(
-//       [] { torch::manual_seed(0); return Net(); },
-//       [&](Net& net) { return torch::mse_loss(net(inputs), targets); },
-//       usual_arms(), group);
+//       net->parameters(),
+//       [&] { return torch::mse_loss(net->forward(inputs), targets); }, group);
 //   if (group->getRank() == 0) std::cout << to_text("Net", summary);
 //
 // Thread safety: none.
@@ -15,21 +14,46 @@
 #ifndef BRIGADE_BUCKET_SWEEP_SWEEP_H_
 #define BRIGADE_BUCKET_SWEEP_SWEEP_H_
 
+#include <ATen/core/Tensor.h>
+
 #include <cstdint>
 #include <functional>
 #include <optional>
 #include <string>
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
-#include <utility>
 #include <vector>
 
-#include "brigade/bucket_sweep/measurement.h"
-#include "brigade/bucket_sweep/quantiles.h"
+#include "brigade/reducer/reducer_options.h"
 
 namespace brigade {
 
+struct Quartiles {
+  double p25 = 0;
+  double median = 0;
+  double p75 = 0;
+};
+Quartiles quartiles(const std::vector<double>& samples);
+
+// Between two samples, linearly. REQUIRES: samples not empty; 0 <= q <= 1.
+double quantile(std::vector<double> samples, double q);
+
+struct SweepOptions {
+  // MiB; "one" bucket for all parameters; one for "each".
+  std::vector<std::string> sizes = {"each", "0.25", "1",   "4",
+                                    "10",   "25",   "100", "one"};
+  int64_t rounds = 8;  // visits to each size
+  int64_t steps = 3;   // timed per visit, after one that is not
+
+  // How the model is trained, except for sizes of buckets and the plan.
+  ReducerOptions reducer = {};
+
+  // Called with a row's label, at most (sizes + 2) * (rounds + 1) times.
+  std::function<void(const std::string& label)> after_visit = nullptr;
+};
+
+// Sizes that give the same buckets.
 struct ArmSummary {
-  std::string label = {};                // of all arms that give these buckets
+  std::string label = {};                // of all these sizes
   std::vector<int64_t> caps_bytes = {};  // of the first of them
   std::vector<int64_t> bucket_bytes = {};
   Quartiles step_ms = {};
@@ -40,8 +64,6 @@ struct ArmSummary {
   // All-reduces of buffers as large as the buckets, one after the other, while
   // nothing else is done.
   double alone_ms = 0;
-
-  bool sums_verified = false;  // all ranks had the right averages
 
   // The share of alone_ms that backward hides. Negative when packing, latency
   // and waiting for the slower rank cost more than backward hides.
@@ -69,50 +91,26 @@ struct SweepSummary {
   std::optional<Recommendation> best = {};  // none: all arms are the default's
 };
 
-SweepSummary summarize(const SweepSamples& samples);
+// Collective. `loss()` runs the forward on this rank's data and returns the
+// loss, a tensor of one element; it is called once per step and all of it is
+// timed. Parameters keep their values and end without gradients; those that
+// require no gradient are skipped. Buffers are not broadcast.
+//
+// Errors: ValueError if rounds or steps are < 1, a size is none, or there is no
+// parameter; what a Reducer throws.
+SweepSummary sweep(const std::vector<at::Tensor>& parameters,
+                   const std::function<at::Tensor()>& loss,
+                   const c10::intrusive_ptr<c10d::ProcessGroup>& group,
+                   const SweepOptions& options = {});
 
-// The probability that a fair coin shows at least `heads` heads.
-double chance_of(int64_t heads, int64_t throws);
-
-// A line about the workload, a row per plan, and recommendation(). `name`
-// and `backward` ("computed", "102 ms asleep") stand in the first line.
-std::string to_text(const std::string& name, const SweepSummary& summary,
-                    const std::string& backward = "computed");
-
-// One sentence: the setting, and the time that it saves.
-std::string recommendation(const SweepSummary& summary);
+// A line about the model, a row per plan, and a recommendation.
+std::string to_text(const std::string& name, const SweepSummary& summary);
 
 // The same as one JSON object.
-std::string to_json(const std::string& name, const SweepSummary& summary,
-                    const std::string& backward = "computed");
+std::string to_json(const std::string& name, const SweepSummary& summary);
 
-// Collective. `make_module()` gives the module, equal on all ranks: a holder, a
-// std::shared_ptr of a module, or a torch::jit::Module. `loss(module)` runs its
-// forward on this rank's data and returns the loss, a tensor of one element; it
-// is called once per step, and all it does is timed. Buffers are not sent:
-// that takes equally long with any buckets.
-//
-// Errors: as measure().
-template <typename MakeModule, typename Loss>
-SweepSummary sweep(
-    MakeModule&& make_module, Loss&& loss, const std::vector<BucketArm>& arms,
-    const c10::intrusive_ptr<c10d::ProcessGroup>& group,
-    const SweepOptions& options = {},
-    const std::function<void(const std::string&)>& after_visit = nullptr) {
-  auto module = make_module();
-  std::vector<at::Tensor> parameters;
-  const auto add_all = [&](const auto& all) {
-    for (const at::Tensor& parameter : all) parameters.push_back(parameter);
-  };
-  if constexpr (requires { module->parameters(); }) {
-    add_all(module->parameters());
-  } else {
-    add_all(module.parameters());
-  }
-  ModuleWorkload workload(
-      parameters, [&] { return loss(module); }, group);
-  return summarize(measure(workload, arms, group, options, after_visit));
-}
+struct SweepSamples;  // of measurement.h
+SweepSummary summarize(const SweepSamples& samples);
 
 }  // namespace brigade
 

@@ -13,6 +13,7 @@
 #include <memory>
 #include <nlohmann/json.hpp>
 #include <set>
+#include <string_view>
 #include <utility>
 
 #include "absl/strings/str_cat.h"
@@ -121,6 +122,28 @@ const CheckpointTensor& tensor_of(const std::vector<CheckpointTensor>& tensors,
                     "if it is sharded.");
 }
 
+// `tensors` and the optimizer's current state of them.
+std::vector<CheckpointTensor> with_state(
+    const std::vector<CheckpointTensor>& tensors, const OptimizerState& state) {
+  std::vector<CheckpointTensor> all = tensors;
+  for (const OptimizerState::Parameter& stepped : state.parameters) {
+    const CheckpointTensor& of = tensor_of(tensors, state, stepped);
+    for (const auto& [name, value] : stepped.values) {
+      CheckpointTensor kept = of;
+      kept.name = absl::StrCat(of.name, ".", name);
+      kept.held = value;
+      if (name == kStep) {
+        kept.shape = kept.strides = {};
+        kept.begin = 0;
+      } else if (kept.part_of != nullptr) {
+        kept.held = kept.part_of(value);
+      }
+      all.push_back(std::move(kept));
+    }
+  }
+  return all;
+}
+
 // An option of this value has the same effect as a missing one.
 bool is_off(const Json& value) {
   return value.is_null() || value == false || value == 0;
@@ -149,15 +172,81 @@ std::vector<std::string> take_options(const std::string& type,
   return differences;
 }
 
+// Allocates the values that the checkpoint has of each parameter.
+void expect_values(const CheckpointContents& contents,
+                   const std::vector<CheckpointTensor>& tensors,
+                   OptimizerState& state) {
+  std::set<std::string> wanted;
+  for (OptimizerState::Parameter& stepped : state.parameters) {
+    const std::string prefix =
+        absl::StrCat(tensor_of(tensors, state, stepped).name, ".");
+    const auto is_saved = [&](const std::string& field) {
+      return contents.names.contains(prefix + field);
+    };
+    stepped.values.clear();
+    // Adagrad expects its tensors before the first step.
+    if (std::ranges::none_of(stepped.fields, is_saved) &&
+        state.type != "Adagrad") {
+      continue;
+    }
+    for (const std::string& field : stepped.fields) {
+      TORCH_CHECK_VALUE(is_saved(field), "the checkpoint has no tensor '",
+                        prefix, field, "', which is state of this ", state.type,
+                        kLoadAlone);
+      wanted.insert(prefix + field);
+      stepped.values[field] = field == kStep
+                                  ? at::empty({}, at::kLong)
+                                  : at::empty_like(stepped.parameter);
+    }
+  }
+  // Saved state that this optimizer does not read would be lost.
+  for (const CheckpointTensor& tensor : tensors) {
+    for (const char* field :
+         {"exp_avg", "exp_avg_sq", "grad_avg", "max_exp_avg_sq",
+          "momentum_buffer", "square_avg", kStep, "sum"}) {
+      const std::string name = absl::StrCat(tensor.name, ".", field);
+      TORCH_CHECK_VALUE(!contents.names.contains(name) || wanted.contains(name),
+                        "the checkpoint has tensor '", name,
+                        "', which is no state of this ", state.type,
+                        kLoadAlone);
+    }
+  }
+}
+
+// Prepares `state` for loading: its values, and the saved options. Returns a
+// text for each option that differed.
+std::vector<std::string> expect_state(
+    const CheckpointContents& contents,
+    const std::vector<CheckpointTensor>& tensors, OptimizerState& state) {
+  const auto type = contents.metadata.find(kTypeKey);
+  TORCH_CHECK_VALUE(type != contents.metadata.end(),
+                    "expected a checkpoint with the state of ", state.type,
+                    ", found no optimizer's.\nLoad the parameters alone.");
+  TORCH_CHECK_VALUE(type->second == state.type,
+                    "expected a checkpoint with the state of ", state.type,
+                    ", found that of ", type->second, kLoadAlone);
+  expect_values(contents, tensors, state);
+  const Json groups = Json::parse(contents.metadata.at(kOptionsKey));
+  TORCH_CHECK_VALUE(groups.size() == state.options.size(), "expected ",
+                    groups.size(),
+                    " parameter groups, as were saved, found an optimizer of ",
+                    state.options.size(), kLoadAlone);
+  std::vector<std::string> differences;
+  for (size_t g = 0; g < groups.size(); ++g) {
+    for (const std::string& text :
+         take_options(state.type, groups[g], state.options[g])) {
+      differences.push_back(absl::StrCat("group ", g, ": ", text));
+    }
+  }
+  return differences;
+}
+
 }  // namespace
 
 OptimizerState state_of(const optim::Optimizer& optimizer) {
   return with_type(optimizer, [&]<typename State, typename Options>(
                                   const std::string& type) {
-    OptimizerState state = {.type = type,
-                            .needs_tensors = type == "Adagrad",
-                            .options = {},
-                            .parameters = {}};
+    OptimizerState state = {.type = type, .options = {}, .parameters = {}};
     const State none;
     for (const optim::OptimizerParamGroup& group : optimizer.param_groups()) {
       const auto& options = static_cast<const Options&>(group.options());
@@ -211,149 +300,54 @@ void set_state(optim::Optimizer& optimizer, const OptimizerState& state) {
   });
 }
 
-std::vector<CheckpointTensor> with_optimizer(
-    const std::vector<CheckpointTensor>& tensors, const OptimizerState& state) {
-  std::vector<CheckpointTensor> all = tensors;
-  for (const OptimizerState::Parameter& stepped : state.parameters) {
-    const CheckpointTensor& of = tensor_of(tensors, state, stepped);
-    for (const auto& [name, value] : stepped.values) {
-      CheckpointTensor kept = of;
-      kept.name = absl::StrCat(of.name, ".", name);
-      kept.held = kept.part_of == nullptr || name == kStep
-                      ? value
-                      : kept.part_of(value);
-      if (name == kStep) {
-        kept.shape = kept.strides = {};
-        kept.begin = 0;
-      }
-      all.push_back(std::move(kept));
-    }
+void save_with_state(const std::string& path, CheckpointLayout layout,
+                     const CheckpointModel& model, const OptimizerState* state,
+                     CheckpointMetadata metadata) {
+  std::vector<CheckpointTensor> tensors = model.tensors;
+  if (state != nullptr) {
+    metadata[kTypeKey] = state->type;
+    metadata[kOptionsKey] =
+        absl::StrCat("[", absl::StrJoin(state->options, ","), "]");
+    on_all_ranks(model.group, [&] {
+      tensors = with_state(model.tensors, *state);
+      return std::string();
+    });
   }
-  return all;
+  save_tensors(model.group, tensors, path, layout, std::move(metadata));
 }
 
-SafetensorsMetadata optimizer_metadata(
-    const c10::intrusive_ptr<c10d::ProcessGroup>& group,
-    const std::vector<CheckpointTensor>& tensors, const OptimizerState& state) {
-  // By rank: [type, options of each group with its parameters' names].
-  const std::vector<std::string> texts = on_all_ranks(group, [&] {
-    Json groups = Json::array();
-    for (const std::string& options : state.options) {
-      groups.push_back(
-          {{"options", Json::parse(options)}, {"parameters", Json::array()}});
-    }
-    for (const OptimizerState::Parameter& stepped : state.parameters) {
-      groups[stepped.group]["parameters"].push_back(
-          tensor_of(tensors, state, stepped).name);
-    }
-    return Json{state.type, std::move(groups)}.dump();
-  });
-  Json merged = Json::array();
-  std::map<std::string, Json> options_of;  // by parameter
-  for (size_t rank = 0; rank < texts.size(); ++rank) {
-    const Json of_rank = Json::parse(texts[rank]);
-    TORCH_CHECK_VALUE(of_rank[0] == Json::parse(texts[0])[0],
-                      "expected the same optimizer on all ranks: rank 0 has ",
-                      Json::parse(texts[0])[0].dump(), ", rank ", rank, " has ",
-                      of_rank[0].dump());
-    for (const Json& saved : of_rank[1]) {
-      const Json& options = saved.at("options");
-      auto same = std::ranges::find_if(merged, [&](const Json& known) {
-        return known.at("options") == options;
-      });
-      if (same == merged.end()) {
-        merged.push_back({{"options", options}, {"parameters", Json::array()}});
-        same = merged.end() - 1;
-      }
-      for (const Json& name : saved.at("parameters")) {
-        const auto [known, is_new] = options_of.emplace(name, options);
-        TORCH_CHECK_VALUE(known->second == options,
-                          "expected the same options of the optimizer on all "
-                          "ranks, found of '",
-                          known->first, "': ", known->second.dump(),
-                          " and, on rank ", rank, ", ", options.dump());
-        if (is_new) (*same)["parameters"].push_back(name);
-      }
-    }
-  }
-  return {{kTypeKey, state.type}, {kOptionsKey, merged.dump()}};
-}
-
-std::vector<std::string> expect_saved(
-    const CheckpointContents& contents,
-    const std::vector<CheckpointTensor>& tensors, OptimizerState& state) {
-  const std::string where = absl::StrCat("'", contents.path, "'");
-  const auto type = contents.metadata.find(kTypeKey);
-  TORCH_CHECK_VALUE(type != contents.metadata.end(), where,
-                    ": expected the state of ", state.type,
-                    ", found no optimizer's.\nLoad the parameters alone.");
-  TORCH_CHECK_VALUE(type->second == state.type, where,
-                    ": expected the state of ", state.type, ", found that of ",
-                    quoted_name(type->second), kLoadAlone);
-
-  std::set<std::string> wanted;
-  for (OptimizerState::Parameter& stepped : state.parameters) {
-    const std::string prefix =
-        absl::StrCat(tensor_of(tensors, state, stepped).name, ".");
-    const auto is_saved = [&](const std::string& field) {
-      return contents.names.contains(prefix + field);
-    };
-    stepped.values.clear();
-    if (std::ranges::none_of(stepped.fields, is_saved) &&
-        !state.needs_tensors) {
-      continue;
-    }
-    for (const std::string& field : stepped.fields) {
-      TORCH_CHECK_VALUE(is_saved(field), where, " has no tensor '", prefix,
-                        field, "', which is state of this ", state.type,
-                        kLoadAlone);
-      wanted.insert(prefix + field);
-      stepped.values[field] = field == kStep
-                                  ? at::empty({}, at::kLong)
-                                  : at::empty_like(stepped.parameter);
-    }
-  }
-  // Saved state that this optimizer does not read would be lost.
-  for (const CheckpointTensor& tensor : tensors) {
-    for (const char* field :
-         {"exp_avg", "exp_avg_sq", "grad_avg", "max_exp_avg_sq",
-          "momentum_buffer", "square_avg", kStep, "sum"}) {
-      const std::string name = absl::StrCat(tensor.name, ".", field);
-      TORCH_CHECK_VALUE(!contents.names.contains(name) || wanted.contains(name),
-                        where, " has tensor '", name,
-                        "', which is no state of this ", state.type,
-                        kLoadAlone);
-    }
-  }
-
-  const auto saved = contents.metadata.find(kOptionsKey);
-  if (saved == contents.metadata.end()) return {};
-  std::map<std::string, Json> options_of;  // by parameter
-  for (const Json& group : Json::parse(saved->second)) {
-    for (const std::string name : group.at("parameters")) {
-      options_of[name] = group.at("options");
-    }
-  }
+LoadedCheckpoint load_with_state(const std::string& path,
+                                 const CheckpointModel& model,
+                                 OptimizerState* state) {
   std::vector<std::string> differences;
-  std::map<size_t, Json> taken;  // by group
-  for (const OptimizerState::Parameter& stepped : state.parameters) {
-    const std::string& name = tensor_of(tensors, state, stepped).name;
-    const auto options = options_of.find(name);
-    if (options == options_of.end()) continue;
-    const auto [known, is_new] = taken.emplace(stepped.group, options->second);
-    TORCH_CHECK_VALUE(
-        known->second == options->second, where,
-        ": expected the saved parameter groups, found '", name, "' in group ",
-        stepped.group,
-        " with parameters of other options: ", options->second.dump(), " and ",
-        known->second.dump(), kLoadAlone);
-    if (!is_new) continue;
-    for (const std::string& text : take_options(state.type, options->second,
-                                                state.options[stepped.group])) {
-      differences.push_back(absl::StrCat("group ", stepped.group, ": ", text));
-    }
+  std::vector<std::string> missing;
+  LoadedCheckpoint loaded;
+  loaded.metadata =
+      load_tensors(model.group, path, [&](const CheckpointContents& contents) {
+        std::vector<CheckpointTensor> wanted;
+        for (const CheckpointTensor& tensor : model.tensors) {
+          if (!tensor.is_optional || contents.names.contains(tensor.name)) {
+            wanted.push_back(tensor);
+          } else {
+            missing.push_back(tensor.name);
+          }
+        }
+        if (state == nullptr) return wanted;
+        differences = expect_state(contents, wanted, *state);
+        return with_state(wanted, *state);
+      });
+  if (!missing.empty()) {
+    loaded.warnings.push_back(
+        absl::StrCat("load_checkpoint: '", path, "' has no buffers ",
+                     absl::StrJoin(missing, ", "), ", which stay as they are"));
   }
-  return differences;
+  if (!differences.empty()) {
+    loaded.warnings.push_back(absl::StrCat(
+        "load_checkpoint: '", path, "' was saved with other options of ",
+        state->type, ", which are used from here on: ",
+        absl::StrJoin(differences, "; "), ".\nSet other ones after loading."));
+  }
+  return loaded;
 }
 
 }  // namespace brigade

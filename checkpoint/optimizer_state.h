@@ -1,10 +1,10 @@
-// State of an optimizer: options by parameter group, and tensors by parameter.
-// Neutral between LibTorch's optimizers and Python's, so that each loads the
-// checkpoints of the other.
+// State of an optimizer: options by parameter group, and tensors by parameter;
+// saved and loaded with the model. Neutral between LibTorch's optimizers and
+// Python's, so that each loads the checkpoints of the other.
 //
-// SGD, Adam, AdamW, RMSprop and Adagrad are supported. The state of "weight" in
-// AdamW is "weight.exp_avg", "weight.exp_avg_sq" and "weight.step", the last an
-// I64 without dimensions. A parameter that was never stepped has no state.
+// The state of "weight" in AdamW is "weight.exp_avg", "weight.exp_avg_sq" and
+// "weight.step", the last an I64 without dimensions. A parameter that was never
+// stepped has no state.
 //
 // Thread safety: none.
 
@@ -17,17 +17,15 @@
 #include <cstddef>
 #include <map>
 #include <string>
-#include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 #include <vector>
 
+#include "brigade/checkpoint/checkpoint_model.h"
 #include "brigade/checkpoint/tensor_files.h"
 
 namespace brigade {
 
 struct OptimizerState {
-  std::string type;  // "AdamW"
-  // The optimizer expects the tensors before a parameter's first step.
-  bool needs_tensors = false;
+  std::string type;                  // "AdamW"
   std::vector<std::string> options;  // by group: JSON, {"lr": 0.1, ...}
 
   struct Parameter {
@@ -41,30 +39,26 @@ struct OptimizerState {
   std::vector<Parameter> parameters;
 };
 
-// Throws ValueError for optimizers of other types.
+// Throws ValueError for optimizers of other types than SGD, Adam, AdamW,
+// RMSprop and Adagrad.
 OptimizerState state_of(const torch::optim::Optimizer& optimizer);
 
 // Sets options and tensors. REQUIRES: made by state_of(), and loaded.
 void set_state(torch::optim::Optimizer& optimizer, const OptimizerState& state);
 
-// `tensors` and the optimizer's state of them. Throws ValueError for a
-// parameter that is not in `tensors`.
-std::vector<CheckpointTensor> with_optimizer(
-    const std::vector<CheckpointTensor>& tensors, const OptimizerState& state);
+// save_checkpoint() and load_checkpoint() of any library's optimizer. `state`:
+// nullptr without one; loading fills it, for set_state().
+void save_with_state(const std::string& path, CheckpointLayout layout,
+                     const CheckpointModel& model, const OptimizerState* state,
+                     CheckpointMetadata metadata);
 
-// Collective: returns metadata with the optimizer's type and options. Throws
-// ValueError on all ranks if those differ between ranks.
-SafetensorsMetadata optimizer_metadata(
-    const c10::intrusive_ptr<c10d::ProcessGroup>& group,
-    const std::vector<CheckpointTensor>& tensors, const OptimizerState& state);
-
-// Prepares `state` for loading: allocates its values for the saved state of
-// each parameter and sets its options to the saved ones. Returns a text for
-// each option that differed. Throws ValueError if the checkpoint has the state
-// of another type, other tensors, or an option that this optimizer lacks.
-std::vector<std::string> expect_saved(
-    const CheckpointContents& contents,
-    const std::vector<CheckpointTensor>& tensors, OptimizerState& state);
+struct LoadedCheckpoint {
+  CheckpointMetadata metadata;
+  std::vector<std::string> warnings;
+};
+LoadedCheckpoint load_with_state(const std::string& path,
+                                 const CheckpointModel& model,
+                                 OptimizerState* state);
 
 }  // namespace brigade
 

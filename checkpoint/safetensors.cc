@@ -2,7 +2,6 @@
 
 #include <c10/util/Exception.h>
 #include <fcntl.h>
-#include <sys/stat.h>
 #include <unistd.h>
 #include <zlib.h>
 
@@ -19,9 +18,7 @@
 #include <tuple>
 #include <utility>
 
-#include "absl/cleanup/cleanup.h"
 #include "absl/strings/escaping.h"
-#include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_join.h"
 
@@ -37,6 +34,7 @@ constexpr int64_t kMaxHeaderBytes = 100'000'000;  // the format's limit
 constexpr int64_t kMaxDataBytes = int64_t{1} << 62;
 constexpr char kMetadata[] = "__metadata__";
 constexpr char kChecksum[] = "brigade.crc32";
+constexpr std::string_view kNoChecksum = "00000000";
 
 constexpr std::pair<std::string_view, c10::ScalarType> kDtypes[] = {
     {"BOOL", c10::kBool},
@@ -67,67 +65,46 @@ template <typename... Parts>
                     "copy of it.");
 }
 
-[[noreturn]] void system_error(const std::string& path, const char* doing) {
-  const std::string reason = std::generic_category().message(errno);
-  TORCH_CHECK_VALUE(false, path, ": cannot ", doing, ": ", reason,
+void check_errno(bool is_good, const std::string& path, const char* doing) {
+  TORCH_CHECK_VALUE(is_good, path, ": cannot ", doing, ": ",
+                    std::generic_category().message(errno),
                     "\nCheck that its folder exists, that you may use it, and "
                     "that the disk has room.");
 }
 
-std::optional<c10::ScalarType> dtype_named(std::string_view name) {
-  for (const auto& [known, dtype] : kDtypes) {
-    if (known == name) return dtype;
-  }
-  return std::nullopt;
+// Brings a file or folder to the disk.
+void sync(const std::string& path) {
+  const int file = ::open(path.c_str(), O_RDONLY | O_CLOEXEC);
+  const bool is_synced = file >= 0 && ::fsync(file) == 0;
+  if (file >= 0) ::close(file);
+  check_errno(is_synced, path, "bring it to the disk");
 }
 
-int open_file(const std::string& path, int flags) {
-  const int file = ::open(path.c_str(), flags | O_CLOEXEC, 0666);
-  if (file < 0) system_error(path, "open it");
-  return file;
+// Escaped, so that any bytes can be shown, and cut to 200.
+std::string shown_name(std::string_view name) {
+  return absl::StrCat("'", absl::CEscape(std::string(name.substr(0, 200))),
+                      "'");
 }
 
-void write_at(const std::string& path, int file, int64_t offset,
-              std::span<const std::byte> bytes) {
-  while (!bytes.empty()) {
-    const ssize_t written = ::pwrite(file, bytes.data(), bytes.size(), offset);
-    if (written < 0 && errno == EINTR) continue;
-    if (written < 0) system_error(path, "write it");
-    bytes = bytes.subspan(written);
-    offset += written;
-  }
+uint32_t extend_checksum(uint32_t checksum, std::span<const std::byte> bytes) {
+  return static_cast<uint32_t>(crc32_z(
+      checksum, reinterpret_cast<const Bytef*>(bytes.data()), bytes.size()));
 }
 
-// Throws if the file ends before.
-void read_at(const std::string& path, int file, int64_t offset,
-             std::span<std::byte> bytes) {
-  while (!bytes.empty()) {
-    const ssize_t read = ::pread(file, bytes.data(), bytes.size(), offset);
-    if (read < 0 && errno == EINTR) continue;
-    if (read < 0) system_error(path, "read it");
-    if (read == 0) damaged(path, "has lost its last ", bytes.size(), " bytes");
-    bytes = bytes.subspan(read);
-    offset += read;
-  }
-}
-
-void sync_file(const std::string& path, int file) {
-  while (::fsync(file) != 0) {
-    if (errno != EINTR) system_error(path, "bring it to the disk");
-  }
-}
-
-bool is_utf8(const std::string& text) {
-  try {
-    json(text).dump();
-    return true;
-  } catch (const json::type_error&) {
-    return false;
-  }
+std::span<const std::byte> bytes_of(std::string_view text) {
+  return std::as_bytes(std::span(text));
 }
 
 std::string to_hex(uint32_t checksum) {
   return absl::StrCat(absl::Hex(checksum, absl::kZeroPad8));
+}
+
+// The place in the file of the checksum's digits. JSON escapes the quotes of
+// other texts.
+size_t place_of_digits(std::string_view head, std::string_view digits) {
+  const std::string key = absl::StrCat("\"", kChecksum, "\":\"");
+  const size_t place = head.find(absl::StrCat(key, std::string(digits), "\""));
+  return place == head.npos ? place : place + key.size();
 }
 
 // Empty if it exceeds 2^62. Multiplies as the format's own reader does: a
@@ -152,63 +129,55 @@ std::string form_of(const SafetensorsEntry& entry) {
                       absl::StrJoin(entry.shape, ", "), "]");
 }
 
-// Note [Checksums]
-std::string checksum_of_header(json header) {
-  for (auto& [name, value] : header.items()) {
-    value.erase(name == kMetadata ? kChecksum : "data_offsets");
-  }
-  const std::string text = header.dump();
-  return to_hex(extend_checksum(0, std::as_bytes(std::span(text))));
-}
-
-// The length depends on the number of checksums and not on their values.
-std::string format_header(const std::vector<SafetensorsEntry>& entries,
-                          const SafetensorsMetadata& metadata,
-                          const std::vector<uint32_t>& checksums) {
+// The file up to its data, with zeros for the checksum.
+std::string make_head(const std::string& path,
+                      const std::vector<SafetensorsEntry>& entries,
+                      const SafetensorsMetadata& metadata) {
   json header;
-  json& saved = header[kMetadata] = metadata;
-  int64_t begin = 0;
-  for (size_t e = 0; e < entries.size(); ++e) {
-    const SafetensorsEntry& entry = entries[e];
-    saved[absl::StrCat(kChecksum, ".", entry.name)] = to_hex(checksums[e]);
-    const int64_t end = begin + entry.num_bytes();
-    header[entry.name] = {{"dtype", safetensors_dtype_name(entry.dtype)},
-                          {"shape", entry.shape},
-                          {"data_offsets", {begin, end}}};
-    begin = end;
-  }
-  saved[kChecksum] = checksum_of_header(header);
-  std::string text = header.dump();
-  text.resize((text.size() + 7) / 8 * 8, ' ');
-  return text;
-}
-
-void check_entries(const std::string& path,
-                   const std::vector<SafetensorsEntry>& entries,
-                   const SafetensorsMetadata& metadata) {
+  header[kMetadata] = metadata;
+  header[kMetadata][kChecksum] = kNoChecksum;
   std::set<std::string_view> names = {kMetadata};
-  int64_t total = 0;
+  int64_t begin = 0;
   for (const SafetensorsEntry& entry : entries) {
-    const std::string name = quoted_name(entry.name);
-    TORCH_CHECK_VALUE(is_utf8(entry.name), path, ": the name of tensor ", name,
-                      " must be UTF-8");
+    const std::string name = shown_name(entry.name);
     TORCH_CHECK_VALUE(names.insert(entry.name).second, path, ": the name ",
                       name, " is used twice or reserved");
     const std::optional<int64_t> bytes = checked_num_bytes(entry);
-    TORCH_CHECK_VALUE(bytes && *bytes <= kMaxDataBytes - total, path,
+    TORCH_CHECK_VALUE(bytes && *bytes <= kMaxDataBytes - begin, path,
                       ": tensor ", name, ", ", form_of(entry),
                       ", must have dimensions >= 0 and bring the data to at "
                       "most 2^62 bytes");
-    total += *bytes;
+    header[entry.name] = {{"dtype", safetensors_dtype_name(entry.dtype)},
+                          {"shape", entry.shape},
+                          {"data_offsets", {begin, begin + *bytes}}};
+    begin += *bytes;
   }
-  for (const auto& [key, value] : metadata) {
-    TORCH_CHECK_VALUE(!absl::StartsWith(key, kChecksum), path,
-                      ": the metadata key ", quoted_name(key),
-                      " is reserved for checksums");
-    TORCH_CHECK_VALUE(is_utf8(key) && is_utf8(value), path,
-                      ": the metadata of key ", quoted_name(key),
-                      " must be UTF-8; encode it, for example in base64");
+  std::string text;
+  try {
+    text = header.dump();
+  } catch (const json::type_error& error) {
+    TORCH_CHECK_VALUE(false, path,
+                      ": names and metadata must be UTF-8; encode "
+                      "them, for example in base64: ",
+                      error.what());
   }
+  text.resize((text.size() + 7) / 8 * 8, ' ');
+  TORCH_CHECK_VALUE(text.size() <= kMaxHeaderBytes, path, ": the header needs ",
+                    text.size(), " bytes, at most ", kMaxHeaderBytes,
+                    " are allowed; use several files");
+  const uint64_t length = text.size();
+  text.insert(0, reinterpret_cast<const char*>(&length), kLengthBytes);
+  return text;
+}
+
+std::string temporary_path_of(const std::string& path) {
+  std::error_code ignored;
+  TORCH_CHECK_VALUE(
+      !path.empty() && !std::filesystem::is_directory(path, ignored),
+      "a safetensors file needs the path of a file, got '", path, "'");
+  std::random_device random;
+  const uint64_t number = uint64_t{random()} << 32 | random();
+  return absl::StrCat(path, ".tmp-", absl::Hex(number, absl::kZeroPad16));
 }
 
 json parse_json(const std::string& path, std::string_view text) {
@@ -237,16 +206,11 @@ std::optional<std::vector<int64_t>> integers_of(const json& fields,
   return integers;
 }
 
-struct PlacedEntry {
-  SafetensorsEntry entry;
-  int64_t begin = 0;  // in the data
-  int64_t end = 0;
-};
-
-PlacedEntry parse_entry(const std::string& path, const std::string& name,
-                        const json& fields) {
+// With its place in the data.
+SafetensorsEntry parse_entry(const std::string& path, const std::string& name,
+                             const json& fields) {
   const auto wrong = [&](const auto&... parts) {
-    damaged(path, "tensor ", quoted_name(name), " ", parts...);
+    damaged(path, "tensor ", shown_name(name), " ", parts...);
   };
   if (!fields.is_object() || fields.size() != 3) {
     wrong("must have a dtype, shape and data_offsets, and nothing else");
@@ -254,8 +218,8 @@ PlacedEntry parse_entry(const std::string& path, const std::string& name,
   const auto text = fields.find("dtype");
   const std::optional<c10::ScalarType> dtype =
       text != fields.end() && text->is_string()
-          ? dtype_named(text->get<std::string>())
-          : std::nullopt;
+          ? safetensors_dtype(text->get<std::string>())
+          : std::optional<c10::ScalarType>();
   if (!dtype) wrong("must have a dtype of the format, of whole bytes");
   const auto shape = integers_of(fields, "shape");
   if (!shape) wrong("must have a shape of integers >= 0");
@@ -263,18 +227,28 @@ PlacedEntry parse_entry(const std::string& path, const std::string& name,
   if (!offsets || offsets->size() != 2 || (*offsets)[0] > (*offsets)[1]) {
     wrong("must have data_offsets of two integers, 0 <= begin <= end");
   }
-  PlacedEntry placed = {
-      .entry = {.name = name, .dtype = *dtype, .shape = *shape},
-      .begin = (*offsets)[0],
-      .end = (*offsets)[1]};
-  const std::optional<int64_t> bytes = checked_num_bytes(placed.entry);
-  if (bytes != placed.end - placed.begin) {
-    wrong("is ", form_of(placed.entry), ", which is ",
+  const int64_t begin = (*offsets)[0];
+  SafetensorsEntry entry = {name, *dtype, *shape, begin};
+  const std::optional<int64_t> bytes = checked_num_bytes(entry);
+  if (bytes != (*offsets)[1] - begin) {
+    wrong("is ", form_of(entry), ", which is ",
           bytes ? absl::StrCat(*bytes) : "more than 2^62",
-          " bytes, but has data_offsets [", placed.begin, ", ", placed.end,
-          "]");
+          " bytes, but has data_offsets [", begin, ", ", (*offsets)[1], "]");
   }
-  return placed;
+  return entry;
+}
+
+SafetensorsMetadata parse_metadata(const std::string& path,
+                                   const json& header) {
+  const auto found = header.find(kMetadata);
+  if (found == header.end()) return {};
+  if (!found->is_object()) damaged(path, "__metadata__ must be an object");
+  for (const auto& [key, value] : found->items()) {
+    if (!value.is_string()) {
+      damaged(path, "__metadata__ must have text as ", shown_name(key));
+    }
+  }
+  return found->get<SafetensorsMetadata>();
 }
 
 }  // namespace
@@ -291,214 +265,161 @@ std::string safetensors_dtype_name(c10::ScalarType dtype) {
                     c10::toString(dtype));
 }
 
-c10::ScalarType safetensors_dtype(std::string_view name) {
-  const std::optional<c10::ScalarType> dtype = dtype_named(name);
-  TORCH_CHECK_VALUE(dtype, "safetensors files have no dtype ",
-                    quoted_name(name));
-  return *dtype;
+std::optional<c10::ScalarType> safetensors_dtype(std::string_view name) {
+  for (const auto& [known, dtype] : kDtypes) {
+    if (known == name) return dtype;
+  }
+  return std::nullopt;
 }
 
-std::string quoted_name(std::string_view name) {
-  const std::string shown(name.substr(0, 200));
-  return absl::StrCat(
-      "'", is_utf8(shown) ? absl::Utf8SafeCEscape(shown) : absl::CEscape(shown),
-      "'", shown.size() < name.size() ? "..." : "");
-}
-
-uint32_t extend_checksum(uint32_t checksum, std::span<const std::byte> bytes) {
-  return static_cast<uint32_t>(crc32_z(
-      checksum, reinterpret_cast<const Bytef*>(bytes.data()), bytes.size()));
-}
-
-SafetensorsWriter::SafetensorsWriter(std::string path,
-                                     std::vector<SafetensorsEntry> entries,
-                                     SafetensorsMetadata metadata)
+SafetensorsWriter::SafetensorsWriter(
+    std::string path, const std::vector<SafetensorsEntry>& entries,
+    const SafetensorsMetadata& metadata)
     : path_(std::move(path)),
-      entries_(std::move(entries)),
-      metadata_(std::move(metadata)),
-      checksums_(entries_.size()),
-      data_begin_([&] {
-        check_entries(path_, entries_, metadata_);
-        const size_t length =
-            format_header(entries_, metadata_, checksums_).size();
-        TORCH_CHECK_VALUE(length <= kMaxHeaderBytes, path_,
-                          ": the header needs ", length, " bytes, at most ",
-                          kMaxHeaderBytes, " are allowed; use several files");
-        std::error_code ignored;
-        TORCH_CHECK_VALUE(
-            !path_.empty() && !std::filesystem::is_directory(path_, ignored),
-            "a safetensors file needs the path of a file, got '", path_, "'");
-        return kLengthBytes + static_cast<int64_t>(length);
-      }()),
-      temporary_path_([&] {
-        std::random_device random;
-        const uint64_t number = uint64_t{random()} << 32 | random();
-        return absl::StrCat(path_, ".tmp-",
-                            absl::Hex(number, absl::kZeroPad16));
-      }()),
-      file_(open_file(temporary_path_, O_WRONLY | O_CREAT | O_EXCL)) {}
+      head_(make_head(path_, entries, metadata)),
+      temporary_path_(temporary_path_of(path_)),
+      file_(temporary_path_, std::ios::binary) {
+  check_errno(file_.good(), path_, "open it");
+  file_ << head_;
+  checksum_ = extend_checksum(0, bytes_of(head_));
+  for (const SafetensorsEntry& entry : entries) {
+    num_missing_ += entry.num_bytes();
+  }
+}
 
 SafetensorsWriter::~SafetensorsWriter() {
-  ::close(file_);
   if (!is_finished_) ::unlink(temporary_path_.c_str());
 }
 
 void SafetensorsWriter::write(std::span<const std::byte> bytes) {
-  const auto left = [&] { return entries_[entry_].num_bytes() - in_entry_; };
-  while (entry_ < entries_.size() && left() == 0) ++entry_, in_entry_ = 0;
-  if (bytes.empty()) return;
   const auto length = static_cast<int64_t>(bytes.size());
-  TORCH_CHECK_VALUE(
-      !is_finished_ && entry_ < entries_.size() && length <= left(), path_,
-      ": ", length, " bytes exceed the tensor's end");
-  write_at(path_, file_, data_begin_ + num_written_, bytes);
-  checksums_[entry_] = extend_checksum(checksums_[entry_], bytes);
-  in_entry_ += length;
-  num_written_ += length;
+  TORCH_CHECK_VALUE(length <= num_missing_, path_, ": ", length,
+                    " bytes exceed the data's end");
+  file_.write(reinterpret_cast<const char*>(bytes.data()), length);
+  check_errno(file_.good(), path_, "write it");
+  checksum_ = extend_checksum(checksum_, bytes);
+  num_missing_ -= length;
 }
 
 // The order of these steps makes the replacement safe: the data is on the disk
 // before the name, and the name before this returns.
 void SafetensorsWriter::finish() {
-  write({});
-  TORCH_CHECK_VALUE(!is_finished_ && entry_ == entries_.size(), path_,
+  TORCH_CHECK_VALUE(!is_finished_ && num_missing_ == 0, path_,
                     ": finish() needs all data, once");
-  const std::string header = format_header(entries_, metadata_, checksums_);
-  const uint64_t length = header.size();
-  write_at(path_, file_, 0, std::as_bytes(std::span(&length, 1)));
-  write_at(path_, file_, kLengthBytes, std::as_bytes(std::span(header)));
-  sync_file(path_, file_);
-  if (std::rename(temporary_path_.c_str(), path_.c_str()) != 0) {
-    system_error(path_, "put the new file in its place");
-  }
+  const size_t place = place_of_digits(head_, kNoChecksum);
+  file_.seekp(static_cast<std::streamoff>(place)) << to_hex(checksum_);
+  file_.close();
+  check_errno(file_.good(), path_, "write it");
+  sync(temporary_path_);
+  check_errno(std::rename(temporary_path_.c_str(), path_.c_str()) == 0, path_,
+              "put the new file in its place");
   is_finished_ = true;
-  const std::filesystem::path parent =
-      std::filesystem::path(path_).parent_path();
-  const int folder =
-      open_file(parent.empty() ? "." : parent.string(), O_RDONLY | O_DIRECTORY);
-  const absl::Cleanup close_folder = [&] { ::close(folder); };
-  sync_file(parent, folder);
+  const std::string folder = std::filesystem::path(path_).parent_path();
+  sync(folder.empty() ? "." : folder);
 }
 
 SafetensorsReader::SafetensorsReader(std::string path)
-    : path_(std::move(path)), file_(open_file(path_, O_RDONLY)) {
-  absl::Cleanup close_file = [&] { ::close(file_); };
-  struct stat facts;
-  if (::fstat(file_, &facts) != 0) system_error(path_, "read it");
-  if (!S_ISREG(facts.st_mode)) {
+    : path_(std::move(path)), file_(path_, std::ios::binary) {
+  check_errno(file_.good(), path_, "open it");
+  if (!std::filesystem::is_regular_file(path_)) {
     damaged(path_, "is no file, but a folder or a device");
   }
-  if (facts.st_size < kLengthBytes) {
+  num_bytes_ = file_.seekg(0, std::ios::end).tellg();
+  if (num_bytes_ < kLengthBytes) {
     damaged(path_, "must begin with 8 bytes of header length, but has ",
-            facts.st_size);
+            num_bytes_);
   }
   uint64_t length = 0;
-  read_at(path_, file_, 0, std::as_writable_bytes(std::span(&length, 1)));
-  const int64_t most =
-      std::min<int64_t>(kMaxHeaderBytes, facts.st_size - kLengthBytes);
+  read_at(0, std::as_writable_bytes(std::span(&length, 1)));
+  const int64_t most = std::min(kMaxHeaderBytes, num_bytes_ - kLengthBytes);
   if (length > static_cast<uint64_t>(most)) {
     damaged(path_, "says that its header has ", length,
             " bytes, but it can have at most ", most);
   }
-  std::string text(length, '\0');
-  read_at(path_, file_, kLengthBytes, std::as_writable_bytes(std::span(text)));
-  const int64_t data_begin = kLengthBytes + static_cast<int64_t>(length);
-  parse_header(text, data_begin, facts.st_size - data_begin);
-  std::move(close_file).Cancel();
+  const auto data_begin = kLengthBytes + static_cast<int64_t>(length);
+  std::string head(data_begin, '\0');
+  read_at(0, std::as_writable_bytes(std::span(head)));
+  const json header =
+      parse_json(path_, std::string_view(head).substr(kLengthBytes));
+  for (const auto& [name, fields] : header.items()) {
+    if (name != kMetadata) {
+      entries_.emplace(name, parse_entry(path_, name, fields));
+    }
+  }
+  place_entries(data_begin);
+  metadata_ = parse_metadata(path_, header);
+  header_checksum_ = to_hex(extend_checksum(0, bytes_of(head)));
+  verify(head);
+  metadata_.erase(kChecksum);
 }
 
-SafetensorsReader::~SafetensorsReader() { ::close(file_); }
+void SafetensorsReader::read_at(int64_t offset, std::span<std::byte> bytes) {
+  file_.seekg(offset);
+  file_.read(reinterpret_cast<char*>(bytes.data()),
+             static_cast<std::streamsize>(bytes.size()));
+  if (file_.eof()) damaged(path_, "is shorter than when it was opened");
+  check_errno(file_.good(), path_, "read it");
+}
 
-void SafetensorsReader::parse_header(std::string_view text, int64_t data_begin,
-                                     int64_t num_data_bytes) {
-  const json header = parse_json(path_, text);
-  std::vector<PlacedEntry> placed;
-  for (const auto& [name, fields] : header.items()) {
-    if (name == kMetadata) continue;
-    placed.push_back(parse_entry(path_, name, fields));
-  }
-  std::ranges::stable_sort(placed, {}, [](const PlacedEntry& p) {
-    return std::tuple(p.begin, p.end);
+// The tensors must fill the data.
+void SafetensorsReader::place_entries(int64_t data_begin) {
+  std::vector<SafetensorsEntry*> placed;
+  for (auto& [name, entry] : entries_) placed.push_back(&entry);
+  std::ranges::sort(placed, {}, [](const SafetensorsEntry* entry) {
+    return std::pair(entry->begin, entry->num_bytes());
   });
+  const int64_t num_data_bytes = num_bytes_ - data_begin;
   int64_t end = 0;
-  for (PlacedEntry& next : placed) {
-    if (next.begin != end || next.end > num_data_bytes) {
-      damaged(path_, "tensor ", quoted_name(next.entry.name),
-              " must begin at byte ", end, " of the data and end by byte ",
-              num_data_bytes, ", but has data_offsets [", next.begin, ", ",
-              next.end, "]");
+  for (SafetensorsEntry* const next : placed) {
+    const int64_t num_bytes = next->num_bytes();
+    if (next->begin != end || num_bytes > num_data_bytes - end) {
+      damaged(path_, "tensor ", shown_name(next->name), " must begin at byte ",
+              end, " of the data and end by byte ", num_data_bytes,
+              ", but has data_offsets [", next->begin, ", ",
+              next->begin + num_bytes, "]");
     }
-    end = next.end;
-    places_.emplace(next.entry.name,
-                    Place{entries_.size(), data_begin + next.begin});
-    entries_.push_back(std::move(next.entry));
+    end += num_bytes;
+    next->begin += data_begin;
   }
   if (end < num_data_bytes) {
     damaged(path_, "the data must end at byte ", end,
             ", after the last tensor, but the file ends at ", num_data_bytes);
   }
-  if (const auto metadata = header.find(kMetadata); metadata != header.end()) {
-    if (!metadata->is_object()) {
-      damaged(path_, "__metadata__ must be an object");
-    }
-    for (const auto& [key, value] : metadata->items()) {
-      if (!value.is_string()) {
-        damaged(path_, "__metadata__ must have text as ", quoted_name(key));
-      }
-      (absl::StartsWith(key, kChecksum) ? checksums_ : metadata_)
-          .emplace(key, value);
-    }
-  }
-  header_checksum_ = checksum_of_header(header);
-  if (!checksums_.empty() && checksums_[kChecksum] != header_checksum_) {
-    damaged(path_, "the header must have the CRC-32 ",
-            quoted_name(checksums_[kChecksum]), ", but has ", header_checksum_);
-  }
 }
 
-const SafetensorsEntry* SafetensorsReader::find(std::string_view name) const {
-  const auto found = places_.find(name);
-  return found == places_.end() ? nullptr : &entries_[found->second.entry];
-}
-
-const SafetensorsReader::Place& SafetensorsReader::place_of(
-    std::string_view name) const {
-  const auto found = places_.find(name);
-  TORCH_CHECK_VALUE(found != places_.end(), path_, ": has no tensor ",
-                    quoted_name(name));
-  return found->second;
-}
-
-void SafetensorsReader::read(std::string_view name, int64_t offset_bytes,
-                             std::span<std::byte> bytes) const {
-  const Place& place = place_of(name);
-  const int64_t length = entries_[place.entry].num_bytes();
-  TORCH_CHECK_VALUE(
-      offset_bytes >= 0 && offset_bytes <= length &&
-          bytes.size() <= static_cast<uint64_t>(length - offset_bytes),
-      path_, ": tensor ", quoted_name(name), " has ", length,
-      " bytes, got a range of ", bytes.size(), " from byte ", offset_bytes);
-  read_at(path_, file_, place.begin + offset_bytes, bytes);
-}
-
-void SafetensorsReader::verify(std::string_view name) const {
+void SafetensorsReader::verify(std::string head) {
   constexpr int64_t kPieceBytes = 1 << 20;
-  const int64_t length = entries_[place_of(name).entry].num_bytes();
-  const auto expected =
-      checksums_.find(absl::StrCat(kChecksum, ".", std::string(name)));
-  if (expected == checksums_.end()) return;
-  std::vector<std::byte> buffer(std::min(length, kPieceBytes));
-  uint32_t found = 0;
-  for (int64_t offset = 0; offset < length; offset += kPieceBytes) {
-    const std::span<std::byte> piece =
-        std::span(buffer).first(std::min(length - offset, kPieceBytes));
-    read(name, offset, piece);
+  const auto expected = metadata_.find(kChecksum);
+  if (expected == metadata_.end()) return;
+  const size_t place = place_of_digits(head, expected->second);
+  if (place != head.npos) head.replace(place, kNoChecksum.size(), kNoChecksum);
+  uint32_t found = extend_checksum(0, bytes_of(head));
+  std::vector<std::byte> buffer(std::min(num_bytes_, kPieceBytes));
+  for (auto begin = static_cast<int64_t>(head.size()); begin < num_bytes_;
+       begin += kPieceBytes) {
+    const auto piece =
+        std::span(buffer).first(std::min(num_bytes_ - begin, kPieceBytes));
+    read_at(begin, piece);
     found = extend_checksum(found, piece);
   }
   if (to_hex(found) != expected->second) {
-    damaged(path_, "tensor ", quoted_name(name), " must have the CRC-32 ",
-            expected->second, ", but has ", to_hex(found));
+    damaged(path_, "must have the CRC-32 ", shown_name(expected->second),
+            ", but has ", to_hex(found));
   }
+}
+
+void SafetensorsReader::read(std::string_view name, int64_t offset_bytes,
+                             std::span<std::byte> bytes) {
+  const auto entry = entries_.find(name);
+  TORCH_CHECK_VALUE(entry != entries_.end(), path_, ": has no tensor ",
+                    shown_name(name));
+  const int64_t length = entry->second.num_bytes();
+  TORCH_CHECK_VALUE(
+      offset_bytes >= 0 && offset_bytes <= length &&
+          bytes.size() <= static_cast<uint64_t>(length - offset_bytes),
+      path_, ": tensor ", shown_name(name), " has ", length,
+      " bytes, got a range of ", bytes.size(), " from byte ", offset_bytes);
+  read_at(entry->second.begin + offset_bytes, bytes);
 }
 
 }  // namespace brigade

@@ -8,14 +8,11 @@
 //            `shard-<rank>-of-<world size>.<id>.safetensors`. Then rank 0
 //            replaces `index.safetensors`, which names the id and the place of
 //            all elements. Until then the previous checkpoint is complete;
-//            afterwards its files are removed. All ranks must see the folder,
-//            and nothing else may use it.
+//            afterwards its files are removed.
 //
 // An element that several ranks hold is written by the lowest of them. Any
 // number of ranks loads either layout, in any division: each rank reads the
 // elements that it holds.
-//
-// Loading verifies the checksums of all data before it changes any tensor.
 //
 // Errors: c10::ValueError with the same text on all ranks for files that can't
 // be written, are missing or damaged, or don't fit, and for ranks that differ.
@@ -27,8 +24,6 @@
 #ifndef BRIGADE_CHECKPOINT_TENSOR_FILES_H_
 #define BRIGADE_CHECKPOINT_TENSOR_FILES_H_
 
-#include <ATen/core/Tensor.h>
-
 #include <cstdint>
 #include <functional>
 #include <set>
@@ -36,37 +31,16 @@
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 #include <vector>
 
-#include "brigade/checkpoint/safetensors.h"
+#include "brigade/checkpoint/checkpoint_model.h"
 
 namespace brigade {
-
-// A tensor that the ranks of a group save or load, and this rank's shard of it.
-struct CheckpointTensor {
-  std::string name;
-  std::vector<int64_t> shape;    // of the unsharded tensor
-  std::vector<int64_t> strides;  // dense; the order of its elements
-  // The unsharded tensor, of `shape` and any strides, or consecutive elements
-  // of it, 1D.
-  at::Tensor held;
-  int64_t begin = 0;  // number of the first element held
-  // The ranks of the group that hold it, ascending. Empty: all.
-  std::vector<int> ranks = {};
-  // Loading leaves it as it is if the checkpoint lacks it. Saving takes the
-  // first rank's value if it differs between ranks.
-  bool is_optional = false;
-  // What optimizers have in place of `held`, if that is another tensor, and the
-  // part that this rank holds of a tensor like it.
-  at::Tensor parameter = {};
-  at::Tensor (*part_of)(const at::Tensor& like_parameter) = nullptr;
-};
 
 enum class CheckpointLayout : uint8_t { kFile, kFolder };
 
 // Names and metadata of a checkpoint, as its header lists them.
 struct CheckpointContents {
-  std::string path;
   std::set<std::string, std::less<>> names;  // of tensors
-  SafetensorsMetadata metadata;
+  CheckpointMetadata metadata;
 };
 
 // Collective: runs `step` and returns every rank's result. If it throws on any
@@ -76,16 +50,15 @@ std::vector<std::string> on_all_ranks(
     const c10::intrusive_ptr<c10d::ProcessGroup>& group,
     const std::function<std::string()>& step);
 
-// Collective. A tensor of no dimensions that is not optional must have the same
-// value on all ranks.
+// Collective.
 void save_tensors(const c10::intrusive_ptr<c10d::ProcessGroup>& group,
                   const std::vector<CheckpointTensor>& tensors,
                   const std::string& path, CheckpointLayout layout,
-                  SafetensorsMetadata metadata);
+                  CheckpointMetadata metadata);
 
 // Collective: fills the tensors that `choose` returns for the checkpoint's
 // contents. `choose` may throw; it must not communicate. Returns the metadata.
-SafetensorsMetadata load_tensors(
+CheckpointMetadata load_tensors(
     const c10::intrusive_ptr<c10d::ProcessGroup>& group,
     const std::string& path,
     const std::function<

@@ -7,7 +7,9 @@
 #include <utility>
 #include <vector>
 
-#include "brigade/checkpoint/checkpoint.h"
+#include "brigade/checkpoint/checkpoint_model.h"
+#include "brigade/checkpoint/optimizer_state.h"
+#include "brigade/checkpoint/tensor_files.h"
 #include "brigade/fsdp/segmented_model.h"
 #include "brigade/python_bindings/registrations.h"
 
@@ -21,13 +23,10 @@ using Values = std::map<std::string, at::Tensor>;  // by field
 using SteppedParameter =
     std::tuple<at::Tensor, size_t, std::vector<std::string>, Values>;
 
-OptimizerState make_state(std::string type, bool needs_tensors,
-                          std::vector<std::string> options,
+OptimizerState make_state(std::string type, std::vector<std::string> options,
                           const std::vector<SteppedParameter>& parameters) {
-  OptimizerState state = {.type = std::move(type),
-                          .needs_tensors = needs_tensors,
-                          .options = std::move(options),
-                          .parameters = {}};
+  OptimizerState state = {
+      .type = std::move(type), .options = std::move(options), .parameters = {}};
   for (const auto& [parameter, group, fields, values] : parameters) {
     state.parameters.push_back({.parameter = parameter,
                                 .group = group,
@@ -58,7 +57,7 @@ void register_checkpoints(py::module_& module) {
   py::class_<OptimizerState>(module, "OptimizerState",
                              "See checkpoint/optimizer_state.h.")
       .def(py::init(&make_state), py::kw_only(), py::arg("type"),
-           py::arg("needs_tensors"), py::arg("options"), py::arg("parameters"),
+           py::arg("options"), py::arg("parameters"),
            "`options`: JSON by group. `parameters`: each with its group, the "
            "names of its fields and the current values.")
       .def_readonly("options", &OptimizerState::options)
@@ -73,7 +72,7 @@ void register_checkpoints(py::module_& module) {
           },
           "By parameter.");
   py::class_<CheckpointModel>(module, "CheckpointModel",
-                              "See checkpoint/checkpoint.h.")
+                              "See checkpoint/checkpoint_model.h.")
       .def(py::init(
                [](SegmentedModel& model) { return checkpoint_model(model); }),
            NoGil(), py::keep_alive<1, 2>(), py::arg("model"), "Collective.")
@@ -83,8 +82,8 @@ void register_checkpoints(py::module_& module) {
   module.def(
       "save_checkpoint",
       [](const CheckpointModel& model, bool in_shards, const std::string& path,
-         const SafetensorsMetadata& metadata, const OptimizerState* state) {
-        save_checkpoint(
+         const CheckpointMetadata& metadata, const OptimizerState* state) {
+        save_with_state(
             path,
             in_shards ? CheckpointLayout::kFolder : CheckpointLayout::kFile,
             model, state, metadata);
@@ -95,7 +94,7 @@ void register_checkpoints(py::module_& module) {
       "load_checkpoint",
       [](const CheckpointModel& model, const std::string& path,
          OptimizerState* state) {
-        LoadedCheckpoint loaded = load_checkpoint(path, model, state);
+        LoadedCheckpoint loaded = load_with_state(path, model, state);
         return std::pair(std::move(loaded.metadata),
                          std::move(loaded.warnings));
       },

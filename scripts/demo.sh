@@ -6,13 +6,13 @@ source scripts/torch_choice.sh
 build=build/${build_prefix}release
 
 scripts/setup.sh
-echo "demo: building examples/digits and benchmarks/bucket_size"
-scripts/build.sh release digits bucket_size
+echo "demo: building examples/digits and the Python package"
+scripts/build.sh release digits brigade_python
 
 echo "demo: a convolutional network learns handwritten digits on two ranks"
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
-on_two_ranks=("$venv/bin/torchrun" --standalone --nproc-per-node 2 --no-python)
-"${on_two_ranks[@]}" "$build/examples/digits/digits"
+on_two_ranks=("$venv/bin/torchrun" --standalone --nproc-per-node 2)
+"${on_two_ranks[@]}" --no-python "$build/examples/digits/digits"
 echo
-echo "demo: the same step with different bucket sizes"
-"${on_two_ranks[@]}" "$build/benchmarks/bucket_size" --quick
+echo "demo: a training step with different bucket sizes"
+PYTHONPATH="$build/python" "${on_two_ranks[@]}" -m brigade.bench examples/python/bench_mlp.py:mlp --rounds 3

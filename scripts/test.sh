@@ -69,7 +69,7 @@ PY
 }
 
 # What the tests of stage release run.
-programs=(brigade_bucket_sweep brigade_python bucket_size digits docs_blocks gpt minimal)
+programs=(brigade_bucket_sweep brigade_python digits docs_blocks gpt minimal)
 run_stage() {
   launcher=()
   case "$1" in

@@ -16,7 +16,7 @@
 #include <utility>
 #include <vector>
 
-#include "brigade/bucket_sweep/quantiles.h"
+#include "brigade/bucket_sweep/sweep.h"
 
 namespace brigade::benchmarks {
 

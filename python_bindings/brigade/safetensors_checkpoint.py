@@ -281,7 +281,6 @@ def _state_of(optimizer: torch.optim.Optimizer | None) -> _C.OptimizerState | No
             parameters.append((parameter, index, fields, values))
     return _C.OptimizerState(
         type=cls.__name__,
-        needs_tensors=cls is torch.optim.Adagrad,
         options=[json.dumps(_options_of(optimizer, group)) for group in optimizer.param_groups],
         parameters=parameters,
     )

@@ -7,7 +7,6 @@
 #include <filesystem>
 #include <fstream>
 #include <functional>
-#include <optional>
 #include <random>
 #include <string>
 #include <vector>
@@ -28,13 +27,9 @@ using testing::error_of;
 using ::testing::HasSubstr;
 using ::testing::StartsWith;
 
-// Written by hand; Note [Checksums] in safetensors.h computes the checksums in
-// Python.
+// Written by hand; Python's zlib.crc32() has computed the checksum.
 constexpr char kGoldenHeader[] =
-    R"({"__metadata__":{"brigade.crc32":"c52f69b8",)"
-    R"("brigade.crc32.none":"00000000","brigade.crc32.step":"d533eedc",)"
-    R"("brigade.crc32.weight":"8ba71454","brigade.crc32.é":"352441c2",)"
-    R"("note":"a\nb"},)"
+    R"({"__metadata__":{"brigade.crc32":"e1dce462","note":"a\nb"},)"
     R"("none":{"data_offsets":[16,16],"dtype":"BF16","shape":[0,5]},)"
     R"("step":{"data_offsets":[16,24],"dtype":"I64","shape":[]},)"
     R"("weight":{"data_offsets":[0,16],"dtype":"F32","shape":[2,2]},)"
@@ -113,27 +108,21 @@ class SafetensorsTest : public ::testing::Test {
     return open_error();
   }
 
-  static std::string data_of(const SafetensorsReader& reader,
+  static std::string data_of(SafetensorsReader& reader,
                              const std::string& name) {
-    std::string data(reader.find(name)->num_bytes(), '?');
+    std::string data(reader.entries().at(name).num_bytes(), '?');
     reader.read(name, 0, std::as_writable_bytes(std::span(data)));
     return data;
   }
 
-  static void verify_all(const SafetensorsReader& reader) {
-    for (const SafetensorsEntry& entry : reader.entries()) {
-      reader.verify(entry.name);
-    }
-  }
-
-  static void expect_golden(const SafetensorsReader& reader) {
-    EXPECT_EQ(reader.metadata(), kGoldenMetadata);
+  static void expect_golden(SafetensorsReader& reader) {
     ASSERT_EQ(reader.entries().size(), kGoldenEntries.size());
     for (size_t e = 0; e < kGoldenEntries.size(); ++e) {
-      const std::string& name = kGoldenEntries[e].name;
-      ASSERT_NE(reader.find(name), nullptr);
-      EXPECT_EQ(*reader.find(name), kGoldenEntries[e]);
-      EXPECT_EQ(data_of(reader, name), kGoldenData[e]);
+      const SafetensorsEntry& expected = kGoldenEntries[e];
+      const SafetensorsEntry& found = reader.entries().at(expected.name);
+      EXPECT_EQ(found.dtype, expected.dtype);
+      EXPECT_EQ(found.shape, expected.shape);
+      EXPECT_EQ(data_of(reader, expected.name), kGoldenData[e]);
     }
   }
 
@@ -156,9 +145,9 @@ TEST_F(SafetensorsTest, WritesAndReadsTheGoldenFile) {
     writer.finish();
     EXPECT_EQ(testing::bytes_of_file(path_), golden_file());
   }
-  const SafetensorsReader reader(path_);
+  SafetensorsReader reader(path_);
+  EXPECT_EQ(reader.metadata(), kGoldenMetadata);
   expect_golden(reader);
-  verify_all(reader);
   std::string part(5, '?');
   reader.read("weight", 3, std::as_writable_bytes(std::span(part)));
   EXPECT_EQ(part, kGoldenData[0].substr(3, 5));
@@ -167,42 +156,32 @@ TEST_F(SafetensorsTest, WritesAndReadsTheGoldenFile) {
         reader.read("weight", 12, std::as_writable_bytes(std::span(part)));
       }),
       HasSubstr("'weight' has 16 bytes, got a range of 5 from byte 12"));
-  EXPECT_THAT(error_of([&] { reader.verify("bias"); }),
+  EXPECT_THAT(error_of([&] { reader.read("bias", 0, {}); }),
               HasSubstr("has no tensor 'bias'"));
 }
 
-// As written by others: no checksums, another order, space after the header.
+// As written by others: no checksum, another order, space after the header.
 TEST_F(SafetensorsTest, ReadsFilesOfOthers) {
   put(file_of(R"({"b":{"dtype":"F16","shape":[1,2],"data_offsets":[4,8]},)"
               R"("a":{"dtype":"I8","shape":[4],"data_offsets":[0,4]},)"
               R"("none":{"dtype":"F64","shape":[3,0],"data_offsets":[4,4]}}  )",
               "12345678"));
-  const SafetensorsReader reader(path_);
+  SafetensorsReader reader(path_);
   EXPECT_EQ(data_of(reader, "a"), "1234");
   EXPECT_EQ(data_of(reader, "b"), "5678");
   EXPECT_EQ(data_of(reader, "none"), "");
-  verify_all(reader);
 }
 
-TEST_F(SafetensorsTest, EveryDtypeHasTheFormatsName) {
-  const std::vector<std::pair<std::string, c10::ScalarType>> dtypes = {
-      {"BOOL", at::kBool},
-      {"U8", at::kByte},
-      {"I8", at::kChar},
-      {"F8_E4M3", at::kFloat8_e4m3fn},
-      {"F8_E5M2", at::kFloat8_e5m2},
-      {"I16", at::kShort},
-      {"U16", at::kUInt16},
-      {"F16", at::kHalf},
-      {"BF16", at::kBFloat16},
-      {"I32", at::kInt},
-      {"U32", at::kUInt32},
-      {"F32", at::kFloat},
-      {"C64", at::kComplexFloat},
-      {"F64", at::kDouble},
-      {"I64", at::kLong},
-      {"U64", at::kUInt64}};
-  for (const auto& [name, dtype] : dtypes) {
+TEST_F(SafetensorsTest, DtypesHaveTheFormatsNames) {
+  for (const auto& [name, dtype] :
+       std::vector<std::pair<std::string, c10::ScalarType>>{
+           {"BOOL", at::kBool},
+           {"U8", at::kByte},
+           {"F8_E4M3", at::kFloat8_e4m3fn},
+           {"BF16", at::kBFloat16},
+           {"F32", at::kFloat},
+           {"C64", at::kComplexFloat},
+           {"I64", at::kLong}}) {
     EXPECT_EQ(safetensors_dtype_name(dtype), name);
     EXPECT_EQ(safetensors_dtype(name), dtype);
   }
@@ -222,26 +201,24 @@ TEST_F(SafetensorsTest, AFileCutAnywhereIsAnErrorThatNamesIt) {
   EXPECT_THAT(open_error(), HasSubstr("the data must end at byte 27"));
 }
 
+// Except in the checksum's key, whose file has no checksum then.
 TEST_F(SafetensorsTest, AFlippedBitIsAnErrorThatNamesTheFile) {
+  int num_open = 0;
   for (size_t bit = 0; bit < golden_file().size() * 8; ++bit) {
     std::string file = golden_file();
     file[bit / 8] = static_cast<char>(file[bit / 8] ^ 1 << bit % 8);
     put(file);
-    ASSERT_THAT(error_of([&] { verify_all(SafetensorsReader(path_)); }),
-                StartsWith(path_ + ": "))
-        << bit;
+    const std::string error = error_of([&] {
+      SafetensorsReader reader(path_);
+      ++num_open;
+      EXPECT_EQ(reader.metadata().size(), 2u);
+      expect_golden(reader);
+    });
+    if (error != "no error") {
+      ASSERT_THAT(error, StartsWith(path_ + ": ")) << bit;
+    }
   }
-}
-
-TEST_F(SafetensorsTest, AFlippedBitOfDataNamesItsTensor) {
-  std::string file = golden_file();
-  file[file.size() - 4] ^= 0x40;  // the last byte of "step"
-  put(file);
-  const SafetensorsReader reader(path_);
-  reader.verify("weight");
-  EXPECT_THAT(
-      error_of([&] { reader.verify("step"); }),
-      HasSubstr("tensor 'step' must have the CRC-32 d533eedc, but has"));
+  EXPECT_LE(num_open, 8 * 13);
 }
 
 TEST_F(SafetensorsTest, AHeaderThatContradictsItselfIsAnError) {
@@ -338,8 +315,7 @@ TEST_F(SafetensorsTest, RandomDamageNeverCrashesAndNeverChangesTensors) {
               std::string(400, 'x'));
   int num_open = 0;
   for (int round = 0; round < 6000; ++round) {
-    const bool has_checksums = round % 2;
-    std::string file = has_checksums ? golden_file() : by_others;
+    std::string file = round % 2 ? golden_file() : by_others;
     for (size_t flips = up_to(2) + 1; flips > 0; --flips) {
       const size_t at = up_to(file.size() - 1);
       switch (up_to(4)) {
@@ -359,15 +335,14 @@ TEST_F(SafetensorsTest, RandomDamageNeverCrashesAndNeverChangesTensors) {
     put(file);
     SCOPED_TRACE(round);
     error_of([&] {
-      const SafetensorsReader reader(path_);
+      SafetensorsReader reader(path_);
       ++num_open;
       size_t num_bytes = 0;
-      for (const SafetensorsEntry& entry : reader.entries()) {
-        num_bytes += data_of(reader, entry.name).size();
+      for (const auto& [name, entry] : reader.entries()) {
+        num_bytes += data_of(reader, name).size();
       }
       EXPECT_LE(num_bytes, file.size());
-      verify_all(reader);
-      if (has_checksums) expect_golden(reader);
+      if (reader.metadata() == kGoldenMetadata) expect_golden(reader);
     });
   }
   EXPECT_GT(num_open, 300) << "too few files reached the data";
@@ -375,15 +350,15 @@ TEST_F(SafetensorsTest, RandomDamageNeverCrashesAndNeverChangesTensors) {
 
 TEST_F(SafetensorsTest, AnOpenReaderKeepsItsFile) {
   put(golden_file());
-  const SafetensorsReader reader(path_);
+  SafetensorsReader reader(path_);
   SafetensorsWriter(path_, {}).finish();
   EXPECT_TRUE(SafetensorsReader(path_).entries().empty());
   expect_golden(reader);
   put(golden_file());
-  const SafetensorsReader cut(path_);
+  SafetensorsReader cut(path_);
   fs::resize_file(path_, golden_file().size() - 5);
-  EXPECT_THAT(error_of([&] { cut.verify("step"); }),
-              HasSubstr("has lost its last 2 bytes"));
+  EXPECT_THAT(error_of([&] { data_of(cut, "step"); }),
+              HasSubstr("is shorter than when it was opened"));
 }
 
 TEST_F(SafetensorsTest, OnlyFinishReplacesTheFileBefore) {
@@ -393,10 +368,11 @@ TEST_F(SafetensorsTest, OnlyFinishReplacesTheFileBefore) {
     SafetensorsWriter second(path_, kGoldenEntries);
     first.write(bytes_of(kGoldenData[0]));
     EXPECT_THAT(error_of([&] { first.finish(); }), HasSubstr("all data"));
-    EXPECT_THAT(error_of([&] { first.write(bytes_of("123456789")); }),
-                HasSubstr("exceed the tensor's end"));
+    EXPECT_THAT(error_of([&] { first.write(bytes_of("123456789012")); }),
+                HasSubstr("exceed the data's end"));
+    for (const std::string& data : kGoldenData) second.write(bytes_of(data));
     const FullDisk disk(10);
-    EXPECT_THAT(error_of([&] { second.write(bytes_of(kGoldenData[0])); }),
+    EXPECT_THAT(error_of([&] { second.finish(); }),
                 HasSubstr("cannot write it"));
     EXPECT_EQ(names_in_folder().size(), 3u);
   }
@@ -416,8 +392,6 @@ TEST_F(SafetensorsTest, WhatMakesNoFileIsRefused) {
               HasSubstr("dimensions >= 0"));
   EXPECT_THAT(error_of_writer({{"a", at::kByte, {int64_t{1} << 62}}, {"b"}}),
               HasSubstr("at most 2^62 bytes"));
-  EXPECT_THAT(error_of_writer({}, {{"brigade.crc32.a", ""}}),
-              HasSubstr("reserved for checksums"));
   EXPECT_THAT(error_of([&] { SafetensorsWriter(folder_, {}); }),
               HasSubstr("needs the path of a file"));
   EXPECT_THAT(error_of([&] { SafetensorsWriter(path_ + "/none", {}); }),

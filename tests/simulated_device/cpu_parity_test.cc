@@ -1,5 +1,5 @@
 // Ranks with a device each get the bits of ranks on CPUs: sums in the order of
-// the ranks, and joins of ranks that run out of inputs at different times.
+// the ranks.
 
 #include <ATen/CPUGeneratorImpl.h>
 #include <torch/torch.h>
@@ -11,7 +11,6 @@
 #include <vector>
 
 #include "absl/strings/str_cat.h"
-#include "brigade/ddp/distributed_data_parallel.h"
 #include "brigade/reducer/reducer.h"
 #include "brigade/tests/simulated_device/host_backend.h"
 #include "brigade/tests/support/local_ranks.h"
@@ -126,82 +125,6 @@ INSTANTIATE_TEST_SUITE_P(
     ::testing::Combine(::testing::Values(1, 2, 3, 4),
                        ::testing::Values(at::kFloat, at::kDouble, at::kHalf,
                                          at::kBFloat16, at::kComplexFloat)));
-
-// Gradients of integers; a buffer counts forwards.
-struct CountingModuleImpl : torch::nn::Module {
-  CountingModuleImpl(c10::Device device, bool leaves_out_last)
-      : leaves_out_last(leaves_out_last) {
-    for (const int64_t numel : {7, 64, 1, 12}) {
-      register_parameter(absl::StrCat("p", numel),
-                         at::ones({numel}, at::TensorOptions(device)));
-    }
-    seen = register_buffer("seen", at::zeros({1}, at::TensorOptions(device)));
-  }
-
-  at::Tensor forward(int rank, int step) {
-    seen.add_(rank + 1);
-    at::Tensor loss = at::zeros({}, seen.options());
-    int64_t factor = 12 * (rank + 1) * (step + 1);
-    for (const at::Tensor& parameter : parameters(/*recurse=*/false)) {
-      if (leaves_out_last && rank % 2 == step % 2 && parameter.numel() == 12) {
-        continue;
-      }
-      loss = loss + parameter.sum() * factor++;
-    }
-    return loss;
-  }
-
-  const bool leaves_out_last;
-  at::Tensor seen;
-};
-TORCH_MODULE(CountingModule);
-
-// Numbers of inputs by rank, divisor, whether buffers are sent, unused
-// parameters (with copies instead of views).
-class UnevenJoinTest
-    : public simulated::StreamTest,
-      public ::testing::WithParamInterface<
-          std::tuple<std::vector<int>, JoinDivisor, bool, bool>> {};
-
-TEST_P(UnevenJoinTest, IsWhatCpusGet) {
-  const auto& [inputs, divisor, buffers, finds_unused] = GetParam();
-  // Returns the parameters and the buffer after the join and two more steps.
-  const Train train = [&](const Group& group, c10::Device device) {
-    CountingModule module(device, finds_unused);
-    DistributedDataParallel model(
-        module, group,
-        {.reducer = {.bucket_caps_bytes = {64},
-                     .find_unused_parameters = finds_unused,
-                     .gradient_as_bucket_view = !finds_unused},
-         .broadcast_buffers = buffers});
-    const int rank = group->getRank();
-    const auto train_on = [&](int num_steps) {
-      for (int step = 0; step < num_steps; ++step) {
-        model(rank, step).backward();
-        const at::NoGradGuard no_grad;
-        for (at::Tensor& parameter : module->parameters()) {
-          if (parameter.grad().defined()) parameter.sub_(parameter.grad());
-          parameter.mutable_grad().reset();
-        }
-      }
-    };
-    join(model, [&] { train_on(inputs[rank]); }, {.divide_by = divisor});
-    train_on(2);
-    Tensors found = module->parameters();
-    found.push_back(module->seen);
-    return found;
-  };
-  expect_on_devices(train_on_cpus(static_cast<int>(inputs.size()), train),
-                    train);
-}
-
-INSTANTIATE_TEST_SUITE_P(
-    Modes, UnevenJoinTest,
-    ::testing::Combine(::testing::Values(std::vector{1, 4}, std::vector{3, 0},
-                                         std::vector{1, 3, 2}),
-                       ::testing::Values(JoinDivisor::kWorldSize,
-                                         JoinDivisor::kRanksWithData),
-                       ::testing::Bool(), ::testing::Bool()));
 
 }  // namespace cpu_parity_test
 }  // namespace brigade

@@ -31,7 +31,6 @@ using simulated::make_wait;
 using simulated::new_stream;
 using testing::all_stream_layouts;
 using testing::kWorldSize;
-using testing::StreamedModel;
 using testing::StreamedTraining;
 using testing::StreamLayout;
 using Group = c10::intrusive_ptr<c10d::ProcessGroup>;
@@ -148,24 +147,6 @@ void unused_parameters(StreamedTraining& training, ReducerOptions options) {
       for (const size_t i : left_out) training.expect_gradient(i, s, 0);
     }
     training.zero_grad(set_to_none);
-  }
-}
-
-// Gradients that are not dropped keep those of an earlier step.
-void globally_unused_parameters(StreamedTraining& training,
-                                ReducerOptions options) {
-  options.find_unused_parameters = true;
-  training.make_reducer(std::move(options));
-  for (int s = 0; s < kNumSteps; ++s) {
-    training.zero_grad();
-    training.step(2 * s);
-    for (const size_t i : {0, 2, 4, 5}) {
-      training.model().parameters()[i].mutable_grad().reset();
-    }
-    training.step(2 * s + 1, {1, 3});
-    training.expect_gradient(1, 2 * s);
-    training.expect_gradient(3, 2 * s);
-    training.expect_gradients(2 * s + 1, {1, 3});
   }
 }
 
@@ -287,17 +268,6 @@ void steps_in_backward(StreamedTraining& training, ReducerOptions options) {
   }
 }
 
-void hook_changed(StreamedTraining& training, ReducerOptions options) {
-  training.make_reducer(std::move(options));
-  train(training, [&](int s) {
-    if (s == 1) {
-      training.reducer().set_comm_hook(fp16_hook(training.recording().group()));
-    }
-    if (s == 2) training.reducer().set_comm_hook(nullptr);
-    training.step(s);
-  });
-}
-
 void timed(StreamedTraining& training, ReducerOptions options) {
   training.make_reducer(std::move(options));
   training.reducer().set_timeline_sample_rate(1);
@@ -334,11 +304,6 @@ void completed_on_another_thread(StreamedTraining& training,
 
 void lazily_allocated(StreamedTraining& training, ReducerOptions options) {
   options.lazy_bucket_allocation = true;
-  train(training, std::move(options));
-}
-
-void large_gradients(StreamedTraining& training, ReducerOptions options) {
-  options.bucket_caps_bytes = {200 << 10};
   train(training, std::move(options));
 }
 
@@ -391,23 +356,6 @@ void gradients_in_another_memory_order(StreamedTraining& training,
     training.expect_gradients(s);
     training.zero_grad();
   }
-}
-
-void gradients_with_a_history(StreamedTraining& training,
-                              ReducerOptions options) {
-  training.make_reducer(std::move(options));
-  train(training, [&](int s) {
-    const at::Tensor loss = training.loss(s);
-    training.reducer().prepare_for_backward(loss);
-    loss.backward({}, /*retain_graph=*/true, /*create_graph=*/true);
-  });
-}
-
-void destroyed_at_once(StreamedTraining& training, ReducerOptions options) {
-  training.make_reducer(std::move(options));
-  for (int s = 0; s < 2; ++s) training.step(s);
-  training.end_reducer();
-  training.zero_grad();
 }
 
 void destroyed_while_collectives_are_open(StreamedTraining& training,
@@ -486,8 +434,6 @@ struct Scenario {
   const char* name;
   void (*run)(StreamedTraining&, ReducerOptions);
   int num_replicas = 1;
-  StreamedModel::Sizes sizes = StreamedModel::default_sizes();
-  at::ScalarType dtype = at::kFloat;
 };
 
 std::ostream& operator<<(std::ostream& out, const Scenario& scenario) {
@@ -503,7 +449,6 @@ const Scenario kScenarios[] = {
     {"PreparedElsewhere", prepared_elsewhere},
     {"UnusedParametersDropped", unused_parameters<true>},
     {"UnusedParametersKept", unused_parameters<false>},
-    {"GloballyUnusedParameters", globally_unused_parameters},
     {"UnusedBucketsSkipped", unused_buckets_skipped},
     {"StaticGraph", static_graph},
     {"Shadowed", shadowed},
@@ -511,20 +456,14 @@ const Scenario kScenarios[] = {
     {"HalfPrecisionOnTheWire", half_precision_on_the_wire},
     {"SecondCollectives", second_collectives},
     {"StepsInBackward", steps_in_backward},
-    {"HookChanged", hook_changed},
     {"Timed", timed},
     {"CompletedOnAnotherThread", completed_on_another_thread},
     {"LazilyAllocated", lazily_allocated},
     {"LocalReplicas", train, /*num_replicas=*/2},
-    {"ComplexGradients", train, 1, StreamedModel::default_sizes(),
-     at::kComplexFloat},
-    {"LargeGradients", large_gradients, 1, {{30000}, {20, 1000}, {5}, {40000}}},
     {"SummedInOrderOfRanks", summed_in_order<0>},
     {"SummedInOrderOfRows", summed_in_order<kWorldSize / 2>},
     {"SummedInOrderWhereBackwardThrows", summed_in_order_where_backward_throws},
     {"GradientsInAnotherMemoryOrder", gradients_in_another_memory_order},
-    {"GradientsWithAHistory", gradients_with_a_history},
-    {"DestroyedAtOnce", destroyed_at_once},
     {"DestroyedBetweenBackwards", destroyed_between_backwards<false>},
     {"DestroyedBetweenBackwardsInHalf", destroyed_between_backwards<true>},
     {"DestroyedWhileCollectivesAreOpen", destroyed_while_collectives_are_open},
@@ -544,8 +483,7 @@ TEST_P(ReducerStreamsTest, IsRightOnEveryLayout) {
   for (const StreamLayout& layout : all_stream_layouts()) {
     SCOPED_TRACE(name_of(layout));
     {
-      StreamedTraining training(layout, scenario.num_replicas, scenario.sizes,
-                                scenario.dtype);
+      StreamedTraining training(layout, scenario.num_replicas);
       scenario.run(training, {.gradient_as_bucket_view = views,
                               .max_unconfirmed_iterations = views ? 4 : 1});
     }

@@ -26,6 +26,10 @@ constexpr bool kTriesFew = true;
 constexpr bool kTriesFew = false;
 #endif
 
+// With buckets of 64 bytes: several parameters in some, one in others.
+const std::vector<std::vector<int64_t>> kSizes = {{4}, {3, 5}, {1},
+                                                  {7}, {20},   {2, 2}};
+
 std::vector<StreamLayout> make_layouts() {
   constexpr int kOfAForward = 8;
   std::vector<StreamLayout> layouts;
@@ -75,18 +79,18 @@ const std::vector<StreamLayout>& all_stream_layouts() {
   return *layouts;
 }
 
-StreamedModel::StreamedModel(const StreamLayout& layout, int device_index,
-                             const Sizes& sizes, at::ScalarType dtype)
+StreamedModel::StreamedModel(const StreamLayout& layout, int device_index)
     : uses_both_(layout.forward == StreamLayout::Forward::kBoth),
       device_index_(device_index),
-      streams_(streams_for(layout.forward, sizes.size(), device_index)) {
-  const at::TensorOptions options = simulated::on_device(dtype, device_index);
-  for (size_t i = 0; i < sizes.size(); ++i) {
-    parameters_.push_back(at::ones(sizes[i], options).requires_grad_());
+      streams_(streams_for(layout.forward, kSizes.size(), device_index)) {
+  const at::TensorOptions options =
+      simulated::on_device(at::kFloat, device_index);
+  for (size_t i = 0; i < kSizes.size(); ++i) {
+    parameters_.push_back(at::ones(kSizes[i], options).requires_grad_());
     const at::Tensor numbers = at::arange(parameters_[i].numel(), at::kLong);
     weights_on_cpu_.push_back(((numbers + 7 * static_cast<int64_t>(i)) % 12 + 1)
-                                  .reshape(sizes[i])
-                                  .to(dtype));
+                                  .reshape(kSizes[i])
+                                  .to(at::kFloat));
     weights_.push_back(weights_on_cpu_.back().to(options));
     if (!layout.accumulates_in_forward) continue;
     const c10::StreamGuard on_stream(streams_[i]);
@@ -106,7 +110,6 @@ at::Tensor StreamedModel::use(size_t i, const c10::Stream& stream,
     const at::Tensor p = read_ ? read_(parameters_[i]) : parameters_[i];
     if (shard_of(p) == nullptr) p.record_stream(stream);  // perhaps a copy
     result = (p * p * weights_[i] * ((step + 1) / 2.0)).sum();
-    if (result.is_complex()) result = at::real(result);
   }
   make_wait(caller, stream);
   result.record_stream(caller);

@@ -49,16 +49,9 @@ const std::vector<StreamLayout>& all_stream_layouts();
 
 class StreamedModel {
  public:
-  using Sizes = std::vector<std::vector<int64_t>>;
-
-  // With buckets of 64 bytes: several parameters in some, one in others.
-  static Sizes default_sizes() { return {{4}, {3, 5}, {1}, {7}, {20}, {2, 2}}; }
-
   // Parameters of ones. The calling thread's current stream of the device is
   // that of backward's caller.
-  StreamedModel(const StreamLayout& layout, int device_index = 0,
-                const Sizes& sizes = default_sizes(),
-                at::ScalarType dtype = at::kFloat);
+  explicit StreamedModel(const StreamLayout& layout, int device_index = 0);
 
   const std::vector<at::Tensor>& parameters() const { return parameters_; }
   size_t size() const { return parameters_.size(); }

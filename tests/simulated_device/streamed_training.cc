@@ -81,13 +81,11 @@ void set_timeout(RecordingGroup& recording, std::chrono::milliseconds timeout) {
       timeout;
 }
 
-StreamedTraining::StreamedTraining(const StreamLayout& layout, int num_replicas,
-                                   const StreamedModel::Sizes& sizes,
-                                   at::ScalarType dtype)
+StreamedTraining::StreamedTraining(const StreamLayout& layout, int num_replicas)
     : layout_(layout) {
   if (layout.calls_from_side) on_caller_.emplace(side_streams());
   for (int r = 0; r < num_replicas; ++r) {
-    models_.emplace_back(layout, r, sizes, dtype);
+    models_.emplace_back(layout, r);
   }
 }
 

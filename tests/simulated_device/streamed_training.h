@@ -31,10 +31,7 @@ class StreamedTraining {
  public:
   // Replica r is on device r. The calling thread's streams are the layout's
   // until the end.
-  StreamedTraining(
-      const StreamLayout& layout, int num_replicas = 1,
-      const StreamedModel::Sizes& sizes = StreamedModel::default_sizes(),
-      at::ScalarType dtype = at::kFloat);
+  explicit StreamedTraining(const StreamLayout& layout, int num_replicas = 1);
 
   // To be called once. Buckets of 64 bytes unless `options` say otherwise.
   void make_reducer(ReducerOptions options);

@@ -163,7 +163,6 @@ class Figures:
 
     table: str  # with a recommendation below
     data: dict[str, Any]  # the same
-    all_right: bool  # whether all gradients were the averages
 
 
 def sweep(
@@ -199,7 +198,7 @@ def sweep(
         _require_loss(value)
         return value
 
-    table, data, all_right = _C.sweep(
+    table, data = _C.sweep(
         workload.title(),
         workload.parameters(),
         loss,
@@ -210,7 +209,7 @@ def sweep(
         after_visit=after_visit,
         **{name: workload.options.get(name, False) for name in _OPTIONS},
     )
-    return Figures(table, json.loads(data), all_right)
+    return Figures(table, json.loads(data))
 
 
 def _require_loss(loss: torch.Tensor) -> None:

@@ -1,0 +1,97 @@
+"""Models of well-known shapes for brigade.bench, without their computation.
+
+    torchrun --standalone --nproc-per-node 2 -m brigade.bench benchmarks/bucket_size.py:resnet50
+
+Backward sleeps 1 ms per MB of gradients, and each gradient becomes ready when its share of that
+time has passed, as if a GPU computed it: the reducer and the link are measured, and overlap is
+real. Also: bert_base and gpt2.
+"""
+
+from __future__ import annotations
+
+import time
+
+import torch
+from torch import nn
+
+from brigade.bench import Workload
+
+SECONDS_PER_BYTE = 1e-9
+
+Shape = tuple[int, ...]
+
+
+class _Sleep(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, parameter, seconds):
+        ctx.shape, ctx.seconds = parameter.shape, seconds
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        time.sleep(ctx.seconds)
+        return grad, torch.empty(ctx.shape), None
+
+
+class Shapes(nn.Module):
+    """One parameter per shape, in registration order."""
+
+    def __init__(self, shapes: list[Shape]) -> None:
+        super().__init__()
+        self.shapes = nn.ParameterList(nn.Parameter(torch.empty(shape)) for shape in shapes)
+
+    def forward(self) -> torch.Tensor:
+        x = torch.zeros((), requires_grad=True)
+        for parameter in self.shapes:
+            x = _Sleep.apply(x, parameter, parameter.nbytes * SECONDS_PER_BYTE)
+        return x
+
+
+def _linear(out: int, width: int) -> list[Shape]:
+    return [(out, width), (out,)]
+
+
+def _norm(width: int) -> list[Shape]:
+    return [(width,), (width,)]
+
+
+def resnet50() -> Workload:
+    """25,557,032 elements in 161 parameters (He et al. 2015)."""
+
+    def convolution(out: int, channels: int, side: int) -> list[Shape]:
+        return [(out, channels, side, side), *_norm(out)]
+
+    shapes = convolution(64, 3, 7)
+    channels = 64
+    for width, blocks in ((64, 3), (128, 4), (256, 6), (512, 3)):
+        for block in range(blocks):
+            shapes += convolution(width, channels, 1) + convolution(width, width, 3)
+            shapes += convolution(4 * width, width, 1)
+            if block == 0:
+                shapes += convolution(4 * width, channels, 1)
+            channels = 4 * width
+    return _workload("ResNet-50", shapes + _linear(1000, channels))
+
+
+def bert_base() -> Workload:
+    """109,482,240 elements in 199 parameters (Devlin et al. 2018, uncased), with the pooler."""
+    width = 768
+    shapes = [(30522, width), (512, width), (2, width), *_norm(width)]
+    for _ in range(12):
+        shapes += 4 * _linear(width, width) + _norm(width)
+        shapes += _linear(4 * width, width) + _linear(width, 4 * width) + _norm(width)
+    return _workload("BERT-base", shapes + _linear(width, width))
+
+
+def gpt2() -> Workload:
+    """124,439,808 elements in 148 parameters (Radford et al. 2019, the smallest)."""
+    width = 768
+    shapes = [(50257, width), (1024, width)]
+    for _ in range(12):
+        shapes += _norm(width) + _linear(3 * width, width) + _linear(width, width)
+        shapes += _norm(width) + _linear(4 * width, width) + _linear(width, 4 * width)
+    return _workload("GPT-2 small", shapes + _norm(width))
+
+
+def _workload(name: str, shapes: list[Shape]) -> Workload:
+    return Workload(Shapes(shapes), lambda model: model(), name=name)
