@@ -20,7 +20,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.distributed._composable.fsdp
-import torch.distributed._composable.replicate_with_fsdp
 import torch.distributed.fsdp
 import torch.nn.parallel.distributed
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -34,7 +33,6 @@ from brigade.fully_shard import (
     register_fsdp_forward_method,
     share_comm_ctx,
 )
-from brigade.replicate import replicate
 
 _TorchDDP = torch.nn.parallel.distributed.DistributedDataParallel
 _TorchReducer = dist.Reducer
@@ -49,7 +47,6 @@ _HOMES_OF_FULLY_SHARD = (
     sys.modules["torch.distributed.fsdp._fully_shard._fully_shard"],
     torch.distributed._composable.fsdp,
 )
-_HOMES_OF_REPLICATE = (torch.distributed._composable.replicate_with_fsdp,)
 # Torch's functions that install() replaces, by name, with the modules that have them.
 _HOMES = {
     "_register_comm_hook": _HOMES_OF_HOOKS,
@@ -57,7 +54,6 @@ _HOMES = {
     "fully_shard": _HOMES_OF_FULLY_SHARD,
     "register_fsdp_forward_method": _HOMES_OF_FULLY_SHARD,
     "share_comm_ctx": _HOMES_OF_FULLY_SHARD,
-    "replicate": _HOMES_OF_REPLICATE,
 }
 _torchs = {name: getattr(homes[0], name) for name, homes in _HOMES.items()}
 
@@ -315,7 +311,6 @@ _OURS = {
         for name in ("_register_comm_hook", "_register_builtin_comm_hook")
     },
     "fully_shard": _sharding(fully_shard),
-    "replicate": _sharding(replicate),
     "register_fsdp_forward_method": _passing_on(
         "register_fsdp_forward_method",
         lambda module: isinstance(module, FSDPModule),

@@ -244,10 +244,7 @@ class Unit:
         return self.num_shards < self.group.size()
 
     def describe(self) -> str:
-        kinds = [
-            type(module).__name__.removeprefix("FSDP").removeprefix("Replicate")
-            for module in self.modules()
-        ]
+        kinds = [type(module).__name__.removeprefix("FSDP") for module in self.modules()]
         return f"a sharded {' with '.join(kinds)}"
 
     def name_of(self, parameter: nn.Parameter) -> str:

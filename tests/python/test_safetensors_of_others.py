@@ -12,7 +12,7 @@ from torch.distributed.fsdp import fully_shard as torch_fully_shard
 import brigade
 
 from ranks import on_ranks, run_ranks
-from sharded_training import batch_of, make_net, shard_blocks
+from sharded_training import batch_of, make_net, shard_blocks, whole_optimizer_state
 
 safetensors = pytest.importorskip("safetensors", reason="no package safetensors")
 hugging_face = pytest.importorskip(
@@ -64,7 +64,7 @@ def _saves(rank, folder):
     optimizer.step()
     brigade.save_whole(model, f"{folder}/model.safetensors", metadata={"format": "pt"})
     brigade.save_whole(model, f"{folder}/../both.safetensors", optimizer)
-    state = brigade.full_optimizer_state_dict(model, optimizer)["state"]
+    state = whole_optimizer_state(model, optimizer)["state"]
     if rank == 0:
         torch.save(state, f"{folder}/../state.pt")
 
