@@ -9,7 +9,6 @@ from __future__ import annotations
 import copy
 import copyreg
 import functools
-import gc
 import sys
 import types
 import warnings
@@ -25,7 +24,6 @@ import torch.nn.parallel.distributed
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from brigade import _checks
-from brigade._C import Logger, Reducer
 from brigade.distributed_data_parallel import DistributedDataParallel
 from brigade.fully_shard import (
     FSDPModule,
@@ -35,27 +33,20 @@ from brigade.fully_shard import (
 )
 
 _TorchDDP = torch.nn.parallel.distributed.DistributedDataParallel
-_TorchReducer = dist.Reducer
-_TorchLogger = dist.Logger
 _TorchFSDPModule = torch.distributed.fsdp.FSDPModule
 _torch_init = _TorchDDP.__init__
 _torch_setstate = _TorchDDP.__setstate__
-_HOMES_OF_HOOKS = (dist, dist.distributed_c10d, torch._C._distributed_c10d)
-_HOMES_OF_FULLY_SHARD = (
+# The modules that have the functions which install() replaces.
+_HOMES = (
     torch.distributed.fsdp,
     torch.distributed.fsdp._fully_shard,
     sys.modules["torch.distributed.fsdp._fully_shard._fully_shard"],
     torch.distributed._composable.fsdp,
 )
-# Torch's functions that install() replaces, by name, with the modules that have them.
-_HOMES = {
-    "_register_comm_hook": _HOMES_OF_HOOKS,
-    "_register_builtin_comm_hook": _HOMES_OF_HOOKS,
-    "fully_shard": _HOMES_OF_FULLY_SHARD,
-    "register_fsdp_forward_method": _HOMES_OF_FULLY_SHARD,
-    "share_comm_ctx": _HOMES_OF_FULLY_SHARD,
+_torchs = {
+    name: getattr(torch.distributed.fsdp, name)
+    for name in ("fully_shard", "register_fsdp_forward_method", "share_comm_ctx")
 }
-_torchs = {name: getattr(homes[0], name) for name, homes in _HOMES.items()}
 
 _MISSING = object()
 # Owner, name, the value before and brigade's.
@@ -82,14 +73,14 @@ class _Installed:
 
 
 def install() -> _Installed:
-    """Lets torch's DistributedDataParallel, Reducer and fully_shard make brigade's.
+    """Lets torch's DistributedDataParallel and fully_shard make brigade's, until uninstall().
 
-    Until uninstall(). So do classes derived from torch's, defaults and partials
-    that hold it, and pickles of it. Objects made meanwhile stay brigade's
-    afterwards, and are pickled under the name that the program used: read where
-    brigade isn't, they are torch's. Objects made before stay torch's, which a
-    warning says; so does a function that was imported by name before, and
-    fully_shard on devices that are neither CPUs nor CUDA's.
+    So do classes derived from torch's, defaults and partials that hold it, and
+    pickles of it. Objects made meanwhile stay brigade's afterwards, and are
+    pickled under the name that the program used: read where brigade isn't, they
+    are torch's. Objects made before stay torch's; so does fully_shard where it
+    was imported by name before, which a warning says, and on devices that are
+    neither CPUs nor CUDA's.
 
     To be called on every rank, before models are wrapped: brigade's wrapper and
     torch's do not understand each other.
@@ -104,14 +95,17 @@ def install() -> _Installed:
     """
     if _replaced:
         return _Installed(is_first=False)
-    _warn_of_what_came_too_early()
+    if bound := _bound_functions():
+        warnings.warn(
+            f"brigade.install(): torch's functions are bound as {_checks.some_of(bound)} already; "
+            "these stay torch's.\nCall it before they are imported.",
+            stacklevel=2,
+        )
     _replace(_TorchDDP, "__init__", _init)
     _replace(_TorchDDP, "__setstate__", _setstate)
-    _replace(_TorchReducer, "__new__", staticmethod(_new_reducer))
-    _replace(_TorchLogger, "__new__", staticmethod(_new_logger))
-    for name, homes in _HOMES.items():
-        for module in homes:
-            _replace(module, name, _OURS[name])
+    for name, function in _OURS.items():
+        for module in _HOMES:
+            _replace(module, name, function)
     return _Installed(is_first=True)
 
 
@@ -131,39 +125,6 @@ def _replace(owner: Any, name: str, value: Any) -> None:
     if hasattr(owner, name):
         _replaced.append((owner, name, vars(owner).get(name, _MISSING), value))
         setattr(owner, name, value)
-
-
-def _warn_of_what_came_too_early() -> None:
-    too_early = []
-    if wrapped := _wrapped_by_torchs():
-        too_early.append(f"torch's DistributedDataParallel has wrapped {_checks.some_of(wrapped)}")
-    if bound := _bound_functions():
-        too_early.append(f"torch's functions are bound as {_checks.some_of(bound)}")
-    if too_early:
-        warnings.warn(
-            f"brigade.install(): {', and '.join(too_early)} already; these stay torch's."
-            "\nCall it first, then wrap models.",
-            stacklevel=3,
-        )
-
-
-def _wrapped_by_torchs() -> list[str]:
-    """The types of the modules that living instances of torch's class wrap."""
-    if not _instances_of_torchs():
-        return []
-    gc.collect()  # of those, some may only not have been collected yet
-    return [type(each.module).__name__ for each in _instances_of_torchs()]
-
-
-def _instances_of_torchs() -> list[Any]:
-    return [
-        thing
-        for thing in gc.get_objects()
-        # Objects that stand in for others run code of their own in isinstance().
-        if _TorchDDP in type(thing).__mro__
-        and DistributedDataParallel not in type(thing).__mro__
-        and "reducer" in vars(thing)
-    ]
 
 
 def _bound_functions() -> list[str]:
@@ -229,19 +190,6 @@ def _setstate(self: torch.nn.Module, state: dict[str, Any]) -> None:
         DistributedDataParallel.__setstate__(self, state)
 
 
-def _new_reducer(cls: type, *args: Any, **kwargs: Any) -> Any:
-    if _replaced and cls is _TorchReducer:
-        return Reducer(*args, **kwargs)
-    return super(_TorchReducer, cls).__new__(cls)
-
-
-def _new_logger(cls: type, *args: Any, **kwargs: Any) -> Any:
-    # The result is then initialised, since our class derives from torch's.
-    if cls is _TorchLogger and any(isinstance(each, Reducer) for each in (*args, *kwargs.values())):
-        cls = Logger
-    return super(_TorchLogger, cls).__new__(cls)
-
-
 def _passing_on(name: str, is_ours: Callable[[Any], bool], ours: Callable) -> Callable:
     """Torch's function of that name, with brigade's for a first argument that is brigade's."""
 
@@ -304,12 +252,6 @@ def _is_ours(module: Any, mesh: Any, function: str) -> bool:
 
 
 _OURS = {
-    **{
-        name: _passing_on(
-            name, lambda reducer: isinstance(reducer, Reducer), getattr(Reducer, name)
-        )
-        for name in ("_register_comm_hook", "_register_builtin_comm_hook")
-    },
     "fully_shard": _sharding(fully_shard),
     "register_fsdp_forward_method": _passing_on(
         "register_fsdp_forward_method",

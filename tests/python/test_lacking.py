@@ -77,7 +77,6 @@ CALLS = {
         lambda m: m.to(memory_format=torch.channels_last),
         "another memory format than that of",
     ),
-    "comm hook": (lambda m: m.register_comm_hook(None, print), "found print"),
     "functional": (
         lambda m: torch.func.grad(lambda x: m(x).sum())(torch.ones(4, 5)),
         r"grad",
