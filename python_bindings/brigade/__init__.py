@@ -20,7 +20,7 @@ if not torch.__version__.startswith(f"{_built_with.TORCH}."):
         f"Install torch=={_built_with.TORCH}.*, or build brigade again with the torch that is here."
     )
 
-from brigade._C import Logger, Reducer, then_collective, tie_outputs
+from brigade._C import Reducer, then_collective
 from brigade._C import version as _version
 from brigade._install import install, uninstall
 from brigade._sharded_tensors import ShardedParameter, TensorShard
@@ -38,7 +38,6 @@ __version__ = _version()
 __all__ = [
     "DistributedDataParallel",
     "FSDPModule",
-    "Logger",
     "Reducer",
     "ShardedParameter",
     "TensorShard",
@@ -52,6 +51,5 @@ __all__ = [
     "save_whole",
     "share_comm_ctx",
     "then_collective",
-    "tie_outputs",
     "uninstall",
 ]

@@ -14,7 +14,7 @@ import warnings
 import weakref
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Literal
 
 import torch
@@ -26,14 +26,13 @@ from torch.nn.parallel import distributed as torch_ddp
 
 from brigade import _checks, _compiling
 from brigade._C import (
-    Logger,
     Reducer,
     describe_tensor,
     rebuilds_by_default,
     suggest_control_device,
 )
 from brigade._checks import require_agreement
-from brigade._output_tie import tie
+from brigade._logger import Logger
 from brigade._parameter_watch import ParameterWatch
 
 _MIB = 1024 * 1024
@@ -55,6 +54,37 @@ def _profiler_range(name: str) -> AbstractContextManager[Any]:
     if torch.autograd._profiler_enabled():
         return torch.autograd.profiler.record_function(name)
     return nullcontext()
+
+
+def _tied(output: Any, copies: bool) -> Any:
+    """A stand-in for any nest of tensors: a backward from one of them goes through all.
+
+    `copies`: the tensors are copies, which the caller may change in place, as torch's; what
+    their backward needs is left alone.
+    """
+    leaves, structure, is_rref = torch_ddp._tree_flatten_with_rref(output)
+    places = [
+        i for i, leaf in enumerate(leaves) if torch.is_tensor(leaf) and leaf.grad_fn is not None
+    ]
+    tensors = [leaves[i] for i in places]
+    if len(tensors) == 1 and copies:
+        tensors = [tensors[0].clone()]
+    elif len(tensors) > 1:
+        tensors = _Tie.apply(copies, *tensors)
+    for i, tensor in zip(places, tensors, strict=True):
+        leaves[i] = tensor
+    return torch_ddp._tree_unflatten_with_rref(leaves, structure, is_rref)
+
+
+class _Tie(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, copies: bool, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        ctx.set_materialize_grads(False)
+        return tuple(tensor.clone() for tensor in tensors) if copies else tensors
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+        return (None, *gradients)
 
 
 def _step_optimizers(parameter: torch.Tensor) -> None:
@@ -491,8 +521,14 @@ class DistributedDataParallel(_TorchDistributedDataParallel):
         if self._require_manual_backward_finalization:
             self.reducer._set_manual_finalization_required(True)
         syncs_batch_norm = any(isinstance(m, torch.nn.SyncBatchNorm) for m in self.module.modules())
-        self.logger = Logger(self.reducer)
-        self.reducer.set_logger(self.logger)
+        self.logger = Logger(
+            self.reducer,
+            parameters,
+            self.process_group,
+            bucket_bytes_cap=self._bucket_caps()[-1],
+            find_unused_parameters=self.find_unused_parameters,
+            gradient_as_bucket_view=self.gradient_as_bucket_view,
+        )
         self.logger.set_construction_data_and_log(
             type(self.module).__name__,
             self.device_ids or [],
@@ -562,9 +598,13 @@ class DistributedDataParallel(_TorchDistributedDataParallel):
             return self._post_forward(outputs)
 
     def _pre_forward(self, *inputs: Any, **kwargs: Any) -> Any:
-        if torch.is_grad_enabled() and self.require_backward_grad_sync:
-            self._check_parameters()
-        return super()._pre_forward(*inputs, **kwargs)
+        try:
+            if torch.is_grad_enabled() and self.require_backward_grad_sync:
+                self._check_parameters()
+            return super()._pre_forward(*inputs, **kwargs)
+        except Exception as error:
+            self._log_error(error)
+            raise
 
     def _forward_without_peers(self, *inputs: Any, **kwargs: Any) -> Any:
         """Ranks that have joined would not know that nothing is to be reduced."""
@@ -580,11 +620,10 @@ class DistributedDataParallel(_TorchDistributedDataParallel):
     def _check_parameters(self) -> None:
         if self._delay_all_reduce_all_params:
             return
-        with self._errors_in_logging_data():
-            _checks.require_process(self._process)
-            if self.check_module == "error":
-                self._watch.check()
-        if self.check_module == "warn":
+        _checks.require_process(self._process)
+        if self.check_module == "error":
+            self._watch.check()
+        elif self.check_module == "warn":
             try:
                 self._watch.check()
             except RuntimeError as error:
@@ -598,8 +637,12 @@ class DistributedDataParallel(_TorchDistributedDataParallel):
             self.require_forward_param_sync = will_reduce
             if will_reduce:
                 if self.find_unused_parameters and not self.static_graph:
-                    output = tie(output, copies=self._ddp_sink_clone)
-                self.reducer.prepare_for_backward(list(torch_ddp._find_tensors(output)))
+                    output = _tied(output, copies=self._ddp_sink_clone)
+                try:
+                    self.reducer.prepare_for_backward(list(torch_ddp._find_tensors(output)))
+                except RuntimeError as error:
+                    self._log_error(error)
+                    raise
             elif torch.is_grad_enabled():
                 self.reducer._note_local_forward(list(torch_ddp._find_tensors(output)))
         self._clear_grad_buffer()
@@ -800,21 +843,19 @@ class DistributedDataParallel(_TorchDistributedDataParallel):
             DistBackendError: A peer failed.
             RuntimeError: There is a hook already, or ranks give other hooks.
         """
-        with self._errors_in_logging_data():
+        try:
             _checks.require_comm_hook(hook)
             self.reducer._register_comm_hook(state, hook)
+        except Exception as error:
+            self._log_error(error)
+            raise
         self.logger._set_comm_hook_name(_checks.name_of(hook))
         self._comm_hooks.append((hook, state))
 
     def _register_builtin_comm_hook(self, comm_hook_type: dist.BuiltinCommHookType) -> None:
-        with self._errors_in_logging_data():
-            self.reducer._register_builtin_comm_hook(comm_hook_type)
+        self.reducer._register_builtin_comm_hook(comm_hook_type)
         self.logger._set_comm_hook_name(str(comm_hook_type))
 
-    @contextmanager
-    def _errors_in_logging_data(self):
-        try:
-            yield
-        except Exception as error:
+    def _log_error(self, error: Exception) -> None:
+        if self.logger is not None:
             self.logger.set_error_and_log(f"{type(error).__name__}: {error}")
-            raise
