@@ -29,9 +29,9 @@ from brigade._C import (
     Reducer,
     describe_tensor,
     rebuilds_by_default,
+    require_agreement,
     suggest_control_device,
 )
-from brigade._checks import require_agreement
 from brigade._logger import Logger
 from brigade._parameter_watch import ParameterWatch
 
@@ -42,10 +42,10 @@ _TRACED = ("forward", "_pre_forward", "_post_forward")
 _TorchDistributedDataParallel = torch_ddp.DistributedDataParallel
 
 
-def _descriptions(tensors: dict[str, torch.Tensor]) -> list[str]:
+def _descriptions(named: dict[str, torch.Tensor]) -> list[str]:
     return [
         describe_tensor(name, tensor) + (", requires_grad" if tensor.requires_grad else "")
-        for name, tensor in tensors.items()
+        for name, tensor in named.items()
     ]
 
 
@@ -272,8 +272,16 @@ class DistributedDataParallel(_TorchDistributedDataParallel):
                 FutureWarning,
                 stacklevel=2,
             )
-        if compares_ranks:
-            self._require_same_options(static_graph, dict(delayed))
+        if compares_ranks:  # these decide on others, which the reducer compares
+            options = [
+                f"forward_sync_buffers = {self.forward_sync_buffers}",
+                f"find_unused_parameters = {find_unused_parameters}",
+                f"static_graph = {static_graph}",
+                f"mixed_precision = {mixed_precision}",
+                f"delayed parameters = {len(delayed)}",
+            ]
+            require_agreement(group, "option", options)
+            require_agreement(group, "delayed parameter", _descriptions(dict(delayed)))
         if delayed:
             self._register_delay_all_reduce_hook(
                 bucket_cap_mb=self.bucket_bytes_cap // _MIB,
@@ -284,7 +292,11 @@ class DistributedDataParallel(_TorchDistributedDataParallel):
                 return
 
         if compares_ranks:
-            self._require_same_module(syncs_buffers_at_init)
+            named = self._not_ignored(module.named_parameters())  # frozen ones, too
+            require_agreement(group, "parameter", _descriptions(named))
+            if self.forward_sync_buffers or syncs_buffers_at_init:
+                named = self._not_ignored(module.named_buffers())
+                require_agreement(group, "buffer", _descriptions(named))
         parameters, expect_sparse = self._build_params_for_reducer()
         names = self._build_debug_param_to_name_mapping(parameters)
         self._ddp_init_helper(parameters, expect_sparse, names, static_graph, init_sync)
@@ -333,29 +345,6 @@ class DistributedDataParallel(_TorchDistributedDataParallel):
     @broadcast_buffers.setter
     def broadcast_buffers(self, value: bool) -> None:
         self.forward_sync_buffers = value
-
-    def _require_same_options(self, static_graph: bool, delayed: dict[str, torch.Tensor]) -> None:
-        """Compares options that decide on collectives with the other ranks."""
-        options = [
-            f"forward_sync_buffers = {self.forward_sync_buffers}",
-            f"find_unused_parameters = {self.find_unused_parameters}",
-            f"skip_all_reduce_unused_params = {self.skip_all_reduce_unused_params}",
-            f"static_graph = {static_graph}",
-            f"mixed_precision = {self.mixed_precision}",
-            *(f"{name} = {value}" for name, value in self._own_options.items()),
-            f"delayed parameters = {len(delayed)}",
-        ]
-        require_agreement(self.process_group, "option", options)
-        if delayed:
-            require_agreement(self.process_group, "delayed parameter", _descriptions(delayed))
-
-    def _require_same_module(self, syncs_buffers_at_init: bool) -> None:
-        """Compares parameters, frozen ones too, and buffers with the other ranks."""
-        parameters = self._not_ignored(self.module.named_parameters())
-        require_agreement(self.process_group, "parameter", _descriptions(parameters))
-        if self.forward_sync_buffers or syncs_buffers_at_init:
-            buffers = self._not_ignored(self.module.named_buffers())
-            require_agreement(self.process_group, "buffer", _descriptions(buffers))
 
     def _not_ignored(self, named: Iterable[tuple[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
         return {name: tensor for name, tensor in named if name not in self.parameters_to_ignore}
