@@ -6,6 +6,7 @@ them, at any time, has the same class. install() changes the result of their con
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import copyreg
 import functools
@@ -13,7 +14,6 @@ import sys
 import types
 import warnings
 from collections.abc import Callable
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -53,26 +53,7 @@ _MISSING = object()
 _replaced: list[tuple[Any, str, Any, Any]] = []
 
 
-class _Installed:
-    """Leaving it as a context undoes what the call of install() did."""
-
-    def __init__(self, is_first: bool) -> None:
-        self._is_first = is_first
-
-    def __enter__(self) -> None:
-        return None
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        if self._is_first:
-            uninstall()
-
-
-def install() -> _Installed:
+def install() -> contextlib.ExitStack:
     """Lets torch's DistributedDataParallel and fully_shard make brigade's, until uninstall().
 
     So do classes derived from torch's, defaults and partials that hold it, and
@@ -94,7 +75,7 @@ def install() -> _Installed:
         with brigade.install(): trainer.fit() # for a while
     """
     if _replaced:
-        return _Installed(is_first=False)
+        return contextlib.ExitStack()
     if bound := _bound_functions():
         warnings.warn(
             f"brigade.install(): torch's functions are bound as {_checks.some_of(bound)} already; "
@@ -106,7 +87,9 @@ def install() -> _Installed:
     for name, function in _OURS.items():
         for module in _HOMES:
             _replace(module, name, function)
-    return _Installed(is_first=True)
+    undone = contextlib.ExitStack()
+    undone.callback(uninstall)
+    return undone
 
 
 def uninstall() -> None:
@@ -214,19 +197,13 @@ def _sharding(ours: Callable) -> Callable:
     return shard
 
 
-_meshes: dict[str, tuple[dist.ProcessGroup, DeviceMesh]] = {}
-
-
 def _default_mesh(below: list[FSDPModule]) -> DeviceMesh | None:
     """Of the accelerator, as torch chooses, or of modules sharded already; None: of CPUs."""
     part = next((part for each in below for part in each.parameters()), None)
     kind = torch._C._get_accelerator().type if part is None else part.device.type
     if kind == "cpu":
         return None
-    group = dist.group.WORLD
-    if kind not in _meshes or _meshes[kind][0] is not group:  # destroyed since
-        _meshes[kind] = group, init_device_mesh(kind, (dist.get_world_size(),))
-    return _meshes[kind][1]
+    return init_device_mesh(kind, (dist.get_world_size(),))
 
 
 def _brigades_below(module: Any) -> list[FSDPModule]:

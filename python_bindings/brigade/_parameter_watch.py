@@ -143,7 +143,7 @@ class ParameterSlots:
                 raise RuntimeError(
                     f"fully_shard: expected parameter '{self._path(where, name)}' as it was "
                     f"sharded, found a {type(found).__name__} of {tuple(found.shape)} in its place."
-                    "\nPut the sharded one back, and give values by load_full_state_dict(); "
+                    "\nPut the sharded one back, and give values by load_state_dict(); "
                     "torch.func.functional_call works inside of whole_parameters() and no_grad()."
                 )
         self._require_no_others(modules)

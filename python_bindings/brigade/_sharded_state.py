@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
 
 from brigade import _C
 from brigade._sharded_tensors import TensorShard, as_shard
@@ -30,20 +29,6 @@ def _require_all_on_rank0(root: Root) -> None:
 
 def _copy_of(value: Any) -> Any:
     return value.detach().clone() if isinstance(value, torch.Tensor) else value
-
-
-def require_whole_state(module: nn.Module, state: dict[str, torch.Tensor]) -> None:
-    """Raises ValueError unless it has the module's names and shapes."""
-    own = module.state_dict(keep_vars=True)
-    if own.keys() != state.keys():
-        names = sorted(own.keys() ^ state.keys())
-        raise ValueError(f"load_full_state_dict: expected the module's names, found {names}.")
-    for name, value in own.items():
-        if isinstance(value, torch.Tensor) and state[name].shape != value.shape:
-            raise ValueError(
-                f"load_full_state_dict: '{name}': expected {tuple(value.shape)}, found "
-                f"{tuple(state[name].shape)}."
-            )
 
 
 def sharded_state(parameter: TensorShard, values: dict[str, Any]) -> dict[str, Any]:

@@ -47,22 +47,6 @@ def convert(module: nn.Module, fn: Callable[[torch.Tensor], torch.Tensor], recur
                     each._apply(fn)
 
 
-def give_memory(module: nn.Module, device: torch.device) -> None:
-    """Allocates tensors of the state dict that are on meta; their values are undefined."""
-
-    def fn(tensor: torch.Tensor) -> torch.Tensor:
-        return torch.empty_like(tensor, device=device) if tensor.is_meta else tensor
-
-    for each in module.modules():
-        for parameter in each._parameters.values():
-            if isinstance(parameter, TensorShard):
-                _convert(parameter, fn, None)
-        others = each._non_persistent_buffers_set
-        kept = {name: value for name, value in each._buffers.items() if name not in others}
-        _apply_to_others(each, kept, fn)
-        each._buffers.update(kept)
-
-
 @torch.no_grad()
 def _convert(
     parameter: TensorShard,

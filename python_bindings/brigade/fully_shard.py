@@ -29,12 +29,11 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy, UnshardH
 
 from brigade import _C, _compiling, _sharded_state
 from brigade._checks import failure_told_to_peers
-from brigade._device_moves import device_of, serves
 from brigade._shardable_parameters import require_count
 from brigade._sharded_units import Root, Unit, own_modules, split_reshards, unit_of
 from brigade._sharding_mesh import group_of, mesh_of_placements
 from brigade._torch_patches import patch_torch
-from brigade._unit_conversion import convert, give_memory
+from brigade._unit_conversion import convert
 
 # Of torch 2.15 and later.
 GradientReductionHandle: type = getattr(
@@ -313,21 +312,6 @@ class FSDPModule(_TorchFSDPModule):
         self._root()
         return _sharded_state.gather_nest(dict(self.state_dict()), rank0_only)
 
-    def load_full_state_dict(self, state: dict[str, torch.Tensor]) -> None:
-        """Collective: from unsharded parameters and buffers, equal on all ranks.
-
-        Tensors on meta get memory where the state is, or on the group's device if it has no
-        backend for that; buffers that are in no state dict stay on meta.
-
-        Raises:
-            ValueError: a name is missing or unknown, or a shape differs; nothing is changed.
-        """
-        _sharded_state.require_whole_state(self, state)
-        if any(unit.is_from_meta for unit in unit_of(self).with_those_below()):
-            group, device = unit_of(self).group, next(iter(state.values())).device
-            give_memory(self, device if serves(group, device) else device_of(group))
-        self.load_state_dict(state)
-
     def explain(self) -> str:
         """Units, bytes and padding, in words."""
         return self._root().native.explain()
@@ -593,13 +577,4 @@ def share_comm_ctx(modules: list[FSDPModule]) -> None:
     """Without effect: of torch's, models that run in turns share streams by it.
 
     Each of brigade's models has connections of its own.
-
-    Raises:
-        ValueError: one is not sharded by fully_shard.
     """
-    for module in modules:
-        if not isinstance(module, FSDPModule):
-            raise ValueError(
-                "share_comm_ctx: expected modules that brigade.fully_shard has sharded, found a "
-                f"{type(module).__name__}.\nLeave it out."
-            )

@@ -1187,7 +1187,7 @@ class Sharded(Program):
                 for name in each:
                     if name.endswith("calls"):
                         each[name].zero_()
-            self.model.load_full_state_dict(state)
+            self.model.load_state_dict(state)
         elif kind == "whole":
             brigade.load_whole(self.model, path, self.optimizer)
         else:

@@ -53,7 +53,7 @@ def test_parts_are_not_saved_as_wholes(rank, tmp_path):
 def _sharded(values=None):
     model = shard_blocks(make_net())
     if values is not None:
-        model.load_full_state_dict(values)
+        model.load_state_dict(values)
     return model
 
 
@@ -196,7 +196,7 @@ def test_torchs_writer_loses_nothing(rank, tmp_path):
             dcp.save(model.state_dict(), storage_writer=writer)
 
     in_rows = shard_blocks(make_net(), block_numel_fn=lambda p: p[0].numel())
-    in_rows.load_full_state_dict(_values())
+    in_rows.load_state_dict(_values())
     writer = hugging_face.HuggingFaceStorageWriter(f"{tmp_path}/refused")
     with pytest.raises(
         dcp.api.CheckpointException, match=r"one rank to write file 1, found \[0, 1\]"

@@ -114,7 +114,7 @@ def saved(tmp_path_factory):
 
 # What loads the parameters that _saves() has saved.
 _LOADERS = {
-    "whole": lambda model, folder: model.load_full_state_dict(_whole(folder)["model"]),
+    "whole": lambda model, folder: model.load_state_dict(_whole(folder)["model"]),
     "torchs": lambda model, folder: dcp.load(
         {"model": model.state_dict()}, checkpoint_id=f"{folder}/torchs"
     ),
@@ -233,7 +233,7 @@ def test_full_optimizer_state(rank, world_size):
     else:
         assert alone == ({}, {})
     model, optimizer = _trained(rank, steps=0)
-    model.load_full_state_dict(plain.state_dict())
+    model.load_state_dict(plain.state_dict())
     set_optimizer_state_dict(model, optimizer, expected, options=_WHOLE)
     step_of_all(plain, plain_optimizer, 2, world_size)
     _step(model, optimizer, 2, rank)
