@@ -173,37 +173,33 @@ def _setstate(self: torch.nn.Module, state: dict[str, Any]) -> None:
         DistributedDataParallel.__setstate__(self, state)
 
 
-def _passing_on(name: str, is_ours: Callable[[Any], bool], ours: Callable) -> Callable:
+def _passing_on(is_ours: Callable[[Any], bool], ours: Callable) -> Callable:
     """Torch's function of that name, with brigade's for a first argument that is brigade's."""
+    torchs = _torchs[ours.__name__]
 
-    @functools.wraps(_torchs[name])
+    @functools.wraps(torchs)
     def function(*args: Any, **kwargs: Any) -> Any:
         first = next(iter((*args, *kwargs.values())), None)
-        return (ours if is_ours(first) else _torchs[name])(*args, **kwargs)
+        return (ours if is_ours(first) else torchs)(*args, **kwargs)
 
     return function
 
 
-def _sharding(ours: Callable) -> Callable:
-    @functools.wraps(_torchs[ours.__name__])
-    def shard(module: Any, **kwargs: Any) -> Any:
-        mesh = kwargs.get("mesh")
-        if not _is_ours(module, mesh, ours.__name__):
-            return _torchs[ours.__name__](module, **kwargs)
-        if mesh is None and dist.is_initialized():
-            kwargs["mesh"] = _default_mesh(_brigades_below(module))
-        return ours(module, **kwargs)
-
-    return shard
+@functools.wraps(_torchs["fully_shard"])
+def _shard(module: Any, **kwargs: Any) -> Any:
+    mesh = kwargs.get("mesh")
+    if not _is_ours(module, mesh):
+        return _torchs["fully_shard"](module, **kwargs)
+    if mesh is None and dist.is_initialized():
+        kwargs["mesh"] = _default_mesh(_brigades_below(module))
+    return fully_shard(module, **kwargs)
 
 
 def _default_mesh(below: list[FSDPModule]) -> DeviceMesh | None:
     """Of the accelerator, as torch chooses, or of modules sharded already; None: of CPUs."""
     part = next((part for each in below for part in each.parameters()), None)
     kind = torch._C._get_accelerator().type if part is None else part.device.type
-    if kind == "cpu":
-        return None
-    return init_device_mesh(kind, (dist.get_world_size(),))
+    return None if kind == "cpu" else init_device_mesh(kind, (dist.get_world_size(),))
 
 
 def _brigades_below(module: Any) -> list[FSDPModule]:
@@ -211,7 +207,7 @@ def _brigades_below(module: Any) -> list[FSDPModule]:
     return [c for each in modules for c in each.modules() if isinstance(c, FSDPModule)]
 
 
-def _is_ours(module: Any, mesh: Any, function: str) -> bool:
+def _is_ours(module: Any, mesh: Any) -> bool:
     """Whether brigade shards it; warns where torch does since its devices are others."""
     modules = module if isinstance(module, (list, tuple)) else [module]
     below = [child for each in modules for child in each.modules()]
@@ -221,7 +217,7 @@ def _is_ours(module: Any, mesh: Any, function: str) -> bool:
     if kind in ("cpu", "cuda") or _brigades_below(module):
         return True
     warnings.warn(
-        f"brigade.install(): {function} on devices of type '{kind}' is torch's: brigade shards on "
+        f"brigade.install(): fully_shard on devices of type '{kind}' is torch's: brigade shards on "
         "CPUs and CUDA devices so far.\nNothing is to be done.",
         stacklevel=3,
     )
@@ -229,15 +225,11 @@ def _is_ours(module: Any, mesh: Any, function: str) -> bool:
 
 
 _OURS = {
-    "fully_shard": _sharding(fully_shard),
+    "fully_shard": _shard,
     "register_fsdp_forward_method": _passing_on(
-        "register_fsdp_forward_method",
-        lambda module: isinstance(module, FSDPModule),
-        register_fsdp_forward_method,
+        lambda module: isinstance(module, FSDPModule), register_fsdp_forward_method
     ),
     "share_comm_ctx": _passing_on(
-        "share_comm_ctx",
-        lambda modules: any(isinstance(each, FSDPModule) for each in modules),  # or it raises
-        share_comm_ctx,
+        lambda modules: any(isinstance(each, FSDPModule) for each in modules), share_comm_ctx
     ),
 }
