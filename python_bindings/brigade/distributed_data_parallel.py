@@ -181,7 +181,6 @@ class DistributedDataParallel(_TorchDistributedDataParallel):
     batched_grad_copy = False
     lazy_bucket_allocation = False
     bucket_bytes_cap_list: Sequence[int] = ()
-    _require_manual_backward_finalization = False
     check_module = "error"
     _given_plan: list[list[int]] | None = None
     _own_options: Mapping[str, Any] = {}  # of the reducer, which torch's has not
@@ -507,8 +506,6 @@ class DistributedDataParallel(_TorchDistributedDataParallel):
             **self._own_options,
         )
         self.reducer._expect_forwards()
-        if self._require_manual_backward_finalization:
-            self.reducer._set_manual_finalization_required(True)
         syncs_batch_norm = any(isinstance(m, torch.nn.SyncBatchNorm) for m in self.module.modules())
         self.logger = Logger(
             self.reducer,
@@ -718,64 +715,6 @@ class DistributedDataParallel(_TorchDistributedDataParallel):
         if self.modules_buffers:
             with torch.no_grad():
                 self._default_broadcast_coalesced(authoritative_rank=src)
-
-    # ----------------------------------------------------- manual finalization
-
-    @property
-    def require_manual_backward_finalization(self) -> bool:
-        """Whether finalize_backward() has to be called, once for each reduced backward.
-
-        If False, the default, backward itself waits for the gradients of the other ranks. Set it
-        before forward, on all ranks.
-
-        Raises:
-            RuntimeError: There is no reducer to wait for, or a backward is running.
-        """
-        return self._require_manual_backward_finalization
-
-    @require_manual_backward_finalization.setter
-    def require_manual_backward_finalization(self, required: bool) -> None:
-        if required:
-            self._require_a_reducer()
-        elif self._delay_all_reduce_all_params:
-            return
-        self.reducer._set_manual_finalization_required(required)
-        self._require_manual_backward_finalization = required
-
-    @property
-    def should_finalize_after_backward(self) -> bool:
-        """Whether finalize_backward() has to wait for the end of the next backward.
-
-        To be read after forward. If False, a hook that runs in backward may call it as soon as
-        all gradients are there.
-        """
-        if not self._require_manual_backward_finalization:
-            return False
-        return self.mixed_precision is not None or self.reducer._should_finalize_after_backward()
-
-    def finalize_backward(self) -> None:
-        """Waits for the gradients of the other ranks and writes the averages into ``.grad``.
-
-        Raises:
-            RuntimeError: It is not required, gradients are missing, or there is nothing to wait
-                for: under no_sync(), or when it is called twice.
-        """
-        self._require_a_reducer()
-        self.reducer._finalize_backward_manual()
-
-    def _require_a_reducer(self) -> None:
-        if self._delay_all_reduce_all_params:
-            raise RuntimeError(
-                "DistributedDataParallel: Manual backward finalization is not supported when all "
-                "parameters are in delay_all_reduce_named_params, whose hook waits for them.\n"
-                "Leave a parameter out of that list, or let backward finish by itself."
-            )
-        if self._use_python_reducer:
-            raise RuntimeError(
-                "DistributedDataParallel: Manual backward finalization is not supported with the "
-                'compiler\'s optimize_ddp="python_reducer", where the compiled backward waits.\n'
-                "Choose another mode before the module is wrapped."
-            )
 
     # ------------------------------------------------------------------- join
 
