@@ -4,16 +4,13 @@
 #include <c10/util/Exception.h>
 
 #include <algorithm>
-#include <exception>
 #include <utility>
 
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_join.h"
-#include "brigade/comm/errors/error_texts.h"
 #include "brigade/comm_hooks/averaging_hook.h"
 #include "brigade/comm_hooks/comm_hooks.h"
 #include "brigade/comm_hooks/hook_traits.h"
-#include "brigade/observing/timeline_recorder.h"
 #include "brigade/python_bindings/python_hooks.h"
 
 namespace brigade {
