@@ -784,6 +784,13 @@ class DistributedDataParallel(_TorchDistributedDataParallel):
         self.reducer._register_builtin_comm_hook(comm_hook_type)
         self.logger._set_comm_hook_name(str(comm_hook_type))
 
+    def _set_static_graph(self) -> None:
+        try:
+            super()._set_static_graph()
+        except RuntimeError as error:
+            self._log_error(error)
+            raise
+
     def _log_error(self, error: Exception) -> None:
         if self.logger is not None:
             self.logger.set_error_and_log(f"{type(error).__name__}: {error}")

@@ -145,6 +145,7 @@ def test_a_static_graph_is_declared_before_training(rank):
     loss_of(wrapped(inputs(rank, 1)[0])).backward()
     with pytest.raises(RuntimeError, match="iteration 1"):
         wrapped._set_static_graph()
+    assert "iteration 1" in wrapped._get_ddp_logging_data()["error"]
 
 
 @on_ranks()
