@@ -271,11 +271,12 @@ class DistributedDataParallel(_TorchDistributedDataParallel):
                 FutureWarning,
                 stacklevel=2,
             )
-        if compares_ranks:  # these decide on others, which the reducer compares
+        if compares_ranks:  # the reducer compares the others
             options = [
                 f"forward_sync_buffers = {self.forward_sync_buffers}",
                 f"find_unused_parameters = {find_unused_parameters}",
                 f"static_graph = {static_graph}",
+                f"one_backward_per_forward = {one_backward_per_forward}",
                 f"mixed_precision = {mixed_precision}",
                 f"delayed parameters = {len(delayed)}",
             ]
