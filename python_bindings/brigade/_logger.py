@@ -61,12 +61,6 @@ class Logger(dist.Logger):
         data = self._data
         data["iteration"] = statistics["iteration"]
         data["can_set_static_graph"] = int(self._reducer._ddp_graph_static())
-        data["has_rebuilt_buckets"] = int(statistics["rebuilds"] > 0)
-        if statistics["rebuilds"] > 0:
-            data["rebuilt_bucket_sizes"] = self._bucket_sizes()
-            data["rebuilt_per_bucket_param_indices"] = ", ".join(
-                " ".join(map(str, bucket)) for bucket in self._reducer._bucket_plan()
-            )
         iteration, durations, instants, order = self._reducer._timeline()
         if iteration != statistics["iteration"]:
             return
@@ -97,6 +91,12 @@ class Logger(dist.Logger):
             time_ns, iteration, text = error
             self._set_error(text, iteration, time_ns)
         self._data["num_buckets_reduced"] = statistics["buckets_reduced"]
+        self._data["has_rebuilt_buckets"] = int(statistics["rebuilds"] > 0)
+        if statistics["rebuilds"] > 0:
+            self._data["rebuilt_bucket_sizes"] = self._bucket_sizes()
+            self._data["rebuilt_per_bucket_param_indices"] = ", ".join(
+                " ".join(map(str, bucket)) for bucket in self._reducer._bucket_plan()
+            )
         data = super()._get_ddp_logging_data()
         texts, numbers = dict(data.strs_map), dict(data.ints_map)
         for name, value in self._data.items():
