@@ -195,13 +195,12 @@ BucketArm arm_of(std::string_view size) {
           .caps_bytes = {std::max<int64_t>(1, bytes)}};
 }
 
-SweepSamples measure(
-    const std::vector<at::Tensor>& parameters,
-    const std::function<at::Tensor()>& loss,
-    const std::vector<std::string>& sizes,
-    const c10::intrusive_ptr<c10d::ProcessGroup>& group, int64_t num_rounds,
-    int64_t num_steps, const ReducerOptions& options,
-    const std::function<void(const std::string&)>& after_visit) {
+SweepSamples measure(const std::vector<at::Tensor>& parameters,
+                     const std::function<at::Tensor()>& loss,
+                     const std::vector<std::string>& sizes,
+                     const c10::intrusive_ptr<c10d::ProcessGroup>& group,
+                     int64_t num_rounds, int64_t num_steps,
+                     const ReducerOptions& options) {
   TORCH_CHECK_VALUE(num_rounds > 0 && num_steps > 0,
                     "measure: rounds and steps must be 1 or more, got ",
                     num_rounds, " and ", num_steps, ".\nLeave them out.");
@@ -216,7 +215,6 @@ SweepSamples measure(
   }
   for (const BucketArm& arm : arms) {
     training.add_arm(samples.tracks, arm);
-    if (after_visit) after_visit(arm.label);
   }
 
   SweepTrack local = {.arms = {{.label = "no reducer", .caps_bytes = {}}}};
@@ -225,7 +223,6 @@ SweepSamples measure(
   for (int64_t round = 0; round < num_rounds; ++round) {
     for (SweepTrack* const track : order) {
       training.visit(*track, num_steps);
-      if (after_visit) after_visit(track->arms.front().label);
     }
     std::ranges::reverse(order);
   }

@@ -50,13 +50,12 @@ struct SweepSamples {
 };
 
 // sweep() of bucket_sweep/sweep.h, without statistics.
-SweepSamples measure(
-    const std::vector<at::Tensor>& parameters,
-    const std::function<at::Tensor()>& loss,
-    const std::vector<std::string>& sizes,
-    const c10::intrusive_ptr<c10d::ProcessGroup>& group, int64_t num_rounds,
-    int64_t num_steps, const ReducerOptions& options,
-    const std::function<void(const std::string&)>& after_visit);
+SweepSamples measure(const std::vector<at::Tensor>& parameters,
+                     const std::function<at::Tensor()>& loss,
+                     const std::vector<std::string>& sizes,
+                     const c10::intrusive_ptr<c10d::ProcessGroup>& group,
+                     int64_t num_rounds, int64_t num_steps,
+                     const ReducerOptions& options);
 
 }  // namespace brigade
 

@@ -223,8 +223,7 @@ SweepSummary sweep(const std::vector<at::Tensor>& parameters,
                    const c10::intrusive_ptr<c10d::ProcessGroup>& group,
                    const SweepOptions& options) {
   return summarize(measure(parameters, loss, options.sizes, group,
-                           options.rounds, options.steps, options.reducer,
-                           options.after_visit));
+                           options.rounds, options.steps, options.reducer));
 }
 
 SweepSummary summarize(const SweepSamples& samples) {

@@ -46,9 +46,6 @@ struct SweepOptions {
 
   // How the model is trained, except for sizes of buckets and the plan.
   ReducerOptions reducer = {};
-
-  // Called with a row's label, at most (sizes + 2) * (rounds + 1) times.
-  std::function<void(const std::string& label)> after_visit = nullptr;
 };
 
 // Sizes that give the same buckets.

@@ -5,8 +5,7 @@ hides the packages of the environment that is installed into. To require torch
 there would download 3 GB for headers that are there already, and might build
 against another version than brigade will run with. So torch is looked for by
 path, in the environment that this Python belongs to. Where it has none, that is
-said at once; a front end that makes a whole environment to build in
-(`python -m build`) is told to fetch torch there by the setting fetch-torch=yes.
+said at once. `python -m build` needs --no-isolation.
 """
 
 from __future__ import annotations
@@ -23,19 +22,16 @@ from scikit_build_core.build import (  # noqa: F401  (hooks of a build backend)
 )
 
 _LIBTORCH = "cmake.define.BRIGADE_LIBTORCH"
-_FETCH = "fetch-torch"
 
 Settings = dict[str, Any] | None
 
 
 def get_requires_for_build_wheel(config_settings: Settings = None) -> list[str]:
-    required = backend.get_requires_for_build_wheel(_without_ours(config_settings))
-    return required + _torch_to_fetch(config_settings)
+    return backend.get_requires_for_build_wheel(_with_torch(config_settings))
 
 
 def get_requires_for_build_editable(config_settings: Settings = None) -> list[str]:
-    required = backend.get_requires_for_build_editable(_without_ours(config_settings))
-    return required + _torch_to_fetch(config_settings)
+    return backend.get_requires_for_build_editable(_with_torch(config_settings))
 
 
 def build_wheel(
@@ -50,27 +46,11 @@ def build_editable(
     return backend.build_editable(wheel_directory, _with_torch(config_settings), metadata_directory)
 
 
-def _without_ours(settings: Settings) -> dict[str, Any]:
-    return {name: value for name, value in (settings or {}).items() if name != _FETCH}
-
-
-def _torch_to_fetch(settings: Settings) -> list[str]:
-    """Requirements of the build, beside those of scikit-build-core."""
-    settings = settings or {}
-    if settings.get(_FETCH) == "yes":
-        return [f"torch=={torch_wheel.pinned()}"]
-    if _LIBTORCH not in settings:
-        _require_supported(torch_wheel.of_environment())
-    return []
-
-
 def _with_torch(settings: Settings) -> dict[str, Any]:
     """Tells CMake which LibTorch to build against, unless the user did."""
-    fetched = (settings or {}).get(_FETCH) == "yes"
-    settings = _without_ours(settings)
+    settings = dict(settings or {})
     if _LIBTORCH not in settings:
-        torch = torch_wheel.of_build_environment() if fetched else torch_wheel.of_environment()
-        settings[_LIBTORCH] = str(_require_supported(torch))
+        settings[_LIBTORCH] = str(_require_supported(torch_wheel.of_environment()))
     torch_wheel.chosen = pathlib.Path(settings[_LIBTORCH])
     return settings
 
@@ -82,8 +62,7 @@ def _require_supported(torch: pathlib.Path | None) -> pathlib.Path:
     if torch is None:
         raise RuntimeError(
             f"{wanted}, and {sysconfig.get_path('platlib')} has none.\n"
-            f"Install one there first: pip install torch=={torch_wheel.pinned()}.  "
-            f"(To fetch one for the build only: --config-settings={_FETCH}=yes.)"
+            f"Install one there first: pip install torch=={torch_wheel.pinned()}."
         )
     if (found := torch_wheel.minor_version(torch)) not in versions:
         raise RuntimeError(

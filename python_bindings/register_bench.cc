@@ -19,8 +19,7 @@ std::pair<std::string, std::string> sweep_in_python(
     const std::vector<std::string>& sizes,
     const c10::intrusive_ptr<c10d::ProcessGroup>& group, int64_t rounds,
     int64_t steps, bool find_unused_parameters, bool static_graph,
-    bool gradient_as_bucket_view,
-    const std::function<void(const std::string&)>& after_visit) {
+    bool gradient_as_bucket_view) {
   const SweepSummary summary =
       sweep(parameters, loss, group,
             {.sizes = sizes,
@@ -28,8 +27,7 @@ std::pair<std::string, std::string> sweep_in_python(
              .steps = steps,
              .reducer = {.find_unused_parameters = find_unused_parameters,
                          .static_graph = static_graph,
-                         .gradient_as_bucket_view = gradient_as_bucket_view},
-             .after_visit = after_visit});
+                         .gradient_as_bucket_view = gradient_as_bucket_view}});
   return {to_text(name, summary), to_json(name, summary)};
 }
 
@@ -40,7 +38,7 @@ void register_bench(py::module_& module) {
              py::arg("loss"), py::arg("sizes"), py::arg("group"), py::kw_only(),
              py::arg("rounds"), py::arg("steps"),
              py::arg("find_unused_parameters"), py::arg("static_graph"),
-             py::arg("gradient_as_bucket_view"), py::arg("after_visit"),
+             py::arg("gradient_as_bucket_view"),
              py::call_guard<py::gil_scoped_release>(),
              "Collective; see bucket_sweep/sweep.h. Returns the table, and all "
              "figures as JSON.");

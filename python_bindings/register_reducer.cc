@@ -6,18 +6,20 @@
 #include <algorithm>
 #include <cstddef>
 #include <cstdint>
+#include <map>
 #include <memory>
 #include <optional>
 #include <string>
 #include <torch/csrc/distributed/c10d/default_comm_hooks.hpp>
 #include <torch/csrc/distributed/c10d/reducer.hpp>
+#include <tuple>
 #include <unordered_map>
 #include <utility>
 #include <vector>
 
 #include "brigade/comm_hooks/chained_collectives.h"
-#include "brigade/hooks/output_hooks.h"
-#include "brigade/python_bindings/logger.h"
+#include "brigade/observing/timeline.h"
+#include "brigade/observing/timeline_recorder.h"
 #include "brigade/python_bindings/python_hooks.h"
 #include "brigade/python_bindings/registrations.h"
 #include "brigade/python_bindings/torch_reducer.h"
@@ -122,34 +124,40 @@ void set_steps_in_backward(TorchReducer& reducer,
   reducer.step_in_backward(parameters, std::move(steps));
 }
 
-// A rank that has joined would launch buckets of its own plan, and leave out
-// everything else that its peers wait for.
-[[noreturn]] void refuse_own_launches(const TorchReducer&, const py::args&) {
-  TORCH_CHECK_NOT_IMPLEMENTED(
-      false,
-      "brigade.Reducer: a rank without data takes part in its peers' "
-      "iteration as a whole, not bucket by bucket.\nCall _shadow_iteration().");
+bool was_sampled(const TorchReducer& reducer) {
+  const int64_t iteration = reducer.statistics().prepared;
+  return iteration > 0 && (iteration <= TimelineRecorder::kAlwaysSampled ||
+                           iteration % reducer.logging_sample_rate() == 0);
 }
 
-void register_logger(py::module_& module) {
-  py::module_::import("torch._C._distributed_c10d");
-  py::class_<Logger, c10d::Logger, std::shared_ptr<Logger>>(
-      module, "Logger",
-      "Logging data of a brigade.Reducer; stands in for "
-      "torch.distributed.Logger.")
-      .def(py::init<const TorchReducer&>(), py::arg("reducer"),
-           py::keep_alive<1, 2>())
-      .def("set_construction_data_and_log", &Logger::set_construction_data,
-           py::arg("module_name"), py::arg("device_ids"),
-           py::arg("output_device"), py::arg("broadcast_buffers"),
-           py::arg("has_sync_bn"), py::arg("static_graph"), NoGil())
-      .def("set_runtime_stats_and_log", &Logger::sample_runtime, NoGil())
-      .def("set_error_and_log", &Logger::set_error, py::arg("error"), NoGil())
-      .def("_set_comm_hook_name", &Logger::set_comm_hook_name,
-           py::arg("comm_hook"))
-      .def("_set_static_graph", &Logger::set_static_graph)
-      .def("_set_uneven_input_join", &Logger::set_uneven_input_join)
-      .def("_get_ddp_logging_data", &Logger::data, NoGil());
+using Numbers = std::map<std::string, int64_t>;
+
+Numbers statistics_of(const TorchReducer& reducer) {
+  const ReducerStatistics statistics = reducer.statistics();
+  return {{"iteration", statistics.prepared},
+          {"rebuilds", statistics.rebuilds},
+          {"buckets_reduced", reducer.buckets_reduced()}};
+}
+
+std::tuple<int64_t, Numbers, Numbers, std::vector<size_t>> times_of(
+    const TorchReducer& reducer) {
+  const Timeline timeline = reducer.timeline();
+  const TimelineSummary summary = summarize(timeline);
+  std::vector<size_t> order;
+  for (const GradientTime& gradient : timeline.gradients) {
+    order.push_back(gradient.variable.parameter);
+  }
+  return {timeline.iteration,
+          {{"forward_compute_time", summary.forward_compute_ns},
+           {"backward_compute_time", summary.backward_compute_ns},
+           {"backward_comm_time", summary.backward_comm_ns},
+           {"backward_compute_comm_overlap_time", summary.overlap_ns}},
+          {{"forward_compute_time_start", timeline.forward_begin_ns},
+           {"backward_compute_time_start", timeline.backward_begin_ns},
+           {"backward_compute_time_end", timeline.backward_end_ns},
+           {"backward_comm_time_start", summary.comm_begin_ns},
+           {"backward_comm_time_end", summary.comm_end_ns}},
+          std::move(order)};
 }
 
 // A second collective; `launch` gets the value of `first`.
@@ -182,17 +190,6 @@ void register_hook_functions(py::module_& module) {
       "peers wait for the collective. Outside of a comm hook, waits for "
       "`future` and calls `launch` at once. Raises TypeError if `launch` "
       "returns no future.");
-  module.def(
-      "tie_outputs",
-      [](const std::vector<at::Tensor>& outputs, bool copies) {
-        return tie_outputs(outputs, copies);
-      },
-      py::arg("outputs"), py::arg("copies") = true, NoGil(),
-      "Stand-ins for tensors: a backward from some of them goes through all, "
-      "so that with find_unused_parameters the loss may leave outputs out (the "
-      "wrapper's forward does it itself). copies=False: they share the "
-      "outputs' memory, and must not be changed in place. One backward per "
-      "forward.");
 }
 
 }  // namespace
@@ -269,24 +266,37 @@ void register_reducer(py::module_& module) {
           py::arg("work"), py::arg("use_static_world_size"), NoGil())
       .def(
           "_install_post_backward_futures",
-          [](TorchReducer& self, const std::vector<FuturePtr>& futures) {
-            std::vector<c10::intrusive_ptr<c10::ivalue::Future>> awaited;
+          [](const TorchReducer&, const std::vector<FuturePtr>& futures) {
             for (const FuturePtr& future : futures) {
               TORCH_CHECK_TYPE(future != nullptr,
                                "brigade.Reducer: each of the futures must be a "
                                "torch.futures.Future, one is None.");
-              awaited.push_back(future->fut);
+              future->fut->waitAndThrow();
             }
-            self.await_at_end(std::move(awaited));
           },
-          py::arg("futures"), NoGil())
+          py::arg("futures"), NoGil(), "Waits for them at once.")
       .def(
           "_push_all_rebuilt_params", [](TorchReducer&) {},
           "Nothing: _shadow_iteration() has done it.")
       .def("_shadow_iteration", &TorchReducer::shadow_iteration,
            py::arg("use_world_size") = true, NoGil())
-      .def("_get_zeros_like_grad_buckets", &refuse_own_launches)
-      .def("_run_comm_hook", &refuse_own_launches)
+      .def("_was_sampled", &was_sampled,
+           "Whether the last iteration's times were taken.")
+      .def("_statistics", &statistics_of, NoGil())
+      .def("_timeline", &times_of, NoGil(),
+           "Of the last sampled iteration, with torch's names: its number, "
+           "durations, instants of the steady clock, and parameters in the "
+           "order in which gradients became ready.")
+      .def(
+          "_last_error",
+          [](const TorchReducer& self) {
+            std::optional<std::tuple<int64_t, int64_t, std::string>> found;
+            if (const auto error = self.last_error()) {
+              found = {error->time_ns, error->iteration, error->text};
+            }
+            return found;
+          },
+          NoGil(), "Time of the steady clock, iteration and text.")
       .def("parameter_names", &TorchReducer::parameter_names,
            "By parameter, or empty.")
       .def("_bucket_plan", &TorchReducer::buckets, NoGil(),
@@ -309,10 +319,6 @@ void register_reducer(py::module_& module) {
       .def("_autograd_hook", &TorchReducer::gradient_ready, py::arg("index"),
            NoGil())
       .def("_check_reducer_finalized", &TorchReducer::check_finalized, NoGil())
-      .def(
-          "get_backward_stats", &TorchReducer::gradient_times_ns, NoGil(),
-          "By parameter: ns from the begin of the last sampled backward to its "
-          "gradient.")
       .def("_set_ddp_runtime_logging_sample_rate",
            &TorchReducer::set_logging_sample_rate, py::arg("sample_rate"),
            NoGil())
@@ -328,14 +334,8 @@ void register_reducer(py::module_& module) {
            "late ones. At first half of the group's timeout, 60 s at most; "
            "timedelta(0): never. Raises ValueError if it is negative.")
       .def(
-          "set_logger", [](TorchReducer&, const py::object&) {},
-          py::arg("logger"), "Nothing to do: the logger asks the reducer.")
-      .def(
           "_delay_all_reduce", [](TorchReducer&) {},
           "Nothing to do: the reducer sees the end of backward itself.")
-      .def(
-          "_set_optimizer_in_backward", [](TorchReducer&) {},
-          "Nothing to do: _step_in_backward() has done it.")
       .def("_step_in_backward", &set_steps_in_backward, py::arg("parameters"),
            py::arg("step"),
            "Calls step(parameter) as soon as the parameter's bucket has "
@@ -345,11 +345,7 @@ void register_reducer(py::module_& module) {
       .def("_should_finalize_after_backward",
            &TorchReducer::must_finalize_after_backward, NoGil())
       .def("_finalize_backward_manual", &TorchReducer::finalize_backward,
-           NoGil())
-      .def("_set_sparse_metadata", [](TorchReducer&, const py::args&) {
-        TORCH_CHECK_NOT_IMPLEMENTED(
-            false, "brigade.Reducer._set_sparse_metadata() is not there yet");
-      });
+           NoGil());
   module.def(
       "rebuilds_by_default",
       [](bool static_graph, bool find_unused_parameters) {
@@ -361,7 +357,6 @@ void register_reducer(py::module_& module) {
       py::kw_only(), py::arg("static_graph"), py::arg("find_unused_parameters"),
       "Whether a reducer plans its buckets again from the order in which "
       "gradients became ready, if it was given no bucket_plan.");
-  register_logger(module);
   register_hook_functions(module);
 }
 

@@ -18,11 +18,6 @@
 #include <variant>
 #include <vector>
 
-#include "absl/status/status.h"
-#include "absl/strings/str_cat.h"
-#include "brigade/comm/agreement.h"
-#include "brigade/comm/group/group_info.h"
-#include "brigade/comm/subgroup.h"
 #include "brigade/fsdp/backward_hooks.h"
 #include "brigade/fsdp/reduction_hook.h"
 #include "brigade/fsdp/segmented_model.h"
@@ -84,32 +79,6 @@ void rename(PendingUnit& renamed, const std::string& name,
 std::shared_ptr<ReductionHook> hook_of(
     const std::optional<at::ScalarType>& wire_dtype) {
   return wire_dtype ? compression_hook(*wire_dtype) : nullptr;
-}
-
-absl::Status check_has_no_hook(const PendingUnit& pending) {
-  if (!pending.unit) {
-    return absl::FailedPreconditionError(
-        "register_comm_hook: a forward has run.\nRegister it before the first "
-        "one.");
-  }
-  if (pending.unit->comm_hook) {
-    return absl::FailedPreconditionError(absl::StrCat(
-        "register_comm_hook: unit '", pending.unit->name,
-        "' has the comm hook '", pending.unit->comm_hook->hook_name(),
-        "' already.\nGive one only."));
-  }
-  return absl::OkStatus();
-}
-
-void register_compression(const std::vector<PendingUnitPtr>& units,
-                          at::ScalarType wire_dtype, const Group& group) {
-  const auto hook = compression_hook(wire_dtype);
-  absl::Status status;
-  for (const auto& unit : units) status.Update(check_has_no_hook(*unit));
-  const std::vector<std::string> items = {absl::StrCat(
-      hook->hook_name(), " for the sums of ", units.size(), " units")};
-  require_agreement(group, "comm hook", items, status);
-  for (const auto& unit : units) unit->unit->comm_hook = hook;
 }
 
 // The index of the unit around it; the ranks of the model's group that hold it,
@@ -327,9 +296,6 @@ void register_sharding(py::module_& module) {
            "and backward.")
       .def("rename", &rename, py::arg("name"), py::arg("names"),
            "For errors: the paths in the outermost module.")
-      .def_static("register_compression", &register_compression, NoGil(),
-                  py::arg("units"), py::arg("wire_dtype"), py::arg("group"),
-                  "Collective. Sets a comm hook that compresses.")
       .def_property_readonly(
           "settings",
           [](PendingUnit& self) -> UnitSettings* {
@@ -339,11 +305,6 @@ void register_sharding(py::module_& module) {
           "None once there is a model.");
 
   register_timeline(module);
-
-  module.def("ranks_of_a_host",
-             py::overload_cast<const Group&>(&ranks_of_a_host), NoGil(),
-             py::arg("group"),
-             "Collective: how many ranks of the group are on each host.");
 
   module.def(
       "is_sharded",

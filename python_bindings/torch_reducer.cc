@@ -4,19 +4,13 @@
 #include <c10/util/Exception.h>
 
 #include <algorithm>
-#include <exception>
-#include <mutex>
 #include <utility>
 
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_join.h"
-#include "brigade/comm/errors/error_texts.h"
 #include "brigade/comm_hooks/averaging_hook.h"
 #include "brigade/comm_hooks/comm_hooks.h"
 #include "brigade/comm_hooks/hook_traits.h"
-#include "brigade/hooks/backward_end.h"
-#include "brigade/hooks/output_hooks.h"
-#include "brigade/observing/timeline_recorder.h"
 #include "brigade/python_bindings/python_hooks.h"
 
 namespace brigade {
@@ -92,68 +86,13 @@ std::shared_ptr<c10d::CommHookInterface> built_in_hook(
 
 }  // namespace
 
-// Futures that a backward awaits when it ends, such as those of a hook that
-// reduces buffers while backward runs. Any thread may call any method.
-class AwaitedFutures : public std::enable_shared_from_this<AwaitedFutures> {
- public:
-  using Future = c10::intrusive_ptr<c10::ivalue::Future>;
-
-  void add(std::vector<Future> futures) {
-    const std::lock_guard<std::mutex> lock(mutex_);
-    for (Future& future : futures) futures_.push_back(std::move(future));
-  }
-
-  // Waits at the end of the backward that goes through `outputs`.
-  void wait_after_backward(const std::vector<at::Tensor>& outputs) {
-    {
-      const std::lock_guard<std::mutex> lock(mutex_);
-      if (futures_.empty()) return;
-    }
-    const std::weak_ptr<AwaitedFutures> weak = weak_from_this();
-    watch_outputs(outputs, weak, [this, weak] {
-      watch_backward_end(
-          weak, [this] { wait(); },
-          [this] {
-            try {
-              wait();
-            } catch (const std::exception& error) {
-              TORCH_WARN("while another error ended backward: ", error.what());
-            }
-          });
-    });
-  }
-
-  // Waits for all, then throws the first error.
-  void wait() {
-    std::vector<Future> futures;
-    {
-      const std::lock_guard<std::mutex> lock(mutex_);
-      futures.swap(futures_);
-    }
-    std::exception_ptr first_error;
-    for (const Future& future : futures) {
-      try {
-        future->waitAndThrow();
-      } catch (...) {
-        if (!first_error) first_error = std::current_exception();
-      }
-    }
-    if (first_error) std::rethrow_exception(first_error);
-  }
-
- private:
-  std::mutex mutex_;
-  std::vector<Future> futures_;  // guarded by mutex_
-};
-
 TorchReducer::TorchReducer(std::vector<at::Tensor> parameters,
                            c10::intrusive_ptr<c10d::ProcessGroup> group,
                            ReducerOptions options)
     : parameters_(std::move(parameters)),
       names_(std::exchange(options.parameter_names, {})),
       group_(std::move(group)),
-      options_(std::move(options)),
-      awaited_(std::make_shared<AwaitedFutures>()) {
+      options_(std::move(options)) {
   make_ordered();
   if (!options_.rebuild_buckets) {
     options_.rebuild_buckets = rebuilds_by_default(options_);
@@ -242,24 +181,18 @@ bool TorchReducer::ready() {
 void TorchReducer::prepare_for_forward() {
   if (!ready()) return;
   averaging_->divide_by_world_size();
-  remember_errors([this] {
-    awaited_->wait();  // no backward came
-    check_last_backward();
-    reducer_->forward_begins();
-    drop_gradients_of_failed_steps();
-  });
+  check_last_backward();
+  reducer_->forward_begins();
+  drop_gradients_of_failed_steps();
 }
 
 void TorchReducer::prepare_for_backward(
     const std::vector<at::Tensor>& outputs) {
   if (!ready()) return;
-  remember_errors([&] {
-    check_last_backward();
-    launched_before_ = reducer_->statistics().buckets_launched;
-    reducer_->prepare_for_backward(outputs);
-    drop_gradients_of_failed_steps();
-    awaited_->wait_after_backward(outputs);
-  });
+  check_last_backward();
+  launched_before_ = reducer_->statistics().buckets_launched;
+  reducer_->prepare_for_backward(outputs);
+  drop_gradients_of_failed_steps();
 }
 
 void TorchReducer::note_local_forward(const std::vector<at::Tensor>& outputs) {
@@ -270,19 +203,15 @@ void TorchReducer::note_local_forward(const std::vector<at::Tensor>& outputs) {
 
 bool TorchReducer::rebuild_buckets() {
   if (!ready()) return false;
-  bool rebuilt = false;
-  remember_errors([&] {
-    check_last_backward();
-    rebuilt = reducer_->rebuild_buckets();
-  });
-  return rebuilt;
+  check_last_backward();
+  return reducer_->rebuild_buckets();
 }
 
 void TorchReducer::shadow_iteration(bool use_world_size) {
   if (!ready()) return;
   averaging_->divide_by_world_size();
   if (ordered_ && !use_world_size) divide_by_count(/*has_data=*/false);
-  remember_errors([this] { reducer_->shadow_iteration(); });
+  reducer_->shadow_iteration();
 }
 
 // Ranks without data divide their part of a sum that is ordered, too, and
@@ -300,21 +229,19 @@ void TorchReducer::divide_by_count(bool has_data) {
 }
 
 void TorchReducer::await_statuses() {
-  if (!reducer_) return;
-  remember_errors([this] { reducer_->await_statuses(); });
+  if (reducer_) reducer_->await_statuses();
 }
 
 void TorchReducer::meet_peers() {
   if (!ready()) return;
   // A forward without gradients between two backwards of an iteration.
   if (!at::GradMode::is_enabled() && !missing_gradients().empty()) return;
-  remember_errors([this] { reducer_->meet_peers("came to a forward"); });
+  reducer_->meet_peers("came to a forward");
 }
 
 bool TorchReducer::send_buffers(std::vector<at::Tensor> buffers) {
   if (!ready()) return false;
-  remember_errors(
-      [&] { reducer_->broadcast_before_forward(std::move(buffers), 0); });
+  reducer_->broadcast_before_forward(std::move(buffers), 0);
   return true;
 }
 
@@ -368,9 +295,7 @@ void TorchReducer::register_comm_hook(
               "reproducible is set.\nLeave out one of them.");
   TORCH_CHECK(!hooks_removed_, "brigade.Reducer: ", name,
               " can't be registered: hooks were removed from the parameters");
-  remember_errors([&] {
-    if (reducer_) reducer_->set_comm_hook(with_steps(hook));
-  });
+  if (reducer_) reducer_->set_comm_hook(with_steps(hook));
   options_.comm_hook = std::move(hook);
   hook_name_ = std::move(name);
 }
@@ -405,7 +330,7 @@ bool TorchReducer::must_finalize_after_backward() const {
 void TorchReducer::finalize_backward() {
   TORCH_CHECK(reducer_,
               "brigade.Reducer: no gradient reduction requires finalization.");
-  remember_errors([this] { reducer_->finalize_backward(); });
+  reducer_->finalize_backward();
 }
 
 void TorchReducer::gradient_ready(size_t parameter) {
@@ -437,20 +362,14 @@ void TorchReducer::set_divisor(c10::intrusive_ptr<c10d::Work> count,
   });
 }
 
-void TorchReducer::await_at_end(std::vector<AwaitedFutures::Future> futures) {
-  awaited_->add(std::move(futures));
-}
-
 void TorchReducer::set_static_graph() {
   if (options_.static_graph) return;
-  remember_errors([this] {
-    const int64_t iterations = statistics().prepared;
-    TORCH_CHECK(iterations == 0,
-                "brigade.Reducer: a static graph was declared in iteration ",
-                iterations,
-                ", but its first iteration has to be watched.\nGive "
-                "static_graph=True to the constructor.");
-  });
+  const int64_t iterations = statistics().prepared;
+  TORCH_CHECK(iterations == 0,
+              "brigade.Reducer: a static graph was declared in iteration ",
+              iterations,
+              ", but its first iteration has to be watched.\nGive "
+              "static_graph=True to the constructor.");
   const bool is_default =
       options_.rebuild_buckets == rebuilds_by_default(options_);
   options_.static_graph = true;
@@ -506,22 +425,8 @@ Timeline TorchReducer::timeline() const {
   return reducer_ ? reducer_->timeline() : Timeline{};
 }
 
-std::vector<int64_t> TorchReducer::gradient_times_ns() const {
-  const Timeline last = timeline();
-  std::vector<int64_t> times_ns(parameters_.size(), 0);
-  for (const GradientTime& gradient : last.gradients) {
-    times_ns[gradient.variable.parameter] =
-        gradient.ready_ns - last.host_backward_begin_ns;
-  }
-  return times_ns;
-}
-
 std::optional<ReductionError> TorchReducer::last_error() const {
-  const std::optional<ReductionError> inside =
-      reducer_ ? reducer_->last_error() : std::nullopt;
-  if (!last_error_) return inside;
-  return inside && inside->time_ns > last_error_->time_ns ? inside
-                                                          : last_error_;
+  return reducer_ ? reducer_->last_error() : std::nullopt;
 }
 
 ReducerStatistics TorchReducer::statistics() const {
@@ -535,29 +440,6 @@ int64_t TorchReducer::buckets_reduced() const {
 std::vector<std::vector<size_t>> TorchReducer::buckets() const {
   if (!reducer_) return {};
   return reducer_->plan().buckets();
-}
-
-std::vector<int64_t> TorchReducer::bucket_sizes_bytes() const {
-  std::vector<int64_t> sizes;
-  for (const std::vector<size_t>& bucket : buckets()) {
-    int64_t bytes = 0;
-    for (const size_t i : bucket) {
-      bytes += static_cast<int64_t>(parameters_[i].nbytes());
-    }
-    sizes.push_back(bytes);
-  }
-  return sizes;
-}
-
-void TorchReducer::remember_errors(const std::function<void()>& call) {
-  try {
-    call();
-  } catch (const std::exception&) {
-    last_error_ = {.time_ns = now_ns(),
-                   .iteration = statistics().prepared,
-                   .text = message_of(std::current_exception())};
-    throw;
-  }
 }
 
 }  // namespace brigade

@@ -12,7 +12,6 @@
 
 #include <chrono>
 #include <cstdint>
-#include <functional>
 #include <memory>
 #include <optional>
 #include <string>
@@ -30,8 +29,6 @@
 #include "brigade/reducer/reducer.h"
 
 namespace brigade {
-
-class AwaitedFutures;
 
 class TorchReducer {
  public:
@@ -100,10 +97,6 @@ class TorchReducer {
   void step_in_backward(const std::vector<at::Tensor>& parameters,
                         ParameterStep step);
 
-  // The next backward ends after these.
-  void await_at_end(
-      std::vector<c10::intrusive_ptr<c10::ivalue::Future>> futures);
-
   // No effect if the graph is static already. Errors: RuntimeError once
   // training has begun.
   void set_static_graph();
@@ -139,18 +132,13 @@ class TorchReducer {
   // Of the last iteration that was sampled.
   Timeline timeline() const;
 
-  // By parameter, ns from the begin of that backward to its gradient; 0: none
-  // came.
-  std::vector<int64_t> gradient_times_ns() const;
-
-  // Of the last call or backward that failed.
+  // Of the last backward that failed.
   std::optional<ReductionError> last_error() const;
 
   // Zeros and empty lists where there is no reducer.
   ReducerStatistics statistics() const;
   int64_t buckets_reduced() const;  // since the last prepare_for_backward()
   std::vector<std::vector<size_t>> buckets() const;
-  std::vector<int64_t> bucket_sizes_bytes() const;
 
   const std::vector<at::Tensor>& parameters() const { return parameters_; }
   const std::vector<std::string>& parameter_names() const { return names_; }
@@ -169,7 +157,6 @@ class TorchReducer {
                           std::string name, std::string_view rule);
   std::vector<size_t> missing_gradients() const;
   void check_last_backward();
-  void remember_errors(const std::function<void()>& call);
 
   const std::vector<at::Tensor> parameters_;
   const std::vector<std::string> names_;  // by parameter, or empty
@@ -182,14 +169,12 @@ class TorchReducer {
   bool expects_forwards_ = false;
   std::string hook_name_;  // empty: none was registered
   std::optional<c10d::BuiltinCommHookType> built_in_;  // the hook is this one
-  std::optional<ReductionError> last_error_;           // of a call
   std::shared_ptr<OrderedAllReduce> ordered_;          // null: not reproducible
   std::shared_ptr<AveragingHook> averaging_;
   ParameterStep step_;  // empty: optimizers step after backward
   std::unordered_set<const c10::TensorImpl*> stepped_;
   int64_t failures_dropped_ = 0;  // iterations aborted, whose gradients went
-  std::shared_ptr<AwaitedFutures> awaited_;
-  int64_t launched_before_ = 0;  // buckets, by earlier iterations
+  int64_t launched_before_ = 0;   // buckets, by earlier iterations
   bool hooks_removed_ = false;
   std::unique_ptr<Reducer> reducer_;  // null after reset() or remove_hooks()
 };

@@ -55,16 +55,6 @@ def of_environment() -> pathlib.Path | None:
     return None
 
 
-def of_build_environment() -> pathlib.Path | None:
-    """The torch package that a build front end put on the path."""
-    import importlib.util
-
-    spec = importlib.util.find_spec("torch")
-    if spec is None or not spec.submodule_search_locations:
-        return None
-    return pathlib.Path(next(iter(spec.submodule_search_locations)))
-
-
 class Dependency:
     """A provider of scikit-build-core's for `dependencies`."""
 

@@ -16,8 +16,6 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from brigade.bench import Workload
-
 WIDTH = 512
 BATCH_SIZE = 64
 
@@ -31,10 +29,10 @@ def mlp() -> tuple[nn.Module, Loss]:
     return nn.Sequential(*layers), mean_square
 
 
-def mlp_with_bucket_views() -> Workload:
+def mlp_with_bucket_views() -> tuple[nn.Module, Loss, dict]:
     """The same, trained with an option of DistributedDataParallel."""
     module, loss = mlp()
-    return Workload(module, loss, {"gradient_as_bucket_view": True}, name="MLP, bucket views")
+    return module, loss, {"gradient_as_bucket_view": True, "name": "MLP, bucket views"}
 
 
 def mean_square(model: nn.Module) -> torch.Tensor:

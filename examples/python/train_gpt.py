@@ -130,6 +130,11 @@ def last_checkpoint(folder: pathlib.Path | None) -> pathlib.Path | None:
     return max(found, key=lambda path: int(path.name.split("-")[1]), default=None)
 
 
+def random_state_beside(path: pathlib.Path) -> pathlib.Path:
+    """This rank's own file: other ranks drop others."""
+    return path.with_name(f"random-{path.name}-of-{dist.get_rank()}.pt")
+
+
 def digest(model: GPT) -> str:
     """A short hash of all bits of the parameters."""
     bits = hashlib.sha256()
@@ -159,10 +164,9 @@ def main() -> None:
 
     first = 0
     if (path := last_checkpoint(arguments.folder)) is not None:
-        loaded = brigade.load_checkpoint(path, model, optimizer)
-        first = loaded.shared["step"]
-        if loaded.own is not None:
-            torch.set_rng_state(loaded.own["random"])
+        first = int(brigade.load_shards(model, path, optimizer)["step"])
+        if (random := random_state_beside(path)).exists():
+            torch.set_rng_state(torch.load(random))
         if rank == 0:
             print(f"goes on behind step {first}", flush=True)
 
@@ -182,9 +186,10 @@ def main() -> None:
             bar.set_postfix(loss=f"{loss.item():.3f}")
             done = step + 1
             if arguments.folder and (done % arguments.save_every == 0 or done == arguments.steps):
-                own = {"random": torch.get_rng_state()}
+                arguments.folder.mkdir(parents=True, exist_ok=True)
                 path = arguments.folder / f"step-{done}"
-                brigade.save_checkpoint(path, model, optimizer, shared={"step": done}, own=own)
+                torch.save(torch.get_rng_state(), random_state_beside(path))
+                brigade.save_shards(model, path, optimizer, metadata={"step": str(done)})
     seconds = time.monotonic() - began
 
     weights = digest(model)

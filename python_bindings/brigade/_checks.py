@@ -11,7 +11,6 @@ import inspect
 import numbers
 import operator
 import os
-import re
 import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -25,7 +24,6 @@ from brigade import _C
 _LARGEST_CAP_MIB = 2**40
 _MODULE_CHECKS = ("error", "warn", "off")
 _LATE_S = 3.0
-_DESCRIBED = re.compile(r"(\[[\d, ]*\]) strides (\[[\d, ]*\])")
 
 
 def require_type(wanted: type, **arguments: Any) -> None:
@@ -156,20 +154,6 @@ def _require_one_size(group: dist.ProcessGroup) -> None:
         )
 
 
-def require_agreement(group: dist.ProcessGroup, what: str, items: Sequence[str]) -> None:
-    """Collective. Raises RuntimeError on every rank, naming the difference."""
-    try:
-        _C.require_agreement(group, what, items)
-    except RuntimeError as error:
-        unlike = _unlike_in_memory(str(error)) if what == "parameter" else None
-        if unlike is None:
-            raise
-        raise RuntimeError(
-            f"{error}\nA parameter appears not to match {unlike} of the same param in process 0. "
-            "Make the module alike on all ranks, then wrap it."
-        ) from None
-
-
 @contextlib.contextmanager
 def failure_told_to_peers(
     group: dist.ProcessGroup | None, tell: Callable[[str], None] | None = None
@@ -196,15 +180,6 @@ def failure_told_to_peers(
             finally:
                 late.cancel()
         raise
-
-
-def _unlike_in_memory(text: str) -> str | None:
-    """Whether "sizes" or "strides" of the tensors described in the text differ."""
-    described = _DESCRIBED.findall(text)
-    for part, unlike in enumerate(("sizes", "strides")):
-        if len({each[part] for each in described}) > 1:
-            return unlike
-    return None
 
 
 def require_trainable(module: torch.nn.Module, parameters: Sequence[torch.Tensor]) -> None:

@@ -6,27 +6,24 @@ them, at any time, has the same class. install() changes the result of their con
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import copyreg
 import functools
-import gc
 import sys
 import types
 import warnings
 from collections.abc import Callable
-from types import TracebackType
 from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.distributed._composable.fsdp
-import torch.distributed._composable.replicate_with_fsdp
 import torch.distributed.fsdp
 import torch.nn.parallel.distributed
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from brigade import _checks
-from brigade._C import Logger, Reducer
 from brigade.distributed_data_parallel import DistributedDataParallel
 from brigade.fully_shard import (
     FSDPModule,
@@ -34,66 +31,37 @@ from brigade.fully_shard import (
     register_fsdp_forward_method,
     share_comm_ctx,
 )
-from brigade.replicate import replicate
 
 _TorchDDP = torch.nn.parallel.distributed.DistributedDataParallel
-_TorchReducer = dist.Reducer
-_TorchLogger = dist.Logger
 _TorchFSDPModule = torch.distributed.fsdp.FSDPModule
 _torch_init = _TorchDDP.__init__
 _torch_setstate = _TorchDDP.__setstate__
-_HOMES_OF_HOOKS = (dist, dist.distributed_c10d, torch._C._distributed_c10d)
-_HOMES_OF_FULLY_SHARD = (
+# The modules that have the functions which install() replaces.
+_HOMES = (
     torch.distributed.fsdp,
     torch.distributed.fsdp._fully_shard,
     sys.modules["torch.distributed.fsdp._fully_shard._fully_shard"],
     torch.distributed._composable.fsdp,
 )
-_HOMES_OF_REPLICATE = (torch.distributed._composable.replicate_with_fsdp,)
-# Torch's functions that install() replaces, by name, with the modules that have them.
-_HOMES = {
-    "_register_comm_hook": _HOMES_OF_HOOKS,
-    "_register_builtin_comm_hook": _HOMES_OF_HOOKS,
-    "fully_shard": _HOMES_OF_FULLY_SHARD,
-    "register_fsdp_forward_method": _HOMES_OF_FULLY_SHARD,
-    "share_comm_ctx": _HOMES_OF_FULLY_SHARD,
-    "replicate": _HOMES_OF_REPLICATE,
+_torchs = {
+    name: getattr(torch.distributed.fsdp, name)
+    for name in ("fully_shard", "register_fsdp_forward_method", "share_comm_ctx")
 }
-_torchs = {name: getattr(homes[0], name) for name, homes in _HOMES.items()}
 
 _MISSING = object()
 # Owner, name, the value before and brigade's.
 _replaced: list[tuple[Any, str, Any, Any]] = []
 
 
-class _Installed:
-    """Leaving it as a context undoes what the call of install() did."""
+def install() -> contextlib.ExitStack:
+    """Lets torch's DistributedDataParallel and fully_shard make brigade's, until uninstall().
 
-    def __init__(self, is_first: bool) -> None:
-        self._is_first = is_first
-
-    def __enter__(self) -> None:
-        return None
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        if self._is_first:
-            uninstall()
-
-
-def install() -> _Installed:
-    """Lets torch's DistributedDataParallel, Reducer and fully_shard make brigade's.
-
-    Until uninstall(). So do classes derived from torch's, defaults and partials
-    that hold it, and pickles of it. Objects made meanwhile stay brigade's
-    afterwards, and are pickled under the name that the program used: read where
-    brigade isn't, they are torch's. Objects made before stay torch's, which a
-    warning says; so does a function that was imported by name before, and
-    fully_shard on devices that are neither CPUs nor CUDA's.
+    So do classes derived from torch's, defaults and partials that hold it, and
+    pickles of it. Objects made meanwhile stay brigade's afterwards, and are
+    pickled under the name that the program used: read where brigade isn't, they
+    are torch's. Objects made before stay torch's; so does fully_shard where it
+    was imported by name before, which a warning says, and on devices that are
+    neither CPUs nor CUDA's.
 
     To be called on every rank, before models are wrapped: brigade's wrapper and
     torch's do not understand each other.
@@ -107,16 +75,21 @@ def install() -> _Installed:
         with brigade.install(): trainer.fit() # for a while
     """
     if _replaced:
-        return _Installed(is_first=False)
-    _warn_of_what_came_too_early()
+        return contextlib.ExitStack()
+    if bound := _bound_functions():
+        warnings.warn(
+            f"brigade.install(): torch's functions are bound as {_checks.some_of(bound)} already; "
+            "these stay torch's.\nCall it before they are imported.",
+            stacklevel=2,
+        )
     _replace(_TorchDDP, "__init__", _init)
     _replace(_TorchDDP, "__setstate__", _setstate)
-    _replace(_TorchReducer, "__new__", staticmethod(_new_reducer))
-    _replace(_TorchLogger, "__new__", staticmethod(_new_logger))
-    for name, homes in _HOMES.items():
-        for module in homes:
-            _replace(module, name, _OURS[name])
-    return _Installed(is_first=True)
+    for name, function in _OURS.items():
+        for module in _HOMES:
+            _replace(module, name, function)
+    undone = contextlib.ExitStack()
+    undone.callback(uninstall)
+    return undone
 
 
 def uninstall() -> None:
@@ -135,39 +108,6 @@ def _replace(owner: Any, name: str, value: Any) -> None:
     if hasattr(owner, name):
         _replaced.append((owner, name, vars(owner).get(name, _MISSING), value))
         setattr(owner, name, value)
-
-
-def _warn_of_what_came_too_early() -> None:
-    too_early = []
-    if wrapped := _wrapped_by_torchs():
-        too_early.append(f"torch's DistributedDataParallel has wrapped {_checks.some_of(wrapped)}")
-    if bound := _bound_functions():
-        too_early.append(f"torch's functions are bound as {_checks.some_of(bound)}")
-    if too_early:
-        warnings.warn(
-            f"brigade.install(): {', and '.join(too_early)} already; these stay torch's."
-            "\nCall it first, then wrap models.",
-            stacklevel=3,
-        )
-
-
-def _wrapped_by_torchs() -> list[str]:
-    """The types of the modules that living instances of torch's class wrap."""
-    if not _instances_of_torchs():
-        return []
-    gc.collect()  # of those, some may only not have been collected yet
-    return [type(each.module).__name__ for each in _instances_of_torchs()]
-
-
-def _instances_of_torchs() -> list[Any]:
-    return [
-        thing
-        for thing in gc.get_objects()
-        # Objects that stand in for others run code of their own in isinstance().
-        if _TorchDDP in type(thing).__mro__
-        and DistributedDataParallel not in type(thing).__mro__
-        and "reducer" in vars(thing)
-    ]
 
 
 def _bound_functions() -> list[str]:
@@ -233,56 +173,33 @@ def _setstate(self: torch.nn.Module, state: dict[str, Any]) -> None:
         DistributedDataParallel.__setstate__(self, state)
 
 
-def _new_reducer(cls: type, *args: Any, **kwargs: Any) -> Any:
-    if _replaced and cls is _TorchReducer:
-        return Reducer(*args, **kwargs)
-    return super(_TorchReducer, cls).__new__(cls)
-
-
-def _new_logger(cls: type, *args: Any, **kwargs: Any) -> Any:
-    # The result is then initialised, since our class derives from torch's.
-    if cls is _TorchLogger and any(isinstance(each, Reducer) for each in (*args, *kwargs.values())):
-        cls = Logger
-    return super(_TorchLogger, cls).__new__(cls)
-
-
-def _passing_on(name: str, is_ours: Callable[[Any], bool], ours: Callable) -> Callable:
+def _passing_on(is_ours: Callable[[Any], bool], ours: Callable) -> Callable:
     """Torch's function of that name, with brigade's for a first argument that is brigade's."""
+    torchs = _torchs[ours.__name__]
 
-    @functools.wraps(_torchs[name])
+    @functools.wraps(torchs)
     def function(*args: Any, **kwargs: Any) -> Any:
         first = next(iter((*args, *kwargs.values())), None)
-        return (ours if is_ours(first) else _torchs[name])(*args, **kwargs)
+        return (ours if is_ours(first) else torchs)(*args, **kwargs)
 
     return function
 
 
-def _sharding(ours: Callable) -> Callable:
-    @functools.wraps(_torchs[ours.__name__])
-    def shard(module: Any, **kwargs: Any) -> Any:
-        mesh = kwargs.get("mesh")
-        if not _is_ours(module, mesh, ours.__name__):
-            return _torchs[ours.__name__](module, **kwargs)
-        if mesh is None and dist.is_initialized():
-            kwargs["mesh"] = _default_mesh(_brigades_below(module))
-        return ours(module, **kwargs)
-
-    return shard
-
-
-_meshes: dict[str, tuple[dist.ProcessGroup, DeviceMesh]] = {}
+@functools.wraps(_torchs["fully_shard"])
+def _shard(module: Any, **kwargs: Any) -> Any:
+    mesh = kwargs.get("mesh")
+    if not _is_ours(module, mesh):
+        return _torchs["fully_shard"](module, **kwargs)
+    if mesh is None and dist.is_initialized():
+        kwargs["mesh"] = _default_mesh(_brigades_below(module))
+    return fully_shard(module, **kwargs)
 
 
 def _default_mesh(below: list[FSDPModule]) -> DeviceMesh | None:
     """Of the accelerator, as torch chooses, or of modules sharded already; None: of CPUs."""
     part = next((part for each in below for part in each.parameters()), None)
     kind = torch._C._get_accelerator().type if part is None else part.device.type
-    if kind == "cpu":
-        return None
-    group = dist.group.WORLD
-    if kind not in _meshes or _meshes[kind][0] is not group:  # destroyed since
-        _meshes[kind] = group, init_device_mesh(kind, (dist.get_world_size(),))
-    return _meshes[kind][1]
+    return None if kind == "cpu" else init_device_mesh(kind, (dist.get_world_size(),))
 
 
 def _brigades_below(module: Any) -> list[FSDPModule]:
@@ -290,7 +207,7 @@ def _brigades_below(module: Any) -> list[FSDPModule]:
     return [c for each in modules for c in each.modules() if isinstance(c, FSDPModule)]
 
 
-def _is_ours(module: Any, mesh: Any, function: str) -> bool:
+def _is_ours(module: Any, mesh: Any) -> bool:
     """Whether brigade shards it; warns where torch does since its devices are others."""
     modules = module if isinstance(module, (list, tuple)) else [module]
     below = [child for each in modules for child in each.modules()]
@@ -300,7 +217,7 @@ def _is_ours(module: Any, mesh: Any, function: str) -> bool:
     if kind in ("cpu", "cuda") or _brigades_below(module):
         return True
     warnings.warn(
-        f"brigade.install(): {function} on devices of type '{kind}' is torch's: brigade shards on "
+        f"brigade.install(): fully_shard on devices of type '{kind}' is torch's: brigade shards on "
         "CPUs and CUDA devices so far.\nNothing is to be done.",
         stacklevel=3,
     )
@@ -308,22 +225,11 @@ def _is_ours(module: Any, mesh: Any, function: str) -> bool:
 
 
 _OURS = {
-    **{
-        name: _passing_on(
-            name, lambda reducer: isinstance(reducer, Reducer), getattr(Reducer, name)
-        )
-        for name in ("_register_comm_hook", "_register_builtin_comm_hook")
-    },
-    "fully_shard": _sharding(fully_shard),
-    "replicate": _sharding(replicate),
+    "fully_shard": _shard,
     "register_fsdp_forward_method": _passing_on(
-        "register_fsdp_forward_method",
-        lambda module: isinstance(module, FSDPModule),
-        register_fsdp_forward_method,
+        lambda module: isinstance(module, FSDPModule), register_fsdp_forward_method
     ),
     "share_comm_ctx": _passing_on(
-        "share_comm_ctx",
-        lambda modules: any(isinstance(each, FSDPModule) for each in modules),  # or it raises
-        share_comm_ctx,
+        lambda modules: any(isinstance(each, FSDPModule) for each in modules), share_comm_ctx
     ),
 }

@@ -58,7 +58,9 @@ class ParameterWatch:
         self._names = names
         self._all = all_parameters
         self._ignored = ignored
-        self._frozen = self._watched([p for p in module.parameters() if not p.requires_grad])
+        named = module.named_parameters(remove_duplicate=False) if ignored else ()
+        watched = {id(p) for p in all_parameters} - {id(p) for name, p in named if name in ignored}
+        self._frozen = [p for p in module.parameters() if not p.requires_grad and id(p) in watched]
         self._registered = _Registered()
         self._registered.remember(module.modules())
 
@@ -77,20 +79,6 @@ class ParameterWatch:
         )
         if may_be_remembered:
             self._registered.remember(self._module.modules())
-
-    def _watched(self, frozen: list[torch.Tensor]) -> list[torch.Tensor]:
-        if not frozen:
-            return frozen
-        watched = {id(p) for p in self._all}
-        watched.difference_update(id(self._parameter_named(name)) for name in self._ignored)
-        return [p for p in frozen if id(p) in watched]
-
-    def _parameter_named(self, name: str) -> nn.Parameter | None:
-        """By any of its names."""
-        try:
-            return self._module.get_parameter(name)
-        except AttributeError:
-            return None
 
 
 class ParameterSlots:
@@ -143,7 +131,7 @@ class ParameterSlots:
                 raise RuntimeError(
                     f"fully_shard: expected parameter '{self._path(where, name)}' as it was "
                     f"sharded, found a {type(found).__name__} of {tuple(found.shape)} in its place."
-                    "\nPut the sharded one back, and give values by load_full_state_dict(); "
+                    "\nPut the sharded one back, and give values by load_state_dict(); "
                     "torch.func.functional_call works inside of whole_parameters() and no_grad()."
                 )
         self._require_no_others(modules)

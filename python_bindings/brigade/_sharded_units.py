@@ -24,7 +24,6 @@ from torch.distributed.tensor import Replicate, Shard
 from brigade import _C
 from brigade._checks import failure_told_to_peers, some_of
 from brigade._device_moves import destinations, move
-from brigade._function_transforms import require_none_that_differentiates
 from brigade._nests import cast_floating, map_tensors, move_to, tensors_in
 from brigade._parameter_watch import ParameterSlots
 from brigade._shardable_parameters import (
@@ -244,10 +243,7 @@ class Unit:
         return self.num_shards < self.group.size()
 
     def describe(self) -> str:
-        kinds = [
-            type(module).__name__.removeprefix("FSDP").removeprefix("Replicate")
-            for module in self.modules()
-        ]
+        kinds = [type(module).__name__.removeprefix("FSDP") for module in self.modules()]
         return f"a sharded {' with '.join(kinds)}"
 
     def name_of(self, parameter: nn.Parameter) -> str:
@@ -343,7 +339,7 @@ class Unit:
     def run(self, method: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Any:
         """Calls `method` in a forward of the root."""
         if self.root is None or not self.root.is_unsharded:
-            require_none_that_differentiates()
+            _require_no_transform()
         if self.root is None and not self.outermost().has_parameters():
             return method(*args, **kwargs)  # as of a loss
         root = self.require_root()
@@ -390,6 +386,21 @@ class Unit:
 
         for output in outputs:
             output.grad_fn.register_prehook(gather)
+
+
+def _require_no_transform() -> None:
+    """NotImplementedError in a transform of torch.func whose backward would miss the units."""
+    functorch = torch._C._functorch
+    if functorch.peek_interpreter_stack() is None:
+        return
+    kinds = {interpreter.key() for interpreter in functorch.get_interpreter_stack()}
+    of_vmap = functorch.TransformType.Vmap in kinds and torch.is_grad_enabled()
+    if of_vmap or kinds & {functorch.TransformType.Grad, functorch.TransformType.Jvp}:
+        raise NotImplementedError(
+            "fully_shard: found a transform of torch.func around the forward of a sharded module: "
+            "grad, vjp, jvp or vmap with gradients.\nUse torch.autograd, or call it inside of "
+            "whole_parameters()."
+        )
 
 
 def _is_dense(parameter: torch.Tensor) -> bool:

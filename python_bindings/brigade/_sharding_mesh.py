@@ -9,10 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import Shard
-
-from brigade import _C
 
 # The ranks that have a unit's parameters, and how many of them are a row, that shares them.
 _Shared = tuple[dist.ProcessGroup, int]
@@ -162,32 +159,3 @@ def _mesh_of_info(info: Any) -> Any:
             f"shards), found {mesh}, shards along {shard} and replicas along {replicate}."
         )
     return mesh
-
-
-def host_mesh(device_type: str) -> DeviceMesh:
-    """Of all ranks, (replicas, shards): a row is the ranks of a host. Collective.
-
-    For hybrid sharding, which gathers within hosts only::
-
-        brigade.fully_shard(model, mesh=brigade.host_mesh("cpu"))
-
-    Args:
-        device_type: "cpu", or another type that init_device_mesh() takes.
-
-    Returns:
-        A mesh of shape (hosts, ranks of a host), whose dimensions are named "replicate" and
-        "shard". Containers are hosts of their own, unless they share the host's networks and
-        processes.
-
-    Raises:
-        ValueError: there is no process group; or hosts have different numbers of ranks, or
-            ranks of a host are not next to each other, on all ranks alike.
-    """
-    if not dist.is_initialized():
-        raise ValueError(
-            "host_mesh: there is no process group.\nCall "
-            "torch.distributed.init_process_group() first."
-        )
-    num_shards = _C.ranks_of_a_host(dist.group.WORLD)
-    shape = (dist.get_world_size() // num_shards, num_shards)
-    return init_device_mesh(device_type, shape, mesh_dim_names=("replicate", "shard"))

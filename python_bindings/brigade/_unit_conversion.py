@@ -24,8 +24,7 @@ def convert(module: nn.Module, fn: Callable[[torch.Tensor], torch.Tensor], recur
         each.slots.require_unchanged()
     root = unit.root
     if root is not None:
-        is_in_backward = torch._C._current_graph_task_id() != -1
-        if root.is_unsharded or root.native.is_in_forward or is_in_backward:
+        if root.is_unsharded or unit.is_in_pass():
             raise RuntimeError(
                 "fully_shard: a sharded module is to be converted inside of a forward, backward or "
                 "whole_parameters().\nDo so between steps."
@@ -39,28 +38,12 @@ def convert(module: nn.Module, fn: Callable[[torch.Tensor], torch.Tensor], recur
         for parameter in child._parameters.values():
             if isinstance(parameter, TensorShard):
                 _convert(parameter, fn, None if root is None else root.device)
-        _apply_to_others(child, child._buffers, fn)
+        _apply_to_others(child, fn)
     if recurse:
         for below in unit.with_those_below():
             for each in below.modules():
                 if each is not module and below.around() is unit:
                     each._apply(fn)
-
-
-def give_memory(module: nn.Module, device: torch.device) -> None:
-    """Allocates tensors of the state dict that are on meta; their values are undefined."""
-
-    def fn(tensor: torch.Tensor) -> torch.Tensor:
-        return torch.empty_like(tensor, device=device) if tensor.is_meta else tensor
-
-    for each in module.modules():
-        for parameter in each._parameters.values():
-            if isinstance(parameter, TensorShard):
-                _convert(parameter, fn, None)
-        others = each._non_persistent_buffers_set
-        kept = {name: value for name, value in each._buffers.items() if name not in others}
-        _apply_to_others(each, kept, fn)
-        each._buffers.update(kept)
 
 
 @torch.no_grad()
@@ -85,18 +68,14 @@ def _convert(
         parameter.grad = as_shard(fn(gradient), parameter)
 
 
-def _apply_to_others(
-    module: nn.Module,
-    buffers: dict[str, torch.Tensor | None],
-    fn: Callable[[torch.Tensor], torch.Tensor],
-) -> None:
-    """To these buffers and to parameters that are not sharded, in torch's way."""
+def _apply_to_others(module: nn.Module, fn: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    """To its buffers and to parameters that are not sharded, in torch's way."""
     plain = {
         name: parameter
         for name, parameter in module._parameters.items()
         if parameter is not None and not isinstance(parameter, TensorShard)
     }
     others = nn.Module()
-    others._parameters, others._buffers = plain, buffers
+    others._parameters, others._buffers = plain, module._buffers
     nn.Module._apply(others, fn, recurse=False)
     module._parameters.update(plain)

@@ -14,7 +14,7 @@ import warnings
 import weakref
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Literal
 
 import torch
@@ -26,14 +26,13 @@ from torch.nn.parallel import distributed as torch_ddp
 
 from brigade import _checks, _compiling
 from brigade._C import (
-    Logger,
     Reducer,
     describe_tensor,
     rebuilds_by_default,
+    require_agreement,
     suggest_control_device,
 )
-from brigade._checks import require_agreement
-from brigade._output_tie import tie
+from brigade._logger import Logger
 from brigade._parameter_watch import ParameterWatch
 
 _MIB = 1024 * 1024
@@ -43,10 +42,10 @@ _TRACED = ("forward", "_pre_forward", "_post_forward")
 _TorchDistributedDataParallel = torch_ddp.DistributedDataParallel
 
 
-def _descriptions(tensors: dict[str, torch.Tensor]) -> list[str]:
+def _descriptions(named: dict[str, torch.Tensor]) -> list[str]:
     return [
         describe_tensor(name, tensor) + (", requires_grad" if tensor.requires_grad else "")
-        for name, tensor in tensors.items()
+        for name, tensor in named.items()
     ]
 
 
@@ -55,6 +54,37 @@ def _profiler_range(name: str) -> AbstractContextManager[Any]:
     if torch.autograd._profiler_enabled():
         return torch.autograd.profiler.record_function(name)
     return nullcontext()
+
+
+def _tied(output: Any, copies: bool) -> Any:
+    """A stand-in for any nest of tensors: a backward from one of them goes through all.
+
+    `copies`: the tensors are copies, which the caller may change in place, as torch's; what
+    their backward needs is left alone.
+    """
+    leaves, structure, is_rref = torch_ddp._tree_flatten_with_rref(output)
+    places = [
+        i for i, leaf in enumerate(leaves) if torch.is_tensor(leaf) and leaf.grad_fn is not None
+    ]
+    tensors = [leaves[i] for i in places]
+    if len(tensors) == 1 and copies:
+        tensors = [tensors[0].clone()]
+    elif len(tensors) > 1:
+        tensors = _Tie.apply(copies, *tensors)
+    for i, tensor in zip(places, tensors, strict=True):
+        leaves[i] = tensor
+    return torch_ddp._tree_unflatten_with_rref(leaves, structure, is_rref)
+
+
+class _Tie(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, copies: bool, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        ctx.set_materialize_grads(False)
+        return tuple(tensor.clone() for tensor in tensors) if copies else tensors
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+        return (None, *gradients)
 
 
 def _step_optimizers(parameter: torch.Tensor) -> None:
@@ -151,7 +181,6 @@ class DistributedDataParallel(_TorchDistributedDataParallel):
     batched_grad_copy = False
     lazy_bucket_allocation = False
     bucket_bytes_cap_list: Sequence[int] = ()
-    _require_manual_backward_finalization = False
     check_module = "error"
     _given_plan: list[list[int]] | None = None
     _own_options: Mapping[str, Any] = {}  # of the reducer, which torch's has not
@@ -242,8 +271,17 @@ class DistributedDataParallel(_TorchDistributedDataParallel):
                 FutureWarning,
                 stacklevel=2,
             )
-        if compares_ranks:
-            self._require_same_options(static_graph, dict(delayed))
+        if compares_ranks:  # the reducer compares the others
+            options = [
+                f"forward_sync_buffers = {self.forward_sync_buffers}",
+                f"find_unused_parameters = {find_unused_parameters}",
+                f"static_graph = {static_graph}",
+                f"one_backward_per_forward = {one_backward_per_forward}",
+                f"mixed_precision = {mixed_precision}",
+                f"delayed parameters = {len(delayed)}",
+            ]
+            require_agreement(group, "option", options)
+            require_agreement(group, "delayed parameter", _descriptions(dict(delayed)))
         if delayed:
             self._register_delay_all_reduce_hook(
                 bucket_cap_mb=self.bucket_bytes_cap // _MIB,
@@ -254,7 +292,11 @@ class DistributedDataParallel(_TorchDistributedDataParallel):
                 return
 
         if compares_ranks:
-            self._require_same_module(syncs_buffers_at_init)
+            named = self._not_ignored(module.named_parameters())  # frozen ones, too
+            require_agreement(group, "parameter", _descriptions(named))
+            if self.forward_sync_buffers or syncs_buffers_at_init:
+                named = self._not_ignored(module.named_buffers())
+                require_agreement(group, "buffer", _descriptions(named))
         parameters, expect_sparse = self._build_params_for_reducer()
         names = self._build_debug_param_to_name_mapping(parameters)
         self._ddp_init_helper(parameters, expect_sparse, names, static_graph, init_sync)
@@ -303,29 +345,6 @@ class DistributedDataParallel(_TorchDistributedDataParallel):
     @broadcast_buffers.setter
     def broadcast_buffers(self, value: bool) -> None:
         self.forward_sync_buffers = value
-
-    def _require_same_options(self, static_graph: bool, delayed: dict[str, torch.Tensor]) -> None:
-        """Compares options that decide on collectives with the other ranks."""
-        options = [
-            f"forward_sync_buffers = {self.forward_sync_buffers}",
-            f"find_unused_parameters = {self.find_unused_parameters}",
-            f"skip_all_reduce_unused_params = {self.skip_all_reduce_unused_params}",
-            f"static_graph = {static_graph}",
-            f"mixed_precision = {self.mixed_precision}",
-            *(f"{name} = {value}" for name, value in self._own_options.items()),
-            f"delayed parameters = {len(delayed)}",
-        ]
-        require_agreement(self.process_group, "option", options)
-        if delayed:
-            require_agreement(self.process_group, "delayed parameter", _descriptions(delayed))
-
-    def _require_same_module(self, syncs_buffers_at_init: bool) -> None:
-        """Compares parameters, frozen ones too, and buffers with the other ranks."""
-        parameters = self._not_ignored(self.module.named_parameters())
-        require_agreement(self.process_group, "parameter", _descriptions(parameters))
-        if self.forward_sync_buffers or syncs_buffers_at_init:
-            buffers = self._not_ignored(self.module.named_buffers())
-            require_agreement(self.process_group, "buffer", _descriptions(buffers))
 
     def _not_ignored(self, named: Iterable[tuple[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
         return {name: tensor for name, tensor in named if name not in self.parameters_to_ignore}
@@ -488,11 +507,15 @@ class DistributedDataParallel(_TorchDistributedDataParallel):
             **self._own_options,
         )
         self.reducer._expect_forwards()
-        if self._require_manual_backward_finalization:
-            self.reducer._set_manual_finalization_required(True)
         syncs_batch_norm = any(isinstance(m, torch.nn.SyncBatchNorm) for m in self.module.modules())
-        self.logger = Logger(self.reducer)
-        self.reducer.set_logger(self.logger)
+        self.logger = Logger(
+            self.reducer,
+            parameters,
+            self.process_group,
+            bucket_bytes_cap=self._bucket_caps()[-1],
+            find_unused_parameters=self.find_unused_parameters,
+            gradient_as_bucket_view=self.gradient_as_bucket_view,
+        )
         self.logger.set_construction_data_and_log(
             type(self.module).__name__,
             self.device_ids or [],
@@ -562,9 +585,13 @@ class DistributedDataParallel(_TorchDistributedDataParallel):
             return self._post_forward(outputs)
 
     def _pre_forward(self, *inputs: Any, **kwargs: Any) -> Any:
-        if torch.is_grad_enabled() and self.require_backward_grad_sync:
-            self._check_parameters()
-        return super()._pre_forward(*inputs, **kwargs)
+        try:
+            if torch.is_grad_enabled() and self.require_backward_grad_sync:
+                self._check_parameters()
+            return super()._pre_forward(*inputs, **kwargs)
+        except Exception as error:
+            self._log_error(error)
+            raise
 
     def _forward_without_peers(self, *inputs: Any, **kwargs: Any) -> Any:
         """Ranks that have joined would not know that nothing is to be reduced."""
@@ -580,11 +607,10 @@ class DistributedDataParallel(_TorchDistributedDataParallel):
     def _check_parameters(self) -> None:
         if self._delay_all_reduce_all_params:
             return
-        with self._errors_in_logging_data():
-            _checks.require_process(self._process)
-            if self.check_module == "error":
-                self._watch.check()
-        if self.check_module == "warn":
+        _checks.require_process(self._process)
+        if self.check_module == "error":
+            self._watch.check()
+        elif self.check_module == "warn":
             try:
                 self._watch.check()
             except RuntimeError as error:
@@ -598,8 +624,12 @@ class DistributedDataParallel(_TorchDistributedDataParallel):
             self.require_forward_param_sync = will_reduce
             if will_reduce:
                 if self.find_unused_parameters and not self.static_graph:
-                    output = tie(output, copies=self._ddp_sink_clone)
-                self.reducer.prepare_for_backward(list(torch_ddp._find_tensors(output)))
+                    output = _tied(output, copies=self._ddp_sink_clone)
+                try:
+                    self.reducer.prepare_for_backward(list(torch_ddp._find_tensors(output)))
+                except RuntimeError as error:
+                    self._log_error(error)
+                    raise
             elif torch.is_grad_enabled():
                 self.reducer._note_local_forward(list(torch_ddp._find_tensors(output)))
         self._clear_grad_buffer()
@@ -687,64 +717,6 @@ class DistributedDataParallel(_TorchDistributedDataParallel):
             with torch.no_grad():
                 self._default_broadcast_coalesced(authoritative_rank=src)
 
-    # ----------------------------------------------------- manual finalization
-
-    @property
-    def require_manual_backward_finalization(self) -> bool:
-        """Whether finalize_backward() has to be called, once for each reduced backward.
-
-        If False, the default, backward itself waits for the gradients of the other ranks. Set it
-        before forward, on all ranks.
-
-        Raises:
-            RuntimeError: There is no reducer to wait for, or a backward is running.
-        """
-        return self._require_manual_backward_finalization
-
-    @require_manual_backward_finalization.setter
-    def require_manual_backward_finalization(self, required: bool) -> None:
-        if required:
-            self._require_a_reducer()
-        elif self._delay_all_reduce_all_params:
-            return
-        self.reducer._set_manual_finalization_required(required)
-        self._require_manual_backward_finalization = required
-
-    @property
-    def should_finalize_after_backward(self) -> bool:
-        """Whether finalize_backward() has to wait for the end of the next backward.
-
-        To be read after forward. If False, a hook that runs in backward may call it as soon as
-        all gradients are there.
-        """
-        if not self._require_manual_backward_finalization:
-            return False
-        return self.mixed_precision is not None or self.reducer._should_finalize_after_backward()
-
-    def finalize_backward(self) -> None:
-        """Waits for the gradients of the other ranks and writes the averages into ``.grad``.
-
-        Raises:
-            RuntimeError: It is not required, gradients are missing, or there is nothing to wait
-                for: under no_sync(), or when it is called twice.
-        """
-        self._require_a_reducer()
-        self.reducer._finalize_backward_manual()
-
-    def _require_a_reducer(self) -> None:
-        if self._delay_all_reduce_all_params:
-            raise RuntimeError(
-                "DistributedDataParallel: Manual backward finalization is not supported when all "
-                "parameters are in delay_all_reduce_named_params, whose hook waits for them.\n"
-                "Leave a parameter out of that list, or let backward finish by itself."
-            )
-        if self._use_python_reducer:
-            raise RuntimeError(
-                "DistributedDataParallel: Manual backward finalization is not supported with the "
-                'compiler\'s optimize_ddp="python_reducer", where the compiled backward waits.\n'
-                "Choose another mode before the module is wrapped."
-            )
-
     # ------------------------------------------------------------------- join
 
     def _check_and_sync_module_buffers(self) -> None:
@@ -800,21 +772,26 @@ class DistributedDataParallel(_TorchDistributedDataParallel):
             DistBackendError: A peer failed.
             RuntimeError: There is a hook already, or ranks give other hooks.
         """
-        with self._errors_in_logging_data():
+        try:
             _checks.require_comm_hook(hook)
             self.reducer._register_comm_hook(state, hook)
+        except Exception as error:
+            self._log_error(error)
+            raise
         self.logger._set_comm_hook_name(_checks.name_of(hook))
         self._comm_hooks.append((hook, state))
 
     def _register_builtin_comm_hook(self, comm_hook_type: dist.BuiltinCommHookType) -> None:
-        with self._errors_in_logging_data():
-            self.reducer._register_builtin_comm_hook(comm_hook_type)
+        self.reducer._register_builtin_comm_hook(comm_hook_type)
         self.logger._set_comm_hook_name(str(comm_hook_type))
 
-    @contextmanager
-    def _errors_in_logging_data(self):
+    def _set_static_graph(self) -> None:
         try:
-            yield
-        except Exception as error:
-            self.logger.set_error_and_log(f"{type(error).__name__}: {error}")
+            super()._set_static_graph()
+        except RuntimeError as error:
+            self._log_error(error)
             raise
+
+    def _log_error(self, error: Exception) -> None:
+        if self.logger is not None:
+            self.logger.set_error_and_log(f"{type(error).__name__}: {error}")

@@ -22,7 +22,6 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule as _TorchFSDPModule
@@ -30,18 +29,18 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy, UnshardH
 
 from brigade import _C, _compiling, _sharded_state
 from brigade._checks import failure_told_to_peers
-from brigade._device_moves import device_of, serves
-from brigade._reduction_hooks import wire_dtype_of
 from brigade._shardable_parameters import require_count
 from brigade._sharded_units import Root, Unit, own_modules, split_reshards, unit_of
 from brigade._sharding_mesh import group_of, mesh_of_placements
 from brigade._torch_patches import patch_torch
-from brigade._unit_conversion import convert, give_memory
+from brigade._unit_conversion import convert
 
 # Of torch 2.15 and later.
 GradientReductionHandle: type = getattr(
     torch.distributed.fsdp, "GradientReductionHandle", UnshardHandle
 )
+
+_WIRE_DTYPES = {"fp16_compress": torch.float16, "bf16_compress": torch.bfloat16}
 
 
 class _HandleInPass(UnshardHandle):
@@ -247,23 +246,6 @@ class FSDPModule(_TorchFSDPModule):
         root = unit_of(self).root
         return None if root is None else root.native.gradient_slot(parameter)
 
-    def register_comm_hook(self, state: object, hook: Any) -> None:
-        """Of the outermost module, before its first forward: for all units. Collective.
-
-        Args:
-            state: Without effect.
-            hook: As fully_shard's `comm_hook`; the same on all ranks.
-
-        Raises:
-            ValueError: A forward has run, a unit has a hook already, or ranks give other hooks;
-                on all ranks alike.
-            NotImplementedError: Another hook.
-        """
-        dtype = wire_dtype_of(hook)
-        own = unit_of(self)
-        units = [unit for unit in own.with_those_below() if unit.native is not None]
-        _C.ShardedUnit.register_compression([unit.native for unit in units], dtype, own.group)
-
     def num_ranks_with(self, has_data: bool) -> int:
         """Collective: how many ranks have a batch for the next step; this one does, or not."""
         return self._root().native.num_ranks_with(has_data)
@@ -328,22 +310,7 @@ class FSDPModule(_TorchFSDPModule):
         `rank0_only`: others return an empty dict, and have one unit in memory at a time.
         """
         self._root()
-        return _sharded_state.full_state_dict(self, rank0_only)
-
-    def load_full_state_dict(self, state: dict[str, torch.Tensor]) -> None:
-        """Collective: from unsharded parameters and buffers, equal on all ranks.
-
-        Tensors on meta get memory where the state is, or on the group's device if it has no
-        backend for that; buffers that are in no state dict stay on meta.
-
-        Raises:
-            ValueError: a name is missing or unknown, or a shape differs; nothing is changed.
-        """
-        _sharded_state.require_whole_state(self, state)
-        if any(unit.is_from_meta for unit in unit_of(self).with_those_below()):
-            group, device = unit_of(self).group, next(iter(state.values())).device
-            give_memory(self, device if serves(group, device) else device_of(group))
-        self.load_state_dict(state)
+        return _sharded_state.gather_nest(dict(self.state_dict()), rank0_only)
 
     def explain(self) -> str:
         """Units, bytes and padding, in words."""
@@ -428,7 +395,7 @@ def fully_shard(
     prefetch_depth: int = 1,
     broadcasts_parameters: bool = True,
     block_numel_fn: Callable[[nn.Parameter], int] | None = None,
-    comm_hook: Any = None,
+    comm_hook: str | None = None,
     reproducible: bool = False,
 ) -> nn.Module | list[nn.Module]:
     """Shards the parameters of a module that are in no unit below it. Collective.
@@ -461,9 +428,9 @@ def fully_shard(
         broadcasts_parameters: all ranks begin with the parameters of rank 0.
         block_numel_fn: of a parameter, the number of elements that are never cut, such as a
             row's; its numel for one rank to hold all of it. Equal on all ranks.
-        comm_hook: 'fp16_compress' or 'bf16_compress', or torch's hook of that name: gradients
-            are sent and summed over ranks, over replicas too, in that dtype; they accumulate on
-            this rank in the reduce dtype, as does `.grad`. Equal on all ranks.
+        comm_hook: 'fp16_compress' or 'bf16_compress': gradients are sent and summed over ranks,
+            over replicas too, in that dtype; they accumulate on this rank in the reduce dtype, as
+            does `.grad`. Equal on all ranks.
         reproducible: of the outermost module: on devices, too, gradients are added in rank
             order, as they always are on CPUs.
 
@@ -482,43 +449,6 @@ def fully_shard(
         if placed is not mesh:
             group, num_shards = group_of(placed)
             mesh = placed
-    return make_unit(
-        module,
-        group,
-        num_shards,
-        mesh=mesh,
-        dp_mesh_dims=dp_mesh_dims,
-        reshard_after_forward=reshard_after_forward,
-        mp_policy=mp_policy,
-        offload_policy=offload_policy,
-        ignored_params=ignored_params,
-        prefetch_depth=prefetch_depth,
-        broadcasts_parameters=broadcasts_parameters,
-        block_numel_fn=block_numel_fn,
-        comm_hook=comm_hook,
-        reproducible=reproducible,
-    )
-
-
-def make_unit(
-    module: nn.Module | list[nn.Module],
-    group: dist.ProcessGroup,
-    num_shards: int,
-    *,
-    mesh: Any,
-    dp_mesh_dims: Any = None,
-    base: type[FSDPModule] = FSDPModule,
-    reshard_after_forward: bool | int | None,
-    mp_policy: MixedPrecisionPolicy | None,
-    offload_policy: OffloadPolicy | None,
-    ignored_params: Iterable[nn.Parameter] | None,
-    broadcasts_parameters: bool,
-    comm_hook: Any,
-    prefetch_depth: int = 1,
-    block_numel_fn: Callable[[nn.Parameter], int] | None = None,
-    reproducible: bool = False,
-) -> nn.Module | list[nn.Module]:
-    """See fully_shard(). `base`: of the modules' classes afterwards."""
     modules = list(module) if isinstance(module, (list, tuple)) else [module]
     policy = mp_policy or MixedPrecisionPolicy()
     with failure_told_to_peers(group):
@@ -533,14 +463,18 @@ def make_unit(
         reshards, reshards_to = split_reshards(
             True if reshard_after_forward is None else reshard_after_forward, num_shards
         )
-        wire_dtype = None if comm_hook is None else wire_dtype_of(comm_hook)
+        if comm_hook is not None and comm_hook not in _WIRE_DTYPES:
+            raise NotImplementedError(
+                f"fully_shard: expected a comm hook of {', '.join(_WIRE_DTYPES)}, found "
+                f"{comm_hook!r}.\nOne of your own is written in C++ (fsdp/reduction_hook.h)."
+            )
     options = {
         "reshard_to": reshards_to,
         "prefetch_depth": prefetch_depth,
         "param_dtype": policy.param_dtype,
         "reduce_dtype": policy.reduce_dtype,
         "broadcast_parameters": broadcasts_parameters,
-        "wire_dtype": wire_dtype,
+        "wire_dtype": None if comm_hook is None else _WIRE_DTYPES[comm_hook],
         "reproducible": reproducible,
     }
     _compiling.leave_to_interpreter()
@@ -558,7 +492,7 @@ def make_unit(
         getattr(mesh, "device_type", None),  # none of stand-ins for a mesh
     )
     for each in modules:
-        each.__class__ = _sharded_class(type(each), base)
+        each.__class__ = _sharded_class(type(each))
     return module
 
 
@@ -606,8 +540,8 @@ def _require_separate(modules: list[nn.Module]) -> None:
 
 
 @functools.cache
-def _sharded_class(cls: type[nn.Module], base: type[FSDPModule]) -> type[nn.Module]:
-    return type(f"{base.__name__.removesuffix('Module')}{cls.__name__}", (base, cls), {})
+def _sharded_class(cls: type[nn.Module]) -> type[nn.Module]:
+    return type(f"FSDP{cls.__name__}", (FSDPModule, cls), {})
 
 
 def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
@@ -643,13 +577,4 @@ def share_comm_ctx(modules: list[FSDPModule]) -> None:
     """Without effect: of torch's, models that run in turns share streams by it.
 
     Each of brigade's models has connections of its own.
-
-    Raises:
-        ValueError: one is not sharded by fully_shard.
     """
-    for module in modules:
-        if not isinstance(module, FSDPModule):
-            raise ValueError(
-                "share_comm_ctx: expected modules that brigade.fully_shard has sharded, found a "
-                f"{type(module).__name__}.\nLeave it out."
-            )

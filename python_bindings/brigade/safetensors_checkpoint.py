@@ -7,7 +7,7 @@
 The format is that of checkpoint/checkpoint.h: one file of unsharded tensors, which other programs
 read too, or a folder to which each rank writes its shards. A checkpoint has the parameters and the
 state of SGD, Adam, AdamW, RMSprop and Adagrad with all options, such as learning rates.
-save_checkpoint() supports other optimizers.
+torch.distributed.checkpoint supports other optimizers.
 
 A model is sharded, or a DistributedDataParallel, or any other module, which each process saves
 and loads on its own. Buffers are saved unless the model is sharded; saving warns of tensors that
@@ -248,7 +248,7 @@ def _warn_of_the_rest(model: nn.Module) -> None:
         what = "buffers and parameters that are not sharded" if is_sharded else "extra states"
         warnings.warn(
             f"{what} are not saved: {rest[:5]}{' and others' if len(rest) > 5 else ''}.\n"
-            "Save them yourself, or all with save_checkpoint().",
+            "Save them yourself, or all with torch.distributed.checkpoint.",
             stacklevel=4,
         )
 
@@ -264,7 +264,7 @@ def _state_of(optimizer: torch.optim.Optimizer | None) -> _C.OptimizerState | No
         names = ", ".join(known.__name__ for known in _FIELDS)
         raise ValueError(
             f"expected one of {names}, found {type(optimizer).__name__}.\n"
-            "Use save_checkpoint(), which takes any."
+            "Use torch.distributed.checkpoint, which takes any."
         )
     parameters = []
     for index, group in enumerate(optimizer.param_groups):

@@ -36,6 +36,7 @@ from torch.utils.checkpoint import checkpoint
 import brigade
 
 from exact_training import SumOverRanks, UserError
+from sharded_training import whole_optimizer_state
 from training import CLASSES
 from whole_numbers import expect_parameters, own_part
 
@@ -839,7 +840,7 @@ class Sharded(Program):
         if self.draw.random() < 0.1:
             self.log.append("optimizer state before the first forward")
             with_state = torch.optim.Adagrad(self.shards.values())
-            brigade.full_optimizer_state_dict(self.model, with_state)
+            whole_optimizer_state(self.model, with_state)
         self.log += [f"kind {part.kind}" for part in self.plain.parts]
 
     # ------------------------------------------------------------------------ the model
@@ -1170,14 +1171,12 @@ class Sharded(Program):
 
     def save_and_load(self) -> None:
         self.expect_equal_state()
-        kind = self.draw.choice(["full", "full", "checkpoint", "whole", "shards"])
+        kind = self.draw.choice(["full", "full", "whole", "shards"])
         self.note(kind)
         path = self._new_path()
         expected = copy.deepcopy(self.plain.state_dict())
         if kind == "full":
             state = self.model.full_state_dict()
-        elif kind == "checkpoint":
-            brigade.save_checkpoint(path, self.model, self.optimizer)
         else:
             save = brigade.save_whole if kind == "whole" else brigade.save_shards
             with pytest.warns(UserWarning, match=r"buffers .* are not saved"):
@@ -1188,16 +1187,14 @@ class Sharded(Program):
                 for name in each:
                     if name.endswith("calls"):
                         each[name].zero_()
-            self.model.load_full_state_dict(state)
-        elif kind == "checkpoint":
-            brigade.load_checkpoint(path, self.model, self.optimizer)
+            self.model.load_state_dict(state)
         elif kind == "whole":
             brigade.load_whole(self.model, path, self.optimizer)
         else:
             brigade.load_shards(self.model, path, self.optimizer)
         if kind in ("whole", "shards"):
             expected = {name: expected[name] for name, _ in self.plain.named_parameters()}
-        self.plain.load_state_dict(expected, strict=kind in ("full", "checkpoint"))
+        self.plain.load_state_dict(expected, strict=kind == "full")
 
     def _new_path(self) -> str:
         self.saves += 1

@@ -3,6 +3,7 @@
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict
 from torch.utils.checkpoint import checkpoint
 
 import brigade
@@ -54,6 +55,17 @@ def shard_blocks(net, shard=brigade.fully_shard, **arguments):
     for block in net.blocks:
         shard(block, **arguments)
     return shard(net, **arguments)
+
+
+def replicated(net, **arguments):
+    """A unit of which every rank holds all parameters."""
+    mesh = dist.init_device_mesh("cpu", (dist.get_world_size(), 1))
+    return brigade.fully_shard(net, mesh=mesh, **arguments)
+
+
+def whole_optimizer_state(model, optimizer, rank0_only=False):
+    options = StateDictOptions(full_state_dict=True, cpu_offload=rank0_only)
+    return get_optimizer_state_dict(model, optimizer, options=options)
 
 
 def step_of_all(plain, optimizer, step, world_size):

@@ -63,21 +63,12 @@ def test_without_torch_it_is_said_before_anything_is_built(backend, site_package
     words = str(error.value)
     assert f"{site_packages} has none" in words
     assert f"pip install torch=={backend.torch_wheel.pinned()}" in words
-    assert "--config-settings=fetch-torch=yes" in words
 
 
 def test_a_torch_that_is_not_supported_is_named(backend, site_packages):
     folder = install_torch(site_packages, "2.7")
     with pytest.raises(RuntimeError, match=re.escape(f"{folder} is of version 2.7")):
         backend.get_requires_for_build_wheel()
-
-
-def test_torch_is_fetched_for_the_build_when_that_is_asked_for(backend, site_packages):
-    settings = {"fetch-torch": "yes"}
-    required = backend.get_requires_for_build_wheel(settings)
-    assert f"torch=={backend.torch_wheel.pinned()}" in required
-    # The build environment's torch is the one on the path.
-    assert backend._with_torch(settings) == {"cmake.define.BRIGADE_LIBTORCH": str(INSTALLED)}
 
 
 def test_a_libtorch_that_the_user_names_is_not_looked_for(backend, site_packages):

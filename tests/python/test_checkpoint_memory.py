@@ -1,4 +1,4 @@
-"""How much memory saving and loading take beside the model: by the process's own peak."""
+"""How much memory full_state_dict() takes beside the model: by the process's own peak."""
 
 import ctypes
 import gc
@@ -12,13 +12,12 @@ from torch import nn
 
 import brigade
 
-from ranks import on_ranks, run_ranks
+from ranks import run_ranks
 
 UNITS = 8
 UNIT_MIB = 8  # whole, in float32
 MIB = 1 << 20
 WHOLE_MIB = UNITS * UNIT_MIB
-PART_MIB = WHOLE_MIB // 2  # of each of two ranks
 SLACK_MIB = 3  # of what a call has for itself
 
 _CLEAR_REFS = pathlib.Path("/proc/self/clear_refs")
@@ -62,45 +61,6 @@ def _model():
     for _ in range(UNITS):
         model.append(brigade.fully_shard(_Quarters()))
     return brigade.fully_shard(model)
-
-
-def _stepped(model):
-    """Its optimizer holds as much as the parameters of this rank, once."""
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    model(torch.ones(2)).sum().backward()
-    optimizer.step()
-    optimizer.zero_grad()
-    return optimizer
-
-
-def _save(model, path, optimizer):
-    brigade.save_checkpoint(path, model, optimizer)
-
-
-def _load(model, path, optimizer):
-    brigade.load_checkpoint(path, model, optimizer)
-
-
-@on_ranks()
-def test_a_checkpoint_takes_little_beside_the_model(rank, tmp_path):
-    """Those of safetensors: tests/checkpoint.
-
-    torch's writer copies what lies in one storage with others, and keeps the copies. What is
-    loaded is held beside what this rank has: a damaged file is to change nothing.
-    """
-    model = _model()
-    optimizer = _stepped(model)
-    model.full_state_dict(rank0_only=True)
-    _save(model, tmp_path / "first", None)  # connections, code, and what else is made once
-    for num_parts, given in ((1, None), (2, optimizer)):
-        for call, most in (
-            (_save, PART_MIB + UNIT_MIB),
-            (_load, (num_parts * PART_MIB) + 2 * UNIT_MIB),
-        ):
-            dist.barrier()
-            path = tmp_path / str(num_parts)
-            peak = _peak_mib(lambda c=call, p=path, g=given: c(model, p, g))
-            assert peak <= most + SLACK_MIB, (call, num_parts)
 
 
 def _keeps_on_rank_0(rank):

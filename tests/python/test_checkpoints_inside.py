@@ -11,7 +11,7 @@ from torch.utils.checkpoint import checkpoint
 import brigade
 
 from ranks import on_ranks
-from sharded_training import Block, Pair, make_net, shard_blocks
+from sharded_training import Block, Pair, make_net, replicated, shard_blocks
 
 
 def _checkpoint(use_reentrant):
@@ -113,7 +113,7 @@ def _kept(net):
 
 
 def _replicated(net):
-    return shard_blocks(net, brigade.replicate)
+    return shard_blocks(net, replicated)
 
 
 _SHARDS = {"blocks": shard_blocks, "one unit": _one_unit, "kept": _kept, "replicas": _replicated}

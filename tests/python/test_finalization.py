@@ -10,8 +10,9 @@ from exact_training import MODES
 from ranks import on_ranks
 from training import CLASSES, Perceptron, assert_equal, gradients_of, inputs, loss_of
 
-# Older ones have none of this.
-_CLASSES = {name: c for name, c in CLASSES.items() if hasattr(c, "finalize_backward")}
+pytestmark = pytest.mark.skipif(
+    not hasattr(CLASSES["torch"], "finalize_backward"), reason="this torch's class has none of it"
+)
 _NOTHING = "no gradient reduction requires finalization"
 
 
@@ -36,14 +37,13 @@ def test_gradients_are_averaged_when_the_caller_says_so(rank, mode):
     assert_equal(results[True], results[False])
 
 
-@pytest.mark.skipif("torch" not in _CLASSES, reason="torch's class can't be told to wait")
 @pytest.mark.parametrize("mode", MODES)
 @on_ranks()
 def test_the_caller_is_told_when_only_the_end_of_backward_will_do(rank, mode):
     """Whether the end of backward has to be waited for, forward by forward, as torch's."""
     options = MODES[mode]
     answers = {}
-    for name, wrapper in _CLASSES.items():
+    for name, wrapper in CLASSES.items():
         wrapped = wrapper(Perceptron(), **options)
         answers[name] = [wrapped.should_finalize_after_backward]
         wrapped.require_manual_backward_finalization = True
@@ -55,11 +55,11 @@ def test_the_caller_is_told_when_only_the_end_of_backward_will_do(rank, mode):
     assert answers["brigade"] == answers["torch"]
 
 
-@pytest.mark.parametrize("name", _CLASSES)
+@pytest.mark.parametrize("name", CLASSES)
 @on_ranks()
 def test_a_hook_in_backward_may_finalize_once_all_gradients_are_there(rank, name):
     """Something before the model is still in backward when the averages are there."""
-    wrapper = _CLASSES[name]
+    wrapper = CLASSES[name]
     wrapped = wrapper(nn.Linear(3, 2, bias=False))
     wrapped.require_manual_backward_finalization = True
     before = torch.ones(3, requires_grad=True)
@@ -77,10 +77,10 @@ def test_a_hook_in_backward_may_finalize_once_all_gradients_are_there(rank, name
         assert seen[-1] == wrapped.module.weight.grad.tolist() == [[1.5] * 3] * 2
 
 
-@pytest.mark.parametrize("name", _CLASSES)
+@pytest.mark.parametrize("name", CLASSES)
 @on_ranks()
 def test_misuse_is_told_in_words_that_torch_has_too(rank, name):
-    wrapper = _CLASSES[name]
+    wrapper = CLASSES[name]
     wrapped = wrapper(Perceptron())
     x = inputs(rank, 1)[0]
     with pytest.raises(RuntimeError, match="manual backward finalization is not required"):
@@ -115,10 +115,10 @@ def test_misuse_is_told_in_words_that_torch_has_too(rank, name):
     assert torch.equal(*gathered)
 
 
-@pytest.mark.parametrize("name", _CLASSES)
+@pytest.mark.parametrize("name", CLASSES)
 @on_ranks()
 def test_finalizing_before_all_gradients_are_there_is_an_error(rank, name):
-    wrapper = _CLASSES[name]
+    wrapper = CLASSES[name]
     wrapped = wrapper(Perceptron())
     wrapped.require_manual_backward_finalization = True
     x = inputs(rank, 1)[0]

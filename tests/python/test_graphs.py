@@ -116,10 +116,6 @@ def test_what_the_search_for_unused_parameters_has_found_is_told(rank):
     for _ in range(2):
         loss_of(wrapped(0, x)).backward()
         assert wrapped.reducer._ddp_graph_static()
-    names = [name for name, _ in wrapped.module.named_parameters()]
-    times = dict(zip(names, wrapped.reducer.get_backward_stats(), strict=True))
-    assert times["never.bias"] == 0 and times["ways.1.weight"] == 0
-    assert 0 < times["head.bias"] < times["ways.0.weight"]
     loss_of(wrapped(rank, x)).backward()
     used = wrapped.reducer._get_local_used_map()
     assert used.dtype == torch.int32

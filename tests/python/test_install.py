@@ -6,7 +6,6 @@ import pickle
 import subprocess
 import sys
 import types
-import warnings
 from unittest import mock
 
 import pytest
@@ -23,11 +22,7 @@ from ranks import on_ranks, run_ranks
 
 OWNERS = (
     DistributedDataParallel,
-    dist.Reducer,
-    dist.Logger,
-    dist,
-    dist.distributed_c10d,
-    torch._C._distributed_c10d,
+    torch.distributed.fsdp,
     nn.parallel,
     nn.parallel.distributed,
 )
@@ -69,7 +64,6 @@ def test_torchs_class_makes_ours_for_a_while_and_nothing_is_left_behind(rank):
     with brigade.install():
         ours = nn.parallel.DistributedDataParallel(_net())
         assert _is_ours(ours)
-        assert type(ours.logger) is brigade.Logger
         assert repr(type(ours)) == repr(brigade.DistributedDataParallel)
         _trains(ours, rank)
     assert [dict(vars(owner)) for owner in OWNERS] == before
@@ -79,26 +73,6 @@ def test_torchs_class_makes_ours_for_a_while_and_nothing_is_left_behind(rank):
     _trains(ours, rank)
     brigade.uninstall()
     assert [dict(vars(owner)) for owner in OWNERS] == before
-
-
-@on_ranks(1)
-def test_torchs_reducer_and_logger_make_ours(rank):
-    def make():
-        parameters = [nn.Parameter(torch.ones(2))]
-        reducer = dist.Reducer(parameters, [[0]], [2**20], dist.group.WORLD)
-        return reducer, dist.Logger(reducer)
-
-    with brigade.install():
-        reducer, logger = make()
-        assert type(reducer) is brigade.Reducer
-        assert type(logger) is brigade.Logger
-        wrapped = DistributedDataParallel(_net())
-        dist._register_builtin_comm_hook(wrapped.reducer, dist.BuiltinCommHookType.ALLREDUCE)
-        with pytest.raises(RuntimeError, match="ALLREDUCE already"):
-            dist._register_comm_hook(wrapped.reducer, None, lambda state, bucket: None)
-    reducer, logger = make()
-    assert type(reducer) is dist.Reducer
-    assert type(logger) is dist.Logger
 
 
 # ------------------------------------------------------- what was bound before
@@ -164,7 +138,6 @@ def test_modules_imported_meanwhile_have_torchs_classes_afterwards(rank):
     with brigade.install():
         library = types.ModuleType("library")
         exec(
-            "from torch.distributed import Reducer\n"
             "from torch.nn.parallel import DistributedDataParallel as DDP\n"
             "class Derived(DDP): pass\n"
             "def make(module, kind=DDP): return kind(module)\n",
@@ -174,7 +147,6 @@ def test_modules_imported_meanwhile_have_torchs_classes_afterwards(rank):
             assert _is_ours(ours)
             assert set(get_model_state_dict(ours)) == {"weight", "bias"}
     assert library.DDP is DistributedDataParallel
-    assert library.Reducer is dist.Reducer
     assert set(get_model_state_dict(ours)) == {"weight", "bias"}
     for theirs in (library.make(_net()), library.Derived(_net())):
         assert _is_torchs(theirs)
@@ -201,8 +173,7 @@ def _sum_halved(state, bucket):
 @on_ranks(fresh=True)
 def test_instances_of_either_class_live_on_through_both(rank):
     early = DistributedDataParallel(_net())
-    with pytest.warns(UserWarning, match=r"has wrapped 'Linear' already"):
-        brigade.install()
+    brigade.install()
     ours = DistributedDataParallel(_net())
     for _ in range(2):
         assert _is_torchs(early)
@@ -333,23 +304,6 @@ def test_what_others_have_put_around_our_patch_stays_theirs(rank):
     DistributedDataParallel.__init__ = ours  # which they found
     assert _is_torchs(DistributedDataParallel(_net()))
     DistributedDataParallel.__init__ = torchs
-
-
-@on_ranks(1, fresh=True)
-def test_what_came_before_is_named_and_nothing_else(rank):
-    library = types.ModuleType("library")
-    library.register = dist._register_comm_hook
-    sys.modules["library"] = library
-    with pytest.warns(UserWarning, match=r"bound as 'library.register' already"):
-        brigade.install()
-    brigade.uninstall()
-    del sys.modules["library"]
-    wrapped = DistributedDataParallel(_net())
-    wrapped.itself = wrapped  # is collected late
-    del wrapped
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        brigade.install()
 
 
 @on_ranks(fresh=True)

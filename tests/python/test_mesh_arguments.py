@@ -69,9 +69,7 @@ def test_dimensions_that_the_mesh_does_not_have(rank):
             brigade.fully_shard(nn.Linear(2, 2), mesh=mesh, dp_mesh_dims=wrong)
     with pytest.raises(ValueError, match=r"mesh with \(\)"):
         brigade.fully_shard(nn.Linear(2, 2), dp_mesh_dims=_Dims(shard="data"))
-    with pytest.raises(ValueError, match="without shard"):
-        brigade.replicate(nn.Linear(2, 2), mesh=mesh, dp_mesh_dims=_Dims(shard="data"))
-    model = brigade.replicate(nn.Linear(2, 2), mesh=mesh, dp_mesh_dims=_Dims(replicate="data"))
+    model = brigade.fully_shard(nn.Linear(2, 2), mesh=mesh, dp_mesh_dims=_Dims(replicate="data"))
     assert model.weight.shape == (2, 2)
     inner = dist.init_device_mesh("cpu", (1, 2), mesh_dim_names=("shards", "copies"))
     brigade.fully_shard(
@@ -122,11 +120,10 @@ def test_replicas_may_be_the_inner_dimension(rank, tmp_path):
         torch.testing.assert_close(model.weight.to_local().flatten(), part, rtol=0, atol=0)
         whole = model.full_state_dict()["weight"]
         torch.testing.assert_close(whole, expected, rtol=0, atol=0)
-    brigade.save_checkpoint(folder, model, optimizer, own={"rank": rank})
+    brigade.save_shards(model, folder, optimizer)
     loaded = nn.Linear(5, 3, bias=False)
     brigade.fully_shard(loaded)
-    found = brigade.load_checkpoint(folder, loaded, torch.optim.SGD(loaded.parameters(), lr=0.5))
-    assert found.own == {"rank": rank}
+    brigade.load_shards(loaded, folder, torch.optim.SGD(loaded.parameters(), lr=0.5))
     torch.testing.assert_close(loaded.full_state_dict()["weight"], expected, rtol=0, atol=0)
 
 

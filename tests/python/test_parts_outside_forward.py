@@ -14,6 +14,7 @@ from torch.nn import functional
 import brigade
 
 from ranks import on_ranks
+from sharded_training import replicated
 
 # By what is computed of parts as of wholes.
 RIGHT = {
@@ -93,7 +94,7 @@ def test_it_is_of_the_whole_or_an_error(rank, world_size):
 @on_ranks()
 def test_replicas_are_as_any_tensor(rank):
     """Where each rank has all of it."""
-    part = brigade.replicate(_make())[0].weight.detach()
+    part = replicated(_make())[0].weight.detach()
     assert part[0].shape == (5,) and part.T.shape == (5, 7)
     assert torch.equal(torch.zeros(7, 5).copy_(part).flatten(), part.to_local())
     dist.broadcast(part, 0)

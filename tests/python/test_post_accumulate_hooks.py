@@ -127,7 +127,7 @@ def test_they_stay_when_parts_are_made_anew(rank):
     model = shard_blocks(net)
     called = _log(model)
     model.to_empty(device="cpu")
-    model.load_full_state_dict(make_net().state_dict())
+    model.load_state_dict(make_net().state_dict())
     loss_of(model, rank, 0).backward()
     assert {name for name, _, _ in called} == {name for name, _ in model.named_parameters()}
     called.clear()

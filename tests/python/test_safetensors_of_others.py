@@ -12,7 +12,7 @@ from torch.distributed.fsdp import fully_shard as torch_fully_shard
 import brigade
 
 from ranks import on_ranks, run_ranks
-from sharded_training import batch_of, make_net, shard_blocks
+from sharded_training import batch_of, make_net, shard_blocks, whole_optimizer_state
 
 safetensors = pytest.importorskip("safetensors", reason="no package safetensors")
 hugging_face = pytest.importorskip(
@@ -53,7 +53,7 @@ def test_parts_are_not_saved_as_wholes(rank, tmp_path):
 def _sharded(values=None):
     model = shard_blocks(make_net())
     if values is not None:
-        model.load_full_state_dict(values)
+        model.load_state_dict(values)
     return model
 
 
@@ -64,7 +64,7 @@ def _saves(rank, folder):
     optimizer.step()
     brigade.save_whole(model, f"{folder}/model.safetensors", metadata={"format": "pt"})
     brigade.save_whole(model, f"{folder}/../both.safetensors", optimizer)
-    state = brigade.full_optimizer_state_dict(model, optimizer)["state"]
+    state = whole_optimizer_state(model, optimizer)["state"]
     if rank == 0:
         torch.save(state, f"{folder}/../state.pt")
 
@@ -196,7 +196,7 @@ def test_torchs_writer_loses_nothing(rank, tmp_path):
             dcp.save(model.state_dict(), storage_writer=writer)
 
     in_rows = shard_blocks(make_net(), block_numel_fn=lambda p: p[0].numel())
-    in_rows.load_full_state_dict(_values())
+    in_rows.load_state_dict(_values())
     writer = hugging_face.HuggingFaceStorageWriter(f"{tmp_path}/refused")
     with pytest.raises(
         dcp.api.CheckpointException, match=r"one rank to write file 1, found \[0, 1\]"

@@ -1,19 +1,25 @@
-"""Sharded training that is saved and resumed, on other numbers of ranks too."""
+"""States of sharded training: saved, loaded and gathered by torch's functions."""
 
 import copy
-import pathlib
 import pickle
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 
 import brigade
 from brigade._sharded_tensors import boxes_of
 
 from ranks import on_ranks, run_ranks
-from sharded_training import Pair, batch_of, expect_equal, make_net, shard_blocks, step_of_all
+from sharded_training import (
+    Pair,
+    batch_of,
+    expect_equal,
+    make_net,
+    shard_blocks,
+    step_of_all,
+    whole_optimizer_state,
+)
 
 dcp = pytest.importorskip("torch.distributed.checkpoint")
 pytest.importorskip(
@@ -24,7 +30,10 @@ from torch.distributed.checkpoint.state_dict import (  # noqa: E402
     StateDictOptions,
     get_model_state_dict,
     get_optimizer_state_dict,
+    set_optimizer_state_dict,
 )
+
+_WHOLE = StateDictOptions(full_state_dict=True, strict=False)  # unused parameters lack a state
 
 
 @pytest.mark.parametrize("shape", [(), (7,), (3, 4), (2, 3, 4), (2, 1, 3, 2), (1, 1, 5)])
@@ -75,20 +84,18 @@ def _expect_equal_state(found, expected):
             assert torch.equal(found["state"][name][key], value), (name, key)
 
 
-def _saves(rank, folder, mesh=None):
-    mesh = mesh and dist.device_mesh.init_device_mesh("cpu", mesh)
-    model, optimizer = _trained(rank, mesh=mesh)
-    dcp.save(
-        {"model": model.state_dict(), "optimizer": get_optimizer_state_dict(model, optimizer)},
-        checkpoint_id=f"{folder}/torchs",
-    )
-    own = {"random": torch.get_rng_state()}
-    brigade.save_checkpoint(f"{folder}/ours", model, optimizer, shared={"step": 2}, own=own)
+def _nest(model, optimizer):
+    return {"model": model.state_dict(), "optimizer": get_optimizer_state_dict(model, optimizer)}
+
+
+def _saves(rank, folder):
+    model, optimizer = _trained(rank)
+    dcp.save(_nest(model, optimizer), checkpoint_id=f"{folder}/torchs")
     brigade.save_whole(model, f"{folder}/whole.safetensors")
     brigade.save_shards(model, f"{folder}/shards")
     whole = {
         "model": model.full_state_dict(),
-        "optimizer": brigade.full_optimizer_state_dict(model, optimizer),
+        "optimizer": whole_optimizer_state(model, optimizer),
     }
     if rank == 0:
         torch.save(whole, f"{folder}/whole.pt")
@@ -98,19 +105,6 @@ def _whole(folder):
     return torch.load(f"{folder}/whole.pt", weights_only=False)
 
 
-def _loads(rank, folder, mesh):
-    mesh = mesh and dist.device_mesh.init_device_mesh("cpu", mesh)
-    torch.manual_seed(7)
-    model, optimizer = _trained(rank, steps=1, mesh=mesh)
-    loaded = brigade.load_checkpoint(f"{folder}/ours", model, optimizer)
-    assert loaded.shared == {"step": 2}
-    assert (loaded.own is None) == (dist.get_world_size() != 2)
-    whole = _whole(folder)
-    for name, value in model.full_state_dict().items():
-        assert torch.equal(value, whole["model"][name]), name
-    _expect_equal_state(brigade.full_optimizer_state_dict(model, optimizer), whole["optimizer"])
-
-
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory):
     folder = tmp_path_factory.mktemp("saved")
@@ -118,21 +112,9 @@ def saved(tmp_path_factory):
     return str(folder)
 
 
-@pytest.mark.parametrize("mesh", [(1,), (2,), (3,), (2, 2)])
-def test_saved_on_two_ranks_and_loaded(saved, mesh):
-    world_size = torch.Size(mesh).numel()
-    run_ranks(_loads, saved, mesh, world_size=world_size)
-
-
-def test_saved_by_replicas(tmp_path):
-    run_ranks(_saves, str(tmp_path), (2, 2), world_size=4)
-    run_ranks(_loads, str(tmp_path), (3,), world_size=3)
-
-
 # What loads the parameters that _saves() has saved.
 _LOADERS = {
-    "whole": lambda model, folder: model.load_full_state_dict(_whole(folder)["model"]),
-    "ours": lambda model, folder: brigade.load_checkpoint(f"{folder}/ours", model),
+    "whole": lambda model, folder: model.load_state_dict(_whole(folder)["model"]),
     "torchs": lambda model, folder: dcp.load(
         {"model": model.state_dict()}, checkpoint_id=f"{folder}/torchs"
     ),
@@ -159,124 +141,19 @@ def test_what_is_loaded_while_units_are_whole_is_trained_on(rank, saved, loader)
         pair.expect_step(step)
 
 
-def _goes_on(rank, folder, world_sizes):
-    """Two steps on the last of these numbers of ranks, from what the one before has saved."""
-    plain = make_net()
-    plain_optimizer = _optimizer(plain, foreach=False)
-    for step in range(2 * len(world_sizes)):
-        step_of_all(plain, plain_optimizer, step, world_sizes[step // 2])
-    model, optimizer = _trained(rank, steps=0)
-    begin = 2 * (len(world_sizes) - 1)
-    if begin > 0:
-        loaded = brigade.load_checkpoint(f"{folder}/{begin}", model, optimizer)
-        assert loaded.shared == {"step": begin}
-    for step in range(begin, begin + 2):
-        _step(model, optimizer, step, rank)
-    brigade.save_checkpoint(f"{folder}/{begin + 2}", model, optimizer, shared={"step": begin + 2})
-    expect_equal(model, plain)
-    found = brigade.full_optimizer_state_dict(model, optimizer)
-    expected = get_optimizer_state_dict(plain, plain_optimizer)["state"]
-    _expect_equal_state(found, {**found, "state": expected})
-
-
-@pytest.mark.parametrize("world_sizes", [(2, 3), (2, 1), (3, 2, 1, 3)])
-def test_resumes_as_one_process_on_other_numbers_of_ranks(world_sizes, tmp_path):
-    for i, world_size in enumerate(world_sizes):
-        run_ranks(_goes_on, str(tmp_path), world_sizes[: i + 1], world_size=world_size)
-
-
-@on_ranks()
-def test_a_damaged_checkpoint_changes_nothing(rank, tmp_path):
-    folder = str(tmp_path)
-    model, optimizer = _trained(rank)
-    before = model.full_state_dict(), brigade.full_optimizer_state_dict(model, optimizer)
-
-    def unchanged():
-        now = model.full_state_dict(), brigade.full_optimizer_state_dict(model, optimizer)
-        assert all(torch.equal(now[0][name], value) for name, value in before[0].items())
-        _expect_equal_state(now[1], before[1])
-
-    _step(model, optimizer, 5, rank)
-    brigade.save_checkpoint(f"{folder}/good", model, optimizer)
-    with pytest.raises(ValueError, match="exists"):
-        brigade.save_checkpoint(f"{folder}/good", model, optimizer)
-    before = model.full_state_dict(), brigade.full_optimizer_state_dict(model, optimizer)
-    _step(model, optimizer, 6, rank)
-    brigade.load_checkpoint(f"{folder}/good", model, optimizer)
-    unchanged()
-    names = sorted(p.name for p in pathlib.Path(folder, "good").iterdir())
-    assert names == [".metadata", "__0_0.distcp", "__1_0.distcp", "digests.json"]
-    for name in names:
-        file = pathlib.Path(folder, "good", name)
-        whole = file.read_bytes()
-        for broken in (whole[:-1], whole[:-9] + bytes([whole[-9] ^ 1]) + whole[-8:], None):
-            dist.barrier()
-            if rank == 0:
-                file.unlink() if broken is None else file.write_bytes(broken)
-            dist.barrier()
-            expected = "no list of its files" if name == "digests.json" else f"{name}' is damaged"
-            if name == "digests.json" and broken is not None and len(broken) == len(whole):
-                expected = "is damaged"
-            with pytest.raises(ValueError, match=expected):
-                brigade.load_checkpoint(f"{folder}/good", model, optimizer)
-            unchanged()
-        dist.barrier()
-        if rank == 0:
-            file.write_bytes(whole)
-        dist.barrier()
-    with pytest.raises(ValueError, match="no list of its files"):
-        brigade.load_checkpoint(f"{folder}/none", model, optimizer)
-    brigade.load_checkpoint(f"{folder}/good", model, optimizer)
-    unchanged()
-
-
-@on_ranks()
-def test_checkpoints_of_others(rank, tmp_path):
-    model, optimizer = _trained(rank)
-    brigade.save_checkpoint(f"{tmp_path}/alone", model)
-    brigade.save_checkpoint(f"{tmp_path}/both", model, optimizer)
-    before = model.full_state_dict()
-    with pytest.raises(ValueError, match="has no optimizer's state"):
-        brigade.load_checkpoint(f"{tmp_path}/alone", model, optimizer)
-    with pytest.raises(ValueError, match=r"groups of \[17, 5\], found groups of \[11, 11\]"):
-        one = torch.optim.AdamW([{"params": list(model.parameters())[:17]}])
-        one.add_param_group({"params": list(model.parameters())[17:]})
-        brigade.load_checkpoint(f"{tmp_path}/both", model, one)
-    other = nn.Sequential(nn.Linear(5, 7), nn.Linear(7, 2))
-    brigade.fully_shard(other)
-    with pytest.raises(ValueError, match=r"these names are in one of both: \['0.bias'"):
-        brigade.load_checkpoint(f"{tmp_path}/both", other)
-    plain = make_net()
-    plain.head = nn.Linear(7, 3)
-    with pytest.raises(ValueError, match=r"'head.weight': expected \(3, 7\), found \(2, 7\)"):
-        brigade.load_checkpoint(f"{tmp_path}/both", shard_blocks(plain))
-    with pytest.raises(ValueError, match="expected a module that fully_shard has sharded"):
-        brigade.save_checkpoint(f"{tmp_path}/plain", make_net())
-    with pytest.raises(RuntimeError, match=r"save_checkpoint: on rank 0: .*[Dd]irectory"):
-        open(f"{tmp_path}/file", "w").close()
-        brigade.save_checkpoint(f"{tmp_path}/file/3", model)
-    assert all(torch.equal(value, before[name]) for name, value in model.full_state_dict().items())
-
-
 @on_ranks()
 def test_saved_meanwhile(rank, tmp_path):
     model, optimizer = _trained(rank)
-    state = {
-        "model": model.state_dict(),
-        "optimizer": brigade.sharded_optimizer_state_dict(model, optimizer),
-    }
-    whole = model.full_state_dict(), brigade.full_optimizer_state_dict(model, optimizer)
+    state = _nest(model, optimizer)
+    whole = model.full_state_dict(), whole_optimizer_state(model, optimizer)
     saving = dcp.async_save(state, checkpoint_id=f"{tmp_path}/later")
     saving.result()
     _step(model, optimizer, 2, rank)
-    state = {
-        "model": model.state_dict(),
-        "optimizer": brigade.sharded_optimizer_state_dict(model, optimizer),
-    }
+    state = _nest(model, optimizer)
     dcp.load(state, checkpoint_id=f"{tmp_path}/later")
-    brigade.load_sharded_optimizer_state_dict(model, optimizer, state["optimizer"])
+    set_optimizer_state_dict(model, optimizer, state["optimizer"])
     assert all(torch.equal(v, whole[0][name]) for name, v in model.full_state_dict().items())
-    _expect_equal_state(brigade.full_optimizer_state_dict(model, optimizer), whole[1])
+    _expect_equal_state(whole_optimizer_state(model, optimizer), whole[1])
 
 
 @on_ranks()
@@ -284,7 +161,7 @@ def test_copies_of_a_part_are_parts(rank):
     model, optimizer = _trained(rank)
     shard = model.blocks[0].up.weight
     whole = model.full_state_dict()["blocks.0.up.weight"]
-    state = brigade.sharded_optimizer_state_dict(model, optimizer)
+    state = get_optimizer_state_dict(model, optimizer)
     exp_avg = state["state"]["blocks.0.up.weight"]["exp_avg"]
     pairs = [(copy.deepcopy(each), each) for each in (shard, shard.grad, exp_avg)]
     pairs += [(shard.detach(), shard), (shard.detach().clone(), shard), (shard.data, shard)]
@@ -316,23 +193,23 @@ def test_other_memory_formats_scalars_buffers(rank, tmp_path):
         (3 * model(torch.ones(1, 3, 5, 5)).sum()).backward()
         optimizer.step()
     expected = model.full_state_dict()
-    brigade.save_checkpoint(f"{tmp_path}/a", model, optimizer)
+    dcp.save(_nest(model, optimizer), checkpoint_id=f"{tmp_path}/a")
     state = {"model": plain.state_dict()}
     dcp.load(state, checkpoint_id=f"{tmp_path}/a")
     for name, value in plain.state_dict().items():
         assert torch.equal(value, expected[name]), name
-    whole = brigade.full_optimizer_state_dict(model, optimizer)
+    whole = whole_optimizer_state(model, optimizer)
     moment = whole["state"]["0.weight"]["momentum_buffer"]
     assert moment.is_contiguous(memory_format=torch.channels_last)
     assert moment.shape == (5, 3, 3, 3)
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.zero_()
-    brigade.load_checkpoint(f"{tmp_path}/a", model, optimizer)
+    dcp.load({"model": model.state_dict()}, checkpoint_id=f"{tmp_path}/a")
     for name, value in model.full_state_dict().items():
         assert torch.equal(value, expected[name]), name
-    brigade.load_full_optimizer_state_dict(model, optimizer, whole)
-    _expect_equal_state(brigade.full_optimizer_state_dict(model, optimizer), whole)
+    set_optimizer_state_dict(model, optimizer, whole, options=_WHOLE)
+    _expect_equal_state(whole_optimizer_state(model, optimizer), whole)
 
 
 @pytest.mark.parametrize("world_size", [2, 3])
@@ -344,11 +221,11 @@ def test_full_optimizer_state(rank, world_size):
         step_of_all(plain, plain_optimizer, step, world_size)
     expected = get_optimizer_state_dict(plain, plain_optimizer)
     model, optimizer = _trained(rank)
-    found = brigade.full_optimizer_state_dict(model, optimizer)
+    found = whole_optimizer_state(model, optimizer)
     _expect_equal_state(found, {**expected, "param_groups": found["param_groups"]})
     alone = (
         model.full_state_dict(rank0_only=True),
-        brigade.full_optimizer_state_dict(model, optimizer, rank0_only=True),
+        whole_optimizer_state(model, optimizer, rank0_only=True),
     )
     if rank == 0:
         assert all(torch.equal(alone[0][name], p) for name, p in plain.named_parameters())
@@ -356,31 +233,24 @@ def test_full_optimizer_state(rank, world_size):
     else:
         assert alone == ({}, {})
     model, optimizer = _trained(rank, steps=0)
-    model.load_full_state_dict(plain.state_dict())
-    brigade.load_full_optimizer_state_dict(model, optimizer, expected)
+    model.load_state_dict(plain.state_dict())
+    set_optimizer_state_dict(model, optimizer, expected, options=_WHOLE)
     step_of_all(plain, plain_optimizer, 2, world_size)
     _step(model, optimizer, 2, rank)
     expect_equal(model, plain)
-    wrong = copy.deepcopy(expected)
-    wrong["state"]["head.bias"]["exp_avg"] = torch.ones(5)
-    with pytest.raises(ValueError, match=r"'head.bias', exp_avg: expected \(2,\), found \(5,\)"):
-        brigade.load_full_optimizer_state_dict(model, optimizer, wrong)
-    other = torch.optim.SGD(make_net().parameters(), lr=0.1)
-    with pytest.raises(ValueError, match="parameter 0 of group 0 is none of the model's"):
-        brigade.sharded_optimizer_state_dict(model, other)
     if rank == 0:
         del optimizer.state[model.head.bias]["exp_avg"]
     with pytest.raises(
         RuntimeError, match=r"ranks 0 and 1 hold different parts: \[.state.head.bias.exp_avg"
     ):
-        brigade.full_optimizer_state_dict(model, optimizer)
+        whole_optimizer_state(model, optimizer)
 
 
 @on_ranks()
 def test_torchs_functions_gather_parts(rank):
     model, optimizer = _trained(rank)
     whole = model.full_state_dict()
-    of_optimizer = brigade.full_optimizer_state_dict(model, optimizer)
+    of_optimizer = whole_optimizer_state(model, optimizer)
     for options, wants in (
         (StateDictOptions(full_state_dict=True), True),
         (StateDictOptions(full_state_dict=True, cpu_offload=True), rank == 0),
@@ -406,34 +276,7 @@ def test_states_of_parameters_of_one_shape_are_gathered(rank):
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.5)
     model().backward()
     optimizer.step()
-    found = brigade.full_optimizer_state_dict(model, optimizer)["state"]
+    found = whole_optimizer_state(model, optimizer)["state"]
     for i in range(3):
         buffer = found[f"weights.{i}"]["momentum_buffer"]
         assert torch.equal(buffer, torch.full((4,), 2.0 * i)), i
-
-
-@on_ranks()
-def test_each_rank_gets_its_own_buffers_again(rank, tmp_path):
-    def make():
-        return brigade.fully_shard(nn.Sequential(nn.Linear(5, 4), nn.BatchNorm1d(4)))
-
-    model = make()
-    model(batch_of(rank, 0)).sum().backward()
-    brigade.save_checkpoint(f"{tmp_path}/saved", model)
-    loaded = make()
-    brigade.load_checkpoint(f"{tmp_path}/saved", loaded)
-    for (name, saved), found in zip(model.named_buffers(), loaded.buffers(), strict=True):
-        assert torch.equal(found, saved), name
-    assert loaded[1].num_batches_tracked == 1
-
-
-@on_ranks()
-def test_scalars_of_an_optimizer_keep_their_dtype(rank):
-    model = brigade.fully_shard(nn.Linear(3, 3).double())
-    optimizer = torch.optim.NAdam(model.parameters())
-    model(torch.ones(2, 3).double()).sum().backward()
-    optimizer.step()
-    state = brigade.sharded_optimizer_state_dict(model, optimizer)
-    brigade.load_sharded_optimizer_state_dict(model, optimizer, state)
-    for values in optimizer.state.values():
-        assert values["mu_product"].dtype == torch.float32

@@ -88,14 +88,14 @@ def _calls(model, x):
     def loss(inputs):
         return model(inputs).square().mean()
 
-    return {
-        "torch.func.grad": lambda: torch.func.grad(loss)(x),
-        "vjp": lambda: torch.func.vjp(loss, x),
-        "jacrev": lambda: torch.func.jacrev(loss)(x),
-        "jvp": lambda: torch.func.jvp(loss, (x,), (x,)),
-        "jacfwd": lambda: torch.func.jacfwd(loss)(x),
-        "grad": lambda: torch.func.vmap(torch.func.grad(loss))(x),
-    }
+    return [
+        lambda: torch.func.grad(loss)(x),
+        lambda: torch.func.vjp(loss, x),
+        lambda: torch.func.jacrev(loss)(x),
+        lambda: torch.func.jvp(loss, (x,), (x,)),
+        lambda: torch.func.jacfwd(loss)(x),
+        lambda: torch.func.vmap(torch.func.grad(loss))(x),
+    ]
 
 
 @pytest.mark.parametrize("steps_before", [0, 2])
@@ -105,8 +105,8 @@ def test_those_that_differentiate_are_refused_and_leave_the_model_usable(rank, s
     model = pair.model
     for step in range(4):
         if step == steps_before:
-            for name, call in _calls(model, batch_of(rank, 0)).items():
-                with pytest.raises(NotImplementedError, match=name):
+            for call in _calls(model, batch_of(rank, 0)):
+                with pytest.raises(NotImplementedError, match="a transform of torch"):
                     call()
         pair.step(step)
     pair.expect_equal()
@@ -122,7 +122,7 @@ def test_one_around_a_unit_is_told_to_the_peers(rank):
     model(x).sum().backward()
     if rank == 1:
         block.up.forward = lambda y: torch.func.grad(lambda z: model.blocks[2](z).sum())(y)
-    words = "found torch.func.grad" if rank == 1 else r"rank 1.*found torch.func.grad"
+    words = "found a transform" if rank == 1 else r"rank 1.*found a transform of torch.func"
     with pytest.raises((NotImplementedError, RuntimeError), match=words):
         model(x).sum().backward()
     if rank == 1:

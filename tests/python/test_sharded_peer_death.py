@@ -90,8 +90,8 @@ def test_survivors_go_on_from_a_checkpoint_on_fewer_ranks(rank, world_size, tmp_
     pair = Pair(rank, torch.optim.AdamW)
     for step in range(STEPS_BEFORE):
         pair.step(step)
-    shared = {"step": STEPS_BEFORE}
-    brigade.save_checkpoint(f"{tmp_path}/2", pair.model, pair.optimizers[1], shared=shared)
+    metadata = {"step": str(STEPS_BEFORE)}
+    brigade.save_shards(pair.model, f"{tmp_path}/2", pair.optimizers[1], metadata=metadata)
     if rank == 0:
         _vanish_in_backward(pair.model)
     with pytest.raises(dist.DistBackendError, match=r"rank 0\b"):
@@ -103,15 +103,15 @@ def test_survivors_go_on_from_a_checkpoint_on_fewer_ranks(rank, world_size, tmp_
         "gloo", store=dist.PrefixStore("again", store), rank=rank - 1, world_size=world_size - 1
     )
     pair = Pair(rank - 1, torch.optim.AdamW)
-    loaded = brigade.load_checkpoint(f"{tmp_path}/2", pair.model, pair.optimizers[1])
+    loaded = brigade.load_shards(pair.model, f"{tmp_path}/2", pair.optimizers[1])
     for step in range(STEPS_BEFORE):
         step_of_all(pair.plain, pair.optimizers[0], step, world_size)
-    for step in range(loaded.shared["step"], loaded.shared["step"] + 2):
+    for step in range(int(loaded["step"]), int(loaded["step"]) + 2):
         pair.step(step)
     pair.expect_equal()
 
 
-@pytest.mark.parametrize("way", ["save_whole", "save_shards", "save_checkpoint"])
+@pytest.mark.parametrize("way", ["save_whole", "save_shards"])
 @on_ranks(timeout_s=HOUR_S, deadline_s=DEADLINE_S, may_die=[1])
 def test_saving_without_a_peer_is_an_error_in_good_time(rank, way, tmp_path):
     model = shard_blocks(make_net())
@@ -119,9 +119,7 @@ def test_saving_without_a_peer_is_an_error_in_good_time(rank, way, tmp_path):
     if rank == 1:
         _vanish()
     path = tmp_path / way
-    given = (path, model) if way == "save_checkpoint" else (model, path)
     with pytest.raises(RuntimeError, match=r"rank 1 \(process \d+\) has ended"):
-        getattr(brigade, way)(*given)
+        getattr(brigade, way)(model, path)
     assert not path.is_file() and not (path / "index.safetensors").exists()
-    assert way != "save_checkpoint" or not path.exists()
     dist.destroy_process_group()

@@ -14,7 +14,7 @@ import brigade
 
 from cases import pairwise
 from ranks import on_ranks
-from sharded_training import Pair, batch_of, make_net, shard_blocks
+from sharded_training import Pair, batch_of, make_net, replicated, shard_blocks
 from whole_numbers import backward_of_all, loss_of, own_part
 
 
@@ -136,7 +136,7 @@ def test_optimizers_of_whole_parameters(rank):
         sharded, replica = nn.Linear(3, 4, bias=False), nn.Linear(3, 4, bias=False)
         for net in (sharded, replica):
             net.load_state_dict(plain.state_dict())
-        for net in (plain, brigade.fully_shard(sharded), brigade.replicate(replica)):
+        for net in (plain, brigade.fully_shard(sharded), replicated(replica)):
             net(torch.ones(2, 3)).square().sum().backward()
         optimizers = {n: getattr(torch.optim, name)(n.parameters()) for n in (sharded, replica)}
         before = sharded.full_state_dict()["weight"]
@@ -162,7 +162,7 @@ def test_parameters_are_compared_in_grad_mode(rank):
 
 @on_ranks()
 def test_norms_of_replicas_have_torchs_bits(rank):
-    replica = brigade.replicate(nn.Linear(3, 4, bias=False))
+    replica = replicated(nn.Linear(3, 4, bias=False))
     for seed in range(100):
         weight = torch.randn(4, 3, generator=torch.Generator().manual_seed(seed))
         with torch.no_grad():

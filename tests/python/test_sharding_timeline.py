@@ -1,9 +1,6 @@
 """When units are gathered and reduced, over which ranks."""
 
 import pytest
-import torch.distributed as dist
-
-import brigade
 
 from ranks import on_ranks
 from sharded_training import batch_of, make_net, shard_blocks
@@ -46,22 +43,3 @@ def test_the_time_of_a_stall_report_may_be_set(rank):
     with pytest.raises(ValueError, match="set_stall_report_after: expected 0 at least"):
         model.set_stall_report_after(-1)
     model(batch_of(rank, 0)).square().mean().backward()
-
-
-@on_ranks(3)
-def test_a_mesh_of_hosts(rank):
-    mesh = brigade.host_mesh("cpu")
-    assert mesh.mesh_dim_names == ("replicate", "shard")
-    assert mesh.mesh.tolist() == [list(range(dist.get_world_size()))]
-    found = {}
-    for name, given in (("hosts", mesh), ("all", None)):
-        model = shard_blocks(make_net(), mesh=given)
-        model(batch_of(rank, 0)).square().mean().backward()
-        found[name] = [parameter.grad.clone() for parameter in model.parameters()]
-    for one, other in zip(found["hosts"], found["all"], strict=True):
-        assert one.equal(other)
-
-
-def test_a_mesh_of_hosts_needs_a_group():
-    with pytest.raises(ValueError, match="init_process_group"):
-        brigade.host_mesh("cpu")

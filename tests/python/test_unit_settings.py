@@ -275,12 +275,8 @@ def test_what_has_no_meaning_here_is_without_effect(rank):
     model.blocks[0].set_reduce_scatter_unused_params(True, recurse=False)
     brigade.share_comm_ctx([])
     brigade.share_comm_ctx([model, plain])
-    with pytest.raises(ValueError, match="found a Linear"):
-        brigade.share_comm_ctx([model, model.head])
     with brigade.install():
         torch.distributed.fsdp.share_comm_ctx([model, plain])
-        with pytest.raises(ValueError, match="found a Linear"):
-            torch.distributed.fsdp.share_comm_ctx([model, model.head])
     for each in (plain, model):
         loss_of(each, rank, 0).backward()
     _expect_same(_gradients(model), _gradients(plain))
