@@ -13,13 +13,12 @@
 
 namespace brigade {
 
-// Of a parameter of these sizes and strides: its own strides if it covers its
-// memory without gaps, else those of a contiguous tensor, put into `room`.
-inline at::IntArrayRef gradient_strides(at::IntArrayRef sizes,
-                                        at::IntArrayRef strides,
-                                        bool is_non_overlapping_and_dense,
+// The parameter's strides if it covers its memory without gaps, else those of a
+// contiguous tensor, put into `room`.
+inline at::IntArrayRef gradient_strides(const at::Tensor& parameter,
                                         at::DimVector& room) {
-  if (is_non_overlapping_and_dense) return strides;
+  if (parameter.is_non_overlapping_and_dense()) return parameter.strides();
+  const at::IntArrayRef sizes = parameter.sizes();
   room.assign(sizes.size(), 1);
   for (auto d = static_cast<int64_t>(sizes.size()) - 2; d >= 0; --d) {
     room[d] = room[d + 1] * std::max<int64_t>(sizes[d + 1], 1);
@@ -32,11 +31,8 @@ inline at::IntArrayRef gradient_strides(at::IntArrayRef sizes,
 inline at::Tensor gradient_in(const at::Tensor& flat, int64_t offset_numel,
                               const at::Tensor& parameter) {
   at::DimVector room;
-  return flat.as_strided(
-      parameter.sizes(),
-      gradient_strides(parameter.sizes(), parameter.strides(),
-                       parameter.is_non_overlapping_and_dense(), room),
-      flat.storage_offset() + offset_numel);
+  return flat.as_strided(parameter.sizes(), gradient_strides(parameter, room),
+                         flat.storage_offset() + offset_numel);
 }
 
 }  // namespace brigade

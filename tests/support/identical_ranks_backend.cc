@@ -30,7 +30,7 @@ Tensors parts_of(const at::Tensor& tensor, int num_parts, int64_t numel) {
 
 // On a device reads the whole tensor, as a real backend does: tests of the
 // order of streams must see that.
-at::Tensor read(const at::Tensor& tensor) {
+at::Tensor read_whole(const at::Tensor& tensor) {
   return tensor.is_cpu() ? tensor : tensor.clone();
 }
 
@@ -156,7 +156,7 @@ WorkPtr IdenticalRanksBackend::_reduce_scatter_base(
       [output, input, op = options.reduceOp, rank = getRank(),
        size = getSize()] {
         const int64_t numel = output.numel();
-        output.view(-1).copy_(parts_of(read(input), size, numel)[rank]);
+        output.view(-1).copy_(parts_of(read_whole(input), size, numel)[rank]);
         reduce_equal(output, op, size);
       });
 }
