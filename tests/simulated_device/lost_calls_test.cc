@@ -261,7 +261,7 @@ class LostReplicaCallsTest : public LostCallsTest {
   DenseReplica make_replica(at::ScalarType wire_dtype) const {
     return DenseReplica(table_, 0, {{0}}, wire_dtype,
                         DenseReplica::Delivery::kViews,
-                        DenseReplica::Allocation::kAtConstruction);
+                        /*is_lazy=*/false);
   }
 
   void pack_on_another_stream(DenseReplica& replica) {

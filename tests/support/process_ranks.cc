@@ -117,7 +117,7 @@ std::string RankContext::await() {
   std::string line;
   char c = 0;
   while (true) {
-    const ssize_t n = read(from_parent_, &c, 1);
+    const ssize_t n = ::read(from_parent_, &c, 1);
     if (n < 0 && errno == EINTR) continue;
     if (n <= 0) std::_Exit(3);
     if (c == '\n') return line;
@@ -166,7 +166,7 @@ struct ProcessRanks::Process {
 
   void read_messages() {
     char buffer[4096];
-    const ssize_t n = read(messages.get(), buffer, sizeof(buffer));
+    const ssize_t n = ::read(messages.get(), buffer, sizeof(buffer));
     if (n < 0 && (errno == EINTR || errno == EAGAIN)) return;
     if (n <= 0) {
       messages.reset();
