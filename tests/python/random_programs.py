@@ -11,14 +11,15 @@ divided by, so that sums are exact in any order.
 
 from __future__ import annotations
 
+import concurrent.futures
 import contextlib
 import copy
 import dataclasses
 import functools
+import inspect
 import math
 import random
 import tempfile
-import threading
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -73,18 +74,13 @@ class Call:
 
 @dataclasses.dataclass
 class Forward:
-    """Of one rank.
-
-    Attributes:
-        way: The branch that parts with several branches take.
-        with_collective: Backward reaches a collective on the same group before the first part.
-    """
+    """Of one rank."""
 
     calls: list[Call]
     outputs: str = "main"  # main, aux or both
     input_has_gradient: bool = False
-    way: int = 0
-    with_collective: bool = False
+    way: int = 0  # the branch that parts with several branches take
+    with_collective: bool = False  # backward reaches one before the first part
 
 
 def whole_numbers(shape, seed, most=2, dtype=torch.float32):
@@ -99,13 +95,7 @@ def _recomputed(function, x, how):
 
 
 class Part(nn.Module):
-    """One kind of layers, and buffers.
-
-    Args:
-        draw: Sizes.
-        size: Of rows that go in and come out.
-        kind: One of KINDS, DDP_KINDS or FLOAT_KINDS.
-    """
+    """Layers of one of the kinds below, of `size` inputs and outputs, and buffers."""
 
     def __init__(self, draw: random.Random, size: int, kind: str) -> None:
         super().__init__()
@@ -303,7 +293,7 @@ class TorchReference:
         self.no_sync = self.net.no_sync
         self.parameters = list(net.parameters())
 
-    def backward(self, loss, reduced: set[int] | None = None, **arguments) -> None:
+    def backward(self, loss, reduced=None, **arguments) -> None:
         loss.backward(**arguments)
 
 
@@ -350,13 +340,12 @@ class Program:
 
     def run(self) -> None:
         draw = self.draw
-        actions = draw.choices(
-            list(self.actions), list(self.actions.values()), k=draw.randint(6, 10)
-        )
-        for action in actions:
+        names, weights = zip(*self.actions.items(), strict=True)
+        for action in draw.choices(names, weights, k=draw.randint(6, 10)):
             self.log.append(action)
             in_thread = draw.random() < 0.1
-            (_in_thread if in_thread else _call)(getattr(self, action))
+            run = getattr(self, action)
+            _in_thread(run) if in_thread else run()
             self.log += ["  in a thread"] * in_thread
             self.expect_equal()
             if draw.random() < 0.4:
@@ -435,35 +424,10 @@ class Program:
             self.optimizer.zero_grad(set_to_none=how)
             self.plain_optimizer.zero_grad(set_to_none=how)
 
-    def draw_forwards(self) -> list[Forward]:
-        """One of each rank."""
-        raise NotImplementedError
-
-    def expect_equal(self) -> None:
-        raise NotImplementedError
-
-    def expect_equal_state(self) -> None:
-        raise NotImplementedError
-
-
-def _call(function: Callable[[], None]) -> None:
-    function()
-
 
 def _in_thread(function: Callable[[], None]) -> None:
-    errors = []
-
-    def run() -> None:
-        try:
-            function()
-        except BaseException as error:
-            errors.append(error)
-
-    thread = threading.Thread(target=run)
-    thread.start()
-    thread.join()
-    if errors:
-        raise errors[0]
+    with concurrent.futures.ThreadPoolExecutor(1) as pool:
+        pool.submit(function).result()
 
 
 # ---------------------------------------------------------------------------------- DDP
@@ -473,6 +437,9 @@ MODES = {
     "find_unused": {"find_unused_parameters": True},
     "static_graph": {"static_graph": True},
 }
+_OF_TORCH = inspect.signature(CLASSES["torch"]).parameters
+FLAGS = ["gradient_as_bucket_view", "broadcast_buffers"]
+FLAGS += [name for name in ("lazy_bucket_allocation", "batched_grad_copy") if name in _OF_TORCH]
 HOOKS = {
     "allreduce": lambda w: w.register_comm_hook(None, default_hooks.allreduce_hook),
     "fp16": lambda w: w.register_comm_hook(None, default_hooks.fp16_compress_hook),
@@ -486,28 +453,16 @@ FLOATS = (torch.float32, torch.float32, torch.float64, torch.bfloat16, torch.com
 
 
 class Replicated(Program):
-    """DDP. Against the plain module, or in floating-point numbers against torch's class.
+    """DDP. Against the plain module, or in floating-point numbers against torch's class."""
 
-    Attributes:
-        stays: The program is one that torch's class trains, too.
-    """
-
-    def __init__(
-        self,
-        rank: int,
-        seed: int,
-        folder: str,
-        against: str = "plain",
-        kind: str = "brigade",
-        **options: Any,
-    ) -> None:
+    def __init__(self, rank, seed, folder, against="plain", kind="brigade") -> None:
         super().__init__(rank, seed, folder)
         draw = self.draw
         whole = against == "plain"
-        self.stays = not whole or kind == "torch"
+        self.stays = not whole or kind == "torch"  # torch's class trains the program, too
         self.mode = draw.choice(list(MODES))
         self.dtype = torch.float32 if whole else draw.choice(FLOATS)
-        self.options = self._draw_options() | options
+        self.options = self._draw_options()
         hooks = [*HOOKS] if self.dtype is torch.float32 else ["allreduce"]
         self.hook = draw.choice([None, None, None, *hooks])
         net = self._draw_net(whole)
@@ -522,8 +477,8 @@ class Replicated(Program):
             self.reference = Reference(self.plain, self.plain_second)
         else:
             self.reference = TorchReference(self.plain, self.options)
-        if self.hook is not None:
-            for wrapped in (self.model, self.reference.net) if not whole else (self.model,):
+        for wrapped in (self.model,) if whole else (self.model, self.reference.net):
+            if self.hook is not None:
                 HOOKS[self.hook](wrapped)
         if not early:
             self.make_optimizers(net.parameters())
@@ -532,9 +487,7 @@ class Replicated(Program):
             self.forwards_alone = ("no_grad", "eval", "inference")
         else:
             self.actions |= {"fail": 2}
-        self.fixed = None
-        if self.mode == "static_graph":
-            self.fixed = self._draw_calls()
+        self.fixed = self._draw_calls() if self.mode == "static_graph" else None
         self.exact_bits = whole or (
             len(self.ranks) == 2
             and self.hook != "builtin fp16"
@@ -547,8 +500,7 @@ class Replicated(Program):
         draw = self.draw
         options = {
             **MODES[self.mode],
-            "gradient_as_bucket_view": draw.random() < 0.5,
-            "broadcast_buffers": draw.random() < 0.5,
+            **{name: draw.random() < 0.5 for name in FLAGS},
         }
         caps = draw.choice(["default", "one", "list"])
         if caps == "one":
@@ -585,8 +537,6 @@ class Replicated(Program):
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # buffers stay real
             return net.to(self.dtype)
-
-    # ------------------------------------------------------------------------- forwards
 
     def batch(self, forward: Forward, number: int) -> torch.Tensor:
         if self.plain.whole:
@@ -627,8 +577,6 @@ class Replicated(Program):
             return  # torch's class counts forwards there
         super().forward_only()
 
-    # -------------------------------------------------------------------------- actions
-
     def step(self) -> None:
         draw = self.draw
         # What no rank uses keeps its gradient, and that of one rank alone counts once.
@@ -645,7 +593,8 @@ class Replicated(Program):
         is_free = self.plain.whole and not is_counted
         order = draw.choice(ORDERS if is_free else ("s", "s", "ns"))
         orders = [order for _ in self.ranks]
-        is_uneven = not with_collective and not self.stays and not self._broadcasts
+        is_uneven = not with_collective and not self.stays
+        is_uneven = is_uneven and not self.options["broadcast_buffers"]
         if is_uneven and is_free and draw.random() < 0.3:
             orders = ["s" * draw.randint(1, 3) for _ in self.ranks]
         # torch's class sometimes reduces under no_sync after a forward without gradients.
@@ -669,20 +618,16 @@ class Replicated(Program):
         for i in range(local):
             with self.model.no_sync(), self.reference.no_sync():
                 self.backward(self.forward(own, number + 5 + i), set())
-        self._dropped(own, number, extra[self.rank][0])
+        before, between, after = ([None] * times for times in extra[self.rank])
+        for _ in before:  # forwards without a backward
+            self.forward(own, number)
         found = self._joint_forwards(own, number, orders[self.rank])
-        self._dropped(own, number, extra[self.rank][1])
+        for _ in between:
+            self.forward(own, number)
         self._joint_backward(found, second, judged[self.rank])
-        self._dropped(own, number, extra[self.rank][2])
+        for _ in after:
+            self.forward(own, number)
         self._step_optimizer()
-
-    @property
-    def _broadcasts(self) -> bool:
-        return self.options["broadcast_buffers"]
-
-    def _dropped(self, forward: Forward, number: int, times: int) -> None:
-        for _ in range(times):
-            self.forward(forward, number)
 
     def _joint_forwards(self, forward: Forward, number: int, order: str):
         found = []
@@ -758,8 +703,6 @@ class Replicated(Program):
         if self.draw.random() < 0.5:
             self.model.module.load_state_dict(state)
             self.plain.load_state_dict(state)
-
-    # --------------------------------------------------------------------- expectations
 
     def expect_same(self, ours, theirs, what) -> None:
         if self.exact_bits:
@@ -841,8 +784,6 @@ class Sharded(Program):
             with_state = torch.optim.Adagrad(self.shards.values())
             brigade.full_optimizer_state_dict(self.model, with_state)
         self.log += [f"kind {part.kind}" for part in self.plain.parts]
-
-    # ------------------------------------------------------------------------ the model
 
     def _draw_net(self) -> Net:
         draw = self.draw
@@ -930,8 +871,6 @@ class Sharded(Program):
     def _of_units(self, units: set[int]) -> set[int]:
         return {i for i, unit in enumerate(self.unit_of) if unit in units}
 
-    # --------------------------------------------------------------------- expectations
-
     def expect_equal(self) -> None:
         found = dict(self.model.named_parameters())
         assert found.keys() == self.shards.keys()
@@ -958,8 +897,6 @@ class Sharded(Program):
             if whole.grad is not None:
                 expected = own_part(shard, whole.grad)
                 assert torch.equal(shard.grad.to_local(), expected), (name, shard.grad, expected)
-
-    # ------------------------------------------------------------------------- forwards
 
     def draw_forwards(self) -> list[Forward]:
         draw = self.draw
@@ -988,8 +925,6 @@ class Sharded(Program):
 
     def _forward(self):
         return self.forward(self.draw_forwards()[self.rank], self.new_batches())
-
-    # -------------------------------------------------------------------------- actions
 
     def step(self) -> None:
         draw = self.draw
@@ -1035,12 +970,12 @@ class Sharded(Program):
             one = dataclasses.replace(self._draw_forward(True), with_collective=True)
             self.backward(self.forward(one, self.new_batches()))
             return
+        if way == "one ahead":
+            self._one_ahead(many)
+            return
         if way == "in turns":
             for _ in range(many):
                 self.backward(self._forward())
-            return
-        if way == "one ahead":
-            self._one_ahead(many)
             return
         found = [self._forward() for _ in range(many)]
         if draw.random() < 0.25:
@@ -1172,16 +1107,16 @@ class Sharded(Program):
         self.expect_equal_state()
         kind = self.draw.choice(["full", "full", "checkpoint", "whole", "shards"])
         self.note(kind)
-        path = self._new_path()
+        self.saves += 1
+        path = f"{self.folder}-{self.saves}"
         expected = copy.deepcopy(self.plain.state_dict())
         if kind == "full":
             state = self.model.full_state_dict()
         elif kind == "checkpoint":
             brigade.save_checkpoint(path, self.model, self.optimizer)
         else:
-            save = brigade.save_whole if kind == "whole" else brigade.save_shards
             with pytest.warns(UserWarning, match=r"buffers .* are not saved"):
-                save(self.model, path, self.optimizer)
+                getattr(brigade, f"save_{kind}")(self.model, path, self.optimizer)
         self.step()
         if kind == "full":
             for each in (state, expected):
@@ -1191,17 +1126,10 @@ class Sharded(Program):
             self.model.load_full_state_dict(state)
         elif kind == "checkpoint":
             brigade.load_checkpoint(path, self.model, self.optimizer)
-        elif kind == "whole":
-            brigade.load_whole(self.model, path, self.optimizer)
         else:
-            brigade.load_shards(self.model, path, self.optimizer)
-        if kind in ("whole", "shards"):
+            getattr(brigade, f"load_{kind}")(self.model, path, self.optimizer)
             expected = {name: expected[name] for name, _ in self.plain.named_parameters()}
         self.plain.load_state_dict(expected, strict=kind in ("full", "checkpoint"))
-
-    def _new_path(self) -> str:
-        self.saves += 1
-        return f"{self.folder}-{self.saves}"
 
     def settings(self) -> None:
         for _ in range(self.draw.randint(1, 3)):
@@ -1259,11 +1187,7 @@ def _mesh(shape):
 
 
 def run_programs(rank: int, make: type[Program], seeds: list[int], how: dict[str, Any]) -> set[str]:
-    """Returns what the programs' logs say, without details.
-
-    Raises:
-        AssertionError: The model and the reference differ, or a call has failed.
-    """
+    """Returns what the programs' logs say, without details."""
     _mesh.cache_clear()
     seen: set[str] = set()
     with tempfile.TemporaryDirectory() as own:
