@@ -56,10 +56,14 @@ def shard_blocks(net, shard=brigade.fully_shard, **arguments):
     return shard(net, **arguments)
 
 
-def step_of_all(plain, optimizer, step, world_size):
-    """A step of one process: gradients of the ranks' batches apart, summed in order."""
+def step_of_all(plain, optimizer, step, world_size, without=()):
+    """A step of one process: separate gradients of the ranks' batches, summed in order.
+
+    Args:
+        without: Ranks that have no batch.
+    """
     sums = None
-    for rank in range(world_size):
+    for rank in sorted({*range(world_size)} - {*without}):
         plain.zero_grad()
         loss_of(plain, rank, step).backward()
         gradients = [p.grad for p in plain.parameters()]
@@ -71,6 +75,12 @@ def step_of_all(plain, optimizer, step, world_size):
 
 def loss_of(model, rank, step):
     return model(batch_of(rank, step)).square().mean()
+
+
+def train_step(model, optimizer, step, rank):
+    optimizer.zero_grad()
+    loss_of(model, rank, step).backward()
+    optimizer.step()
 
 
 class Pair:

@@ -13,7 +13,7 @@ import brigade
 from brigade import _C, bench
 from brigade.bench import Workload
 
-from ranks import on_ranks
+from ranks import on_ranks, torchrun
 from sharded_training import expect_alike
 
 _EXAMPLE = pathlib.Path(__file__).parents[2] / "examples" / "python" / "bench_mlp.py"
@@ -33,20 +33,16 @@ def test_a_factory_gives_a_pair_or_a_workload():
 
 
 @pytest.mark.parametrize(
-    ("arguments", "error", "text"),
+    ("arguments", "text"),
     [
-        ((3, torch.sum), TypeError, "not wrapped yet, got int"),
-        ((nn.Linear(1, 1), None), TypeError, "must be a function of the module, got None"),
-        ((nn.ReLU(), torch.sum), ValueError, "ReLU has no parameter"),
-        (
-            (nn.Linear(1, 1), torch.sum, {"bucket_cap_mb": 3}),
-            ValueError,
-            "static_graph; got bucket_cap_mb",
-        ),
+        ((3, torch.sum), "not wrapped yet, got int"),
+        ((nn.Linear(1, 1), None), "must be a function of the module, got None"),
+        ((nn.ReLU(), torch.sum), "ReLU has no parameter"),
+        ((nn.Linear(1, 1), torch.sum, {"bucket_cap_mb": 3}), "static_graph; got bucket_cap_mb"),
     ],
 )
-def test_a_workload_that_can_not_be_timed_is_refused(arguments, error, text):
-    with pytest.raises(error, match=text):
+def test_a_workload_that_can_not_be_timed_is_refused(arguments, text):
+    with pytest.raises((TypeError, ValueError), match=text):
         Workload(*arguments)
 
 
@@ -128,38 +124,26 @@ def test_a_size_that_is_none_is_refused(size):
 # ---------------------------------------------------------------- the command
 
 
-def _command(*arguments: str, ranks: int = 2) -> subprocess.CompletedProcess:
-    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
-    return subprocess.run(
-        [sys.executable, *(launcher if ranks else []), "-m", "brigade.bench", *arguments],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        timeout=300,
-    )
-
-
 @pytest.mark.slow
 def test_the_command_prints_the_table_and_writes_json(tmp_path):
     file = tmp_path / "figures.json"
     quick = ["--caps", "each,one", "--rounds", "1", "--steps", "1", "--json", str(file)]
-    done = _command(f"{_EXAMPLE}:mlp_with_bucket_views", *quick)
-    assert done.returncode == 0, done.stdout
-    lines = done.stdout.splitlines()
+    output = torchrun("-m", "brigade.bench", f"{_EXAMPLE}:mlp_with_bucket_views", *quick)
+    lines = output.splitlines()
     (title,) = (i for i, line in enumerate(lines) if line.startswith("MLP, bucket views: "))
     assert lines[title].startswith("MLP, bucket views: 16 gradients, 8.40 MB; backward computed")
     rows = lines[title + 2 : title + 5]
     assert [row.split("  ")[0] for row in rows] == ["default", "one per parameter", "one"]
     assert [row.endswith("right") for row in rows] == [True] * 3
     assert lines[title + 5].startswith("recommended: the default")
-    assert "\r" not in done.stdout  # no bar where there is no terminal
+    assert "\r" not in output  # no bar where there is no terminal
     (model,) = json.loads(file.read_text())["models"]
     assert [arm["buckets"] for arm in model["arms"]] == [2, 16, 1]
 
 
 def test_the_command_says_how_to_start_it_without_a_launcher():
-    done = _command(f"{_EXAMPLE}:mlp", ranks=0)
+    command = [sys.executable, "-m", "brigade.bench", f"{_EXAMPLE}:mlp"]
+    done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 2
-    assert "RANK, WORLD_SIZE, MASTER_ADDR is not set" in done.stdout
-    assert "torchrun" in done.stdout
-    assert "Traceback" not in done.stdout
+    assert "RANK, WORLD_SIZE, MASTER_ADDR is not set" in done.stderr
+    assert "torchrun" in done.stderr and "Traceback" not in done.stderr

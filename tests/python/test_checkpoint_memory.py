@@ -1,6 +1,7 @@
 """How much memory saving and loading take beside the model: by the process's own peak."""
 
 import ctypes
+import functools
 import gc
 import pathlib
 import re
@@ -73,14 +74,6 @@ def _stepped(model):
     return optimizer
 
 
-def _save(model, path, optimizer):
-    brigade.save_checkpoint(path, model, optimizer)
-
-
-def _load(model, path, optimizer):
-    brigade.load_checkpoint(path, model, optimizer)
-
-
 @on_ranks()
 def test_a_checkpoint_takes_little_beside_the_model(rank, tmp_path):
     """Those of safetensors: tests/checkpoint.
@@ -91,15 +84,17 @@ def test_a_checkpoint_takes_little_beside_the_model(rank, tmp_path):
     model = _model()
     optimizer = _stepped(model)
     model.full_state_dict(rank0_only=True)
-    _save(model, tmp_path / "first", None)  # connections, code, and what else is made once
+    brigade.save_checkpoint(
+        tmp_path / "first", model
+    )  # connections, code, and what else is made once
     for num_parts, given in ((1, None), (2, optimizer)):
+        path = tmp_path / str(num_parts)
         for call, most in (
-            (_save, PART_MIB + UNIT_MIB),
-            (_load, (num_parts * PART_MIB) + 2 * UNIT_MIB),
+            (brigade.save_checkpoint, PART_MIB + UNIT_MIB),
+            (brigade.load_checkpoint, (num_parts * PART_MIB) + 2 * UNIT_MIB),
         ):
             dist.barrier()
-            path = tmp_path / str(num_parts)
-            peak = _peak_mib(lambda c=call, p=path, g=given: c(model, p, g))
+            peak = _peak_mib(functools.partial(call, path, model, given))
             assert peak <= most + SLACK_MIB, (call, num_parts)
 
 

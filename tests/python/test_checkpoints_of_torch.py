@@ -9,7 +9,7 @@ from torch.distributed.tensor import DTensor
 import brigade
 
 from ranks import on_ranks, run_ranks
-from sharded_training import loss_of, make_net, shard_blocks, step_of_all
+from sharded_training import make_net, shard_blocks, step_of_all, train_step
 
 dcp = pytest.importorskip("torch.distributed.checkpoint")
 pytest.importorskip(
@@ -26,12 +26,6 @@ STEPS = 2
 
 def _optimizer(model):
     return torch.optim.AdamW(model.parameters(), lr=0.05, foreach=False)
-
-
-def _step(model, optimizer, rank, step):
-    optimizer.zero_grad()
-    loss_of(model, rank, step).backward()
-    optimizer.step()
 
 
 def _of_one_process(num_steps):
@@ -87,7 +81,7 @@ def _expect_state_of(model, optimizer, plain, plain_optimizer):
 def _writes(rank, folder, kind):
     model, optimizer = MAKERS[kind]()
     for step in range(STEPS):
-        _step(model, optimizer, rank, step)
+        train_step(model, optimizer, step, rank)
     if kind == "brigade":
         brigade.save_checkpoint(f"{folder}/brigade", model, optimizer, shared={"step": STEPS})
     else:
@@ -117,7 +111,7 @@ def test_ranks_read_what_others_have_written(rank, folder, kind, world_size):
     """And goes on for two steps, exactly."""
     for written_by in ("brigade", "FSDP2", "one process"):
         model, optimizer = MAKERS[kind]()
-        _step(model, optimizer, rank, 7)  # which is undone
+        train_step(model, optimizer, 7, rank)  # which is undone
         nest = _nest(model, optimizer)
         dcp.load(nest, checkpoint_id=f"{folder}/{written_by}")
         model.load_state_dict(nest["model"])
@@ -126,7 +120,7 @@ def test_ranks_read_what_others_have_written(rank, folder, kind, world_size):
         if dist.get_world_size() != 2:
             continue  # FSDP2 adds up in another order than one process
         for step in range(STEPS, STEPS + 2):
-            _step(model, optimizer, rank, step)
+            train_step(model, optimizer, step, rank)
         _expect_state_of(model, optimizer, *_of_one_process(STEPS + 2))
 
 
@@ -144,11 +138,6 @@ def test_one_process_reads_what_ranks_have_written(rank, folder):
 
 @on_ranks()
 def test_a_folder_of_torchs_is_no_checkpoint_of_brigades(rank, folder):
-    """What torch has written has no digests, which load_checkpoint() asks for."""
-    model, optimizer = _of_brigade()
-    before = model.full_state_dict()
-    for name in ("FSDP2", "one process"):
-        with pytest.raises(ValueError, match="no list of its files") as told:
-            brigade.load_checkpoint(f"{folder}/{name}", model, optimizer)
-        assert "save_checkpoint()" in str(told.value)
-    assert all(torch.equal(before[k], v) for k, v in model.full_state_dict().items())
+    """It has no digests, which load_checkpoint() asks for."""
+    with pytest.raises(ValueError, match=r"(?s)no list of its files.*save_checkpoint\(\)"):
+        brigade.load_checkpoint(f"{folder}/FSDP2", *_of_brigade())

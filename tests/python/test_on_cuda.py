@@ -9,7 +9,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
@@ -83,44 +82,6 @@ def test_bits_are_those_of_one_process_over_nccl(rank, mode):
             optimizer.zero_grad()
             model(_batch_of(rank, step), uses).square().mean().backward()
             optimizer.step()
-        _expect_same(wrapped, plain)
-
-
-@pytest.mark.parametrize("name", ["allreduce_hook", "fp16_compress_hook", "bf16_compress_hook"])
-@on_ranks(1, backend="nccl")
-def test_hooks_over_nccl(rank, name):
-    plain = _make()
-    wrapped = brigade.DistributedDataParallel(copy.deepcopy(plain))
-    wrapped.register_comm_hook(None, getattr(default_hooks, name))
-    for step in range(4):
-        plain.zero_grad()
-        wrapped.zero_grad()
-        plain(_batch_of(rank, step)).square().mean().backward()
-        wrapped(_batch_of(rank, step)).square().mean().backward()
-        low = torch.float16 if name.startswith("fp16") else torch.bfloat16
-        for ours, theirs in zip(wrapped.parameters(), plain.parameters(), strict=True):
-            rounded = theirs.grad if name == "allreduce_hook" else theirs.grad.to(low).float()
-            torch.testing.assert_close(ours.grad, rounded, rtol=0, atol=0)
-
-
-@pytest.mark.parametrize("mode", ["copies", "views", "static_graph"])
-@on_ranks(1, backend="nccl")
-def test_accumulates_over_nccl(rank, mode):
-    options = MODES[mode]
-    plain = _make()
-    wrapped = brigade.DistributedDataParallel(copy.deepcopy(plain), **options)
-    scaler = torch.amp.GradScaler("cuda")
-    for step in range(4):
-        plain.zero_grad()
-        wrapped.zero_grad()
-        for part in range(3):
-            x = _batch_of(rank, 3 * step + part)
-            scaler.scale(plain(x).square().mean()).backward()
-            if part < 2:
-                with wrapped.no_sync():
-                    scaler.scale(wrapped(x).square().mean()).backward()
-            else:
-                scaler.scale(wrapped(x).square().mean()).backward()
         _expect_same(wrapped, plain)
 
 

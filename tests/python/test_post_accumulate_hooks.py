@@ -48,41 +48,6 @@ def _log(model):
     return called
 
 
-@on_ranks()
-def test_once_for_each_gradient_that_is_set_or_added_to(rank):
-    model = shard_blocks(make_net())
-    names = [name for name, _ in model.named_parameters()]
-    called = _log(model)
-    assert not called
-    loss_of(model, rank, 0).backward()
-    assert sorted(called) == sorted((name, True, True) for name in names)
-    called.clear()
-    model.set_requires_gradient_sync(False)
-    loss_of(model, rank, 1).backward()
-    assert not called
-    model.set_requires_gradient_sync(True)
-    model.blocks[0].set_requires_gradient_sync(False)
-    loss_of(model, rank, 2).backward()  # of the others; what is there is added to
-    assert sorted(name for name, _, _ in called) == sorted(
-        name for name in names if not name.startswith("blocks.0.")
-    )
-    called.clear()
-    model.set_requires_gradient_sync(True)
-    model.head.bias.requires_grad_(False)
-    if rank == 0:
-        model.step_without_data()
-    else:
-        (0 * loss_of(model, rank, 3)).backward()
-    assert sorted(name for name, _, _ in called) == sorted(
-        name for name in names if name != "head.bias"
-    )
-    called.clear()
-    torch.autograd.grad(
-        loss_of(model, rank, 3), batch_of(rank, 3).requires_grad_(), allow_unused=True
-    )
-    assert not called
-
-
 @pytest.mark.parametrize("failing", [["blocks.1.up.weight"], ["embed.bias", "head.weight"]])
 @on_ranks()
 def test_one_that_raises_leaves_backward_behind_all_others(rank, failing):

@@ -1,7 +1,5 @@
 """Forwards that interrupts leave, of which hooks are not told, or that torch.func transforms."""
 
-import threading
-
 import pytest
 import torch
 
@@ -64,20 +62,6 @@ def test_a_forward_inside_of_another_is_a_part_of_it(rank):
     assert all(torch.equal(output, plain(x)) for output in found)
     found[1].sum().backward()
     model(x).sum().backward()
-    expect_equal(model, plain)
-
-
-@on_ranks()
-def test_reset_iter_state_ends_one_of_another_thread(rank):
-    plain, model = make_net(), shard_blocks(make_net())
-    model(batch_of(rank, 0)).sum().backward()
-    thread = threading.Thread(
-        target=_leave_forward, args=(model, rank, "blocks.0", KeyboardInterrupt)
-    )
-    thread.start()
-    thread.join()
-    model.blocks[1].reset_iter_state()
-    model(batch_of(rank, 0)).sum().backward()
     expect_equal(model, plain)
 
 

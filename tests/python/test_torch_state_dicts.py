@@ -12,13 +12,7 @@ from torch.distributed.checkpoint.state_dict import (
 
 from cases import pairwise
 from ranks import on_ranks
-from sharded_training import batch_of, make_net, shard_blocks
-
-
-def _train(net, optimizer, rank, step):
-    optimizer.zero_grad()
-    net(batch_of(rank, step)).square().mean().backward()
-    optimizer.step()
+from sharded_training import make_net, shard_blocks, train_step
 
 
 def _sharded(device=None):
@@ -38,7 +32,7 @@ def test_training_goes_on(rank, broadcasts, is_on_meta, world_size):
     first = _sharded()
     optimizer = torch.optim.AdamW(first.parameters())
     for step in range(2):
-        _train(first, optimizer, rank, step)
+        train_step(first, optimizer, step, rank)
     whole = StateDictOptions(full_state_dict=True)
     model_state = get_model_state_dict(first, options=whole)
     optimizer_state = get_optimizer_state_dict(first, optimizer, options=whole)
@@ -50,7 +44,7 @@ def test_training_goes_on(rank, broadcasts, is_on_meta, world_size):
     other = torch.optim.AdamW(second.parameters())
     set_optimizer_state_dict(second, other, optimizer_state, options=options)
     for net, stepping in ((first, optimizer), (second, other)):
-        _train(net, stepping, rank, 2)
+        train_step(net, stepping, 2, rank)
     found = second.full_state_dict()
     for name, value in first.full_state_dict().items():
         assert torch.equal(found[name], value), name

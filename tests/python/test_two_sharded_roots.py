@@ -4,7 +4,6 @@ import os
 import signal
 
 import pytest
-import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -12,7 +11,7 @@ import brigade
 
 from exact_training import UserError
 from ranks import on_ranks
-from sharded_training import Pair, batch_of, expect_alike
+from sharded_training import Pair
 
 HOUR_S = 3600  # of the group: nobody may wait for that
 DEADLINE_S = 60
@@ -62,33 +61,6 @@ def test_one_that_raises_leaves_the_other_alone(rank, world_size):
     for is_of_one_group in (True, False):
         for in_place in (_in_forward, _in_backward):
             _fails_in_turns(rank, in_place, is_of_one_group)
-
-
-@on_ranks()
-def test_a_backward_through_both_that_fails_is_alike_on_all_ranks(rank):
-    """One backward through two models, which fails in that which it reaches last."""
-    first, second = _pair(), _pair()
-    neck = torch.nn.Linear(2, 5)
-
-    def loss(step):
-        return second.model(torch.tanh(neck(first.model(batch_of(rank, step))))).sum()
-
-    loss(0).backward()
-    for each in (first, second):
-        each.model.zero_grad()
-    handle = _in_backward(first.model.blocks[1])
-    if rank == 0:
-        handle.remove()
-    failed = loss(1)
-    handle.remove()
-    with pytest.raises(UserError if rank == 1 else RuntimeError, match=r"rank 1|no such"):
-        failed.backward()
-    found = [any(p.grad is not None for p in each.model.parameters()) for each in (first, second)]
-    for each in (first, second):
-        each.model.zero_grad()
-        each.expect_step(2)
-    assert not found[0]  # of the model that comes later in backward
-    expect_alike(found)
 
 
 @pytest.mark.parametrize("place", ["register_forward_pre_hook", "register_forward_hook"])
