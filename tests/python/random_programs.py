@@ -20,6 +20,7 @@ import inspect
 import math
 import random
 import tempfile
+import types
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -285,31 +286,10 @@ class Reference:
         ]
 
 
-class TorchReference:
-    """torch's own wrapper."""
-
-    def __init__(self, net: nn.Module, options: dict[str, Any]) -> None:
-        self.net = CLASSES["torch"](net, **options)
-        self.no_sync = self.net.no_sync
-        self.parameters = list(net.parameters())
-
-    def backward(self, loss, reduced=None, **arguments) -> None:
-        loss.backward(**arguments)
-
-
 def _sum(first, second):
     if first is None or second is None:
         return second if first is None else first
     return first + second
-
-
-def _signs(gradient):
-    """Steps of whole numbers; in the same memory unless it is sparse."""
-    return gradient.coalesce().sign() if gradient.is_sparse else gradient.sign_()
-
-
-def _with_gradients(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
-    return [p for p in optimizer.param_groups[0]["params"] if p.grad is not None]
 
 
 def _dense(gradient):
@@ -412,17 +392,15 @@ class Program:
         assert torch.equal(_dense(ours), _dense(theirs)), (what, ours, theirs)
 
     def make_optimizers(self, parameters) -> None:
-        self.foreach = self.draw.random() < 0.5
-        self.optimizer = torch.optim.SGD(parameters, lr=1.0, foreach=self.foreach)
-        self.plain_optimizer = torch.optim.SGD(self.plain.parameters(), lr=1.0)
-        self.optimizers = self.optimizer, self.plain_optimizer
+        foreach = self.draw.random() < 0.5
+        self.optimizer = torch.optim.SGD(parameters, lr=1.0, foreach=foreach)
+        self.optimizers = self.optimizer, torch.optim.SGD(self.plain.parameters(), lr=1.0)
 
     def zero_grad(self, *ways: bool | None) -> None:
         how = self.draw.choice(ways)
         self.note(f"zero_grad: {how}")
-        if how is not None:
-            self.optimizer.zero_grad(set_to_none=how)
-            self.plain_optimizer.zero_grad(set_to_none=how)
+        for optimizer in self.optimizers if how is not None else ():
+            optimizer.zero_grad(set_to_none=how)
 
 
 def _in_thread(function: Callable[[], None]) -> None:
@@ -446,8 +424,8 @@ HOOKS = {
     "builtin": lambda w: w._register_builtin_comm_hook(dist.BuiltinCommHookType.ALLREDUCE),
     "builtin fp16": lambda w: w._register_builtin_comm_hook(dist.BuiltinCommHookType.FP16_COMPRESS),
 }
-# Of the forwards that have one backward: synchronised (s), under no_sync (l), or without
-# gradients and no part of it (n).
+# Of the forwards that have one backward: synchronised (s) or under no_sync (l). Others are no
+# part of it: without gradients (n), or dropped (d).
 ORDERS = ("s", "s", "sl", "ls", "lsl", "sn", "ns", "ss", "sls")
 FLOATS = (torch.float32, torch.float32, torch.float64, torch.bfloat16, torch.complex64)
 
@@ -476,7 +454,13 @@ class Replicated(Program):
             self.plain_second = Second()
             self.reference = Reference(self.plain, self.plain_second)
         else:
-            self.reference = TorchReference(self.plain, self.options)
+            theirs = CLASSES["torch"](self.plain, **self.options)
+            self.reference = types.SimpleNamespace(
+                net=theirs,
+                no_sync=theirs.no_sync,
+                parameters=list(self.plain.parameters()),
+                backward=lambda loss, reduced=None, **arguments: loss.backward(**arguments),
+            )
         for wrapped in (self.model,) if whole else (self.model, self.reference.net):
             if self.hook is not None:
                 HOOKS[self.hook](wrapped)
@@ -498,10 +482,7 @@ class Replicated(Program):
 
     def _draw_options(self) -> dict[str, Any]:
         draw = self.draw
-        options = {
-            **MODES[self.mode],
-            **{name: draw.random() < 0.5 for name in FLAGS},
-        }
+        options = MODES[self.mode] | {name: draw.random() < 0.5 for name in FLAGS}
         caps = draw.choice(["default", "one", "list"])
         if caps == "one":
             options["bucket_cap_mb"] = draw.choice([1e-6, 3e-5, 1e-4, 1])
@@ -618,15 +599,11 @@ class Replicated(Program):
         for i in range(local):
             with self.model.no_sync(), self.reference.no_sync():
                 self.backward(self.forward(own, number + 5 + i), set())
-        before, between, after = ([None] * times for times in extra[self.rank])
-        for _ in before:  # forwards without a backward
-            self.forward(own, number)
-        found = self._joint_forwards(own, number, orders[self.rank])
-        for _ in between:
-            self.forward(own, number)
+        before, between, after = extra[self.rank]
+        order = "d" * before + orders[self.rank] + "d" * between
+        found = self._joint_forwards(own, number, order)
         self._joint_backward(found, second, judged[self.rank])
-        for _ in after:
-            self.forward(own, number)
+        self._joint_forwards(own, number, "d" * after)
         self._step_optimizer()
 
     def _joint_forwards(self, forward: Forward, number: int, order: str):
@@ -638,7 +615,9 @@ class Replicated(Program):
                 continue
             local = self.model.no_sync() if way == "l" else contextlib.nullcontext()
             with local:
-                found.append(self.forward(forward, number + i))
+                output = self.forward(forward, number + i)
+            if way != "d":
+                found.append(output)
         return found
 
     def _joint_backward(self, found, second: str, is_judged: bool) -> None:
@@ -658,15 +637,20 @@ class Replicated(Program):
             each.zero_grad()
         if self.draw.random() < 0.1 and self.mode != "find_unused":
             return  # the next step may add to these gradients
-        both = [_with_gradients(optimizer) for optimizer in self.optimizers]
+        both = [
+            [p for p in optimizer.param_groups[0]["params"] if p.grad is not None]
+            for optimizer in self.optimizers
+        ]
         is_dense = not any(part.kind == "sparse table" for part in self.plain.parts)
         if self.plain.whole and is_dense and self.draw.random() < 0.2:
             norms = [nn.utils.clip_grad_norm_(parameters, 10.0) for parameters in both]
             torch.testing.assert_close(*norms)
         for optimizer, parameters in zip(self.optimizers, both, strict=True):
             optimizer.param_groups[0]["lr"] = 1.0 if self.plain.whole else 1 / 256
-            for parameter in parameters if self.plain.whole else ():
-                parameter.grad = _signs(parameter.grad)
+            for parameter in parameters if self.plain.whole else ():  # steps of whole numbers
+                gradient = parameter.grad
+                is_sparse = gradient.is_sparse
+                parameter.grad = gradient.coalesce().sign() if is_sparse else gradient.sign_()
             optimizer.step()
 
     def fail(self) -> None:
@@ -679,8 +663,7 @@ class Replicated(Program):
         own, handle = forwards[self.rank], None
         own.input_has_gradient = True
         if self.rank == failing and at_parameter:
-            trained = [p for p in self.model.parameters() if p.requires_grad and p.numel()]
-            handle = self.model.module.head.weight.register_hook(_raise) if trained else None
+            handle = self.model.module.head.weight.register_hook(_raise)
         elif self.rank == failing:
             own.calls[len(own.calls) // 2].raises = "backward"
         with pytest.raises(UserError if self.rank == failing else dist.DistBackendError) as caught:
@@ -691,9 +674,7 @@ class Replicated(Program):
         if self.rank != failing:
             assert f"rank {failing} failed" in str(caught.value), caught.value
         assert self.model.reducer.can_continue()
-        self.batches = 10 * (self.batches // 10)
-        for each in (self.optimizer, self.plain_optimizer):
-            each.zero_grad()
+        self.zero_grad(True)
         for name, buffer in self.plain.named_buffers():
             buffer.copy_(self.model.module.get_buffer(name))
 
@@ -766,7 +747,7 @@ class Sharded(Program):
         if made == "early":
             self.make_optimizers(net.parameters())
         self.model = self._shard(net)
-        self.unit_of = self._units_of_parameters()
+        self.members = self._members()
         self.shards = dict(self.model.named_parameters())
         if made == "unsharded":
             with self.model.whole_parameters():
@@ -851,25 +832,21 @@ class Sharded(Program):
             self.log.append(f"{names}: mesh {shape}, reshards {value}, policy {policy}")
         return net
 
-    def _units_of_parameters(self) -> list[int]:
-        """By index of parameter."""
+    def _members(self) -> list[set[int]]:
+        """Indices of each unit's parameters."""
         places = {id(parameter): i for i, parameter in enumerate(self.reference.parameters)}
-        found: dict[int, int] = {}
-        for number, names in enumerate(self.units):
-            for name in names:
-                for parameter in self.plain.get_submodule(name).parameters():
-                    found.setdefault(places[id(parameter)], number)
-        return [found[i] for i in range(len(places))]
+        members: list[set[int]] = []
+        for names in self.units:
+            modules = [self.plain.get_submodule(name) for name in names]
+            own = {places[id(p)] for module in modules for p in module.parameters()}
+            members.append(own.difference(*members))
+        return members
 
     def _module(self, unit: int) -> nn.Module:
         return self.model.get_submodule(self.draw.choice(self.units[unit]))
 
-    def _own_parameters(self, unit: int) -> list[str]:
-        names = [name for name, _ in self.plain.named_parameters()]
-        return [name for name, of in zip(names, self.unit_of, strict=True) if of == unit]
-
     def _of_units(self, units: set[int]) -> set[int]:
-        return {i for i, unit in enumerate(self.unit_of) if unit in units}
+        return set().union(*(self.members[unit] for unit in units))
 
     def expect_equal(self) -> None:
         found = dict(self.model.named_parameters())
@@ -1014,8 +991,8 @@ class Sharded(Program):
         elif has_gradients:
             for parameters in (self.shards.values(), self.reference.parameters):
                 nn.utils.clip_grad_value_(parameters, 1.0)
-        self.optimizer.step()
-        self.plain_optimizer.step()
+        for optimizer in self.optimizers:
+            optimizer.step()
 
     def _clip(self) -> None:
         has_empty = any(p.grad is not None and not p.numel() for p in self.plain.parameters())
@@ -1074,7 +1051,8 @@ class Sharded(Program):
         if handle is not None and way in ("read", "write"):
             handle.wait()
         if way in ("read", "write"):
-            for name in self._own_parameters(unit):
+            names = [name for name, _ in self.plain.named_parameters()]
+            for name in (names[i] for i in sorted(self.members[unit])):
                 whole = self.model.get_parameter(name)
                 assert torch.equal(whole, self.plain.get_parameter(name)), name
                 if way == "write":
