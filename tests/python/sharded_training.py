@@ -133,6 +133,26 @@ def expect_equal(model, plain):
         assert torch.equal(state[name], value.cpu()), name  # whole states are on the host
 
 
+def whole_state(model, optimizer):
+    """Of a sharded model and its optimizer. Collective."""
+    return model.full_state_dict(), brigade.full_optimizer_state_dict(model, optimizer)
+
+
+def expect_same(found, expected, name=""):
+    """Containers of equal structure, tensors of equal bits, and other equal values."""
+    if isinstance(expected, dict):
+        assert found.keys() == expected.keys(), name
+        for key, value in expected.items():
+            expect_same(found[key], value, f"{name}.{key}")
+    elif isinstance(expected, (list, tuple)):
+        for i, pair in enumerate(zip(found, expected, strict=True)):
+            expect_same(*pair, f"{name}.{i}")
+    elif isinstance(expected, torch.Tensor):
+        assert found.dtype == expected.dtype and torch.equal(found, expected), name
+    else:
+        assert found == expected, name
+
+
 def expect_alike(value):
     """On all ranks. Collective."""
     of_ranks = [None] * dist.get_world_size()

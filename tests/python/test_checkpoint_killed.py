@@ -10,7 +10,7 @@ import torch.distributed as dist
 import brigade
 
 from ranks import run_ranks
-from sharded_training import make_net, shard_blocks, train_step
+from sharded_training import expect_same, make_net, shard_blocks, train_step, whole_state
 
 HOUR_S = 3600  # of the group: nobody may wait for that
 DEADLINE_S = 60
@@ -22,20 +22,6 @@ def _trained(rank, steps):
     for step in range(steps):
         train_step(model, optimizer, step, rank)
     return model, optimizer
-
-
-def _expect_state_of(rank, model, optimizer, steps):
-    """As training up to there has it."""
-    expected, expected_optimizer = _trained(rank, steps)
-    parameters = model.full_state_dict()
-    for name, value in expected.full_state_dict().items():
-        assert torch.equal(parameters[name], value), name
-    found = brigade.full_optimizer_state_dict(model, optimizer)["state"]
-    wanted = brigade.full_optimizer_state_dict(expected, expected_optimizer)["state"]
-    assert found.keys() == wanted.keys()
-    for name, values in wanted.items():
-        for key, value in values.items():
-            assert torch.equal(found[name][key], value), (name, key)
 
 
 def _kill_in_call(name, number):
@@ -68,12 +54,12 @@ def _goes_on_from_checkpoint(rank, folder):
         brigade.load_checkpoint(f"{folder}/2", shard_blocks(make_net()))
     model, optimizer = _trained(rank, 0)
     assert brigade.load_checkpoint(f"{folder}/1", model, optimizer).shared == {"step": 1}
-    _expect_state_of(rank, model, optimizer, 1)
+    expect_same(whole_state(model, optimizer), whole_state(*_trained(rank, 1)))
     model, optimizer = _trained(rank, 2)
     brigade.save_checkpoint(f"{folder}/2", model, optimizer, shared={"step": 2})
     model, optimizer = _trained(rank, 0)
     assert brigade.load_checkpoint(f"{folder}/2", model, optimizer).shared == {"step": 2}
-    _expect_state_of(rank, model, optimizer, 2)
+    expect_same(whole_state(model, optimizer), whole_state(*_trained(rank, 2)))
 
 
 @pytest.mark.parametrize(

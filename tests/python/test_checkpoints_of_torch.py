@@ -5,11 +5,19 @@ import torch
 import torch.distributed as dist
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
 from torch.distributed.tensor import DTensor
+from torch.utils._pytree import tree_map_only
 
 import brigade
 
 from ranks import on_ranks, run_ranks
-from sharded_training import make_net, shard_blocks, step_of_all, train_step
+from sharded_training import (
+    expect_same,
+    make_net,
+    shard_blocks,
+    step_of_all,
+    train_step,
+    whole_state,
+)
 
 dcp = pytest.importorskip("torch.distributed.checkpoint")
 pytest.importorskip(
@@ -55,27 +63,16 @@ def _nest(model, optimizer):
     return {"model": model.state_dict(), "optimizer": get_optimizer_state_dict(model, optimizer)}
 
 
-def _whole(value):
-    if isinstance(value, DTensor):
-        return value.full_tensor()
-    return value
-
-
 def _expect_state_of(model, optimizer, plain, plain_optimizer):
     """Of one process, in all bits."""
     if isinstance(model, brigade.FSDPModule):
-        parameters = model.full_state_dict()
-        state = brigade.full_optimizer_state_dict(model, optimizer)["state"]
+        parameters, states = whole_state(model, optimizer)
     else:
-        parameters = {name: _whole(value) for name, value in model.state_dict().items()}
-        state = get_optimizer_state_dict(model, optimizer)["state"]
-    for name, value in plain.state_dict().items():
-        assert torch.equal(parameters[name], value), name
+        nest = _nest(model, optimizer)
+        nest = tree_map_only(DTensor, lambda tensor: tensor.full_tensor(), nest)
+        parameters, states = nest["model"], nest["optimizer"]
     expected = get_optimizer_state_dict(plain, plain_optimizer)["state"]
-    assert state.keys() == expected.keys()
-    for name, values in expected.items():
-        for key, value in values.items():
-            assert torch.equal(_whole(state[name][key]), value), (name, key)
+    expect_same((dict(parameters), states["state"]), (dict(plain.state_dict()), expected))
 
 
 def _writes(rank, folder, kind):

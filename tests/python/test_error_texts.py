@@ -146,22 +146,6 @@ def test_texts_name_what_can_be_done_in_python(rank):
         assert not re.search(r"prepare_for_backward|the reducer\.|tie_outputs", text), text
 
 
-def _freeze(wrapper):
-    wrapped = wrapper(Two())
-    for parameter in wrapped.module.a.parameters():
-        parameter.requires_grad_(False)
-    x = X.clone().requires_grad_()
-    wrapped(x).sum().backward()
-    wrapped(x)
-
-
-@on_ranks(1)
-def test_a_parameter_frozen_after_wrapping_is_named_as_frozen(rank):
-    text = _error_of(_freeze)
-    assert "Frozen since the module was wrapped: parameters 0 ('a.weight'), 1 ('a.bias')." in text
-    assert "Freeze parameters before the module is wrapped" in text
-
-
 class Lazy(nn.Module):
     def __init__(self):
         super().__init__()

@@ -8,6 +8,7 @@ from torch import nn
 import brigade
 
 from ranks import on_ranks
+from sharded_training import expect_same
 
 VARIANTS = {
     "1 KB": {"bucket_cap_mb": 1 / 1024},
@@ -67,11 +68,6 @@ def _train_alone(world_size, row_size, steps=3):
     return net.state_dict()
 
 
-def _expect_equal(found, expected, what):
-    for name, value in expected.items():
-        assert torch.equal(found[name], value), f"{what}: {name}"
-
-
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])
 @on_ranks()
 def test_buckets_graphs_views_and_shards_do_not_show(rank, world_size):
@@ -80,13 +76,13 @@ def test_buckets_graphs_views_and_shards_do_not_show(rank, world_size):
     for what, options in VARIANTS.items():
         model = brigade.DistributedDataParallel(_net(), reproducible=True, **options)
         _train(model, rank)
-        _expect_equal(model.module.state_dict(), expected, what)
+        expect_same(model.module.state_dict(), expected, what)
     sharded = _net()
     for layer in (sharded[0], sharded[2], sharded[4]):
         brigade.fully_shard(layer)
     brigade.fully_shard(sharded)
     _train(sharded, rank)
-    _expect_equal(sharded.full_state_dict(), expected, "fully_shard")
+    expect_same(sharded.full_state_dict(), expected, "fully_shard")
 
 
 @on_ranks(4)
@@ -95,13 +91,13 @@ def test_rows_are_summed_as_by_hybrid_shards(rank):
     sharded = brigade.fully_shard(_net(), mesh=mesh)
     _train(sharded, rank)
     expected = _train_alone(4, row_size=2)
-    _expect_equal(sharded.full_state_dict(), expected, "fully_shard")
+    expect_same(sharded.full_state_dict(), expected, "fully_shard")
     for what, options in VARIANTS.items():
         model = brigade.DistributedDataParallel(
             _net(), reproducible=True, reproducible_row_size=2, **options
         )
         _train(model, rank)
-        _expect_equal(model.module.state_dict(), expected, what)
+        expect_same(model.module.state_dict(), expected, what)
 
 
 @pytest.mark.parametrize("by_world_size", [True, False])

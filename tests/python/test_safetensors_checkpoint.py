@@ -12,7 +12,15 @@ from torch import nn
 import brigade
 
 from ranks import on_ranks, run_ranks, torchrun
-from sharded_training import Net, expect_alike, make_net, shard_blocks, train_step
+from sharded_training import (
+    Net,
+    expect_alike,
+    expect_same,
+    make_net,
+    shard_blocks,
+    train_step,
+    whole_state,
+)
 
 _GPT = pathlib.Path(brigade.__file__).parents[2] / "examples/gpt/gpt"
 
@@ -38,24 +46,12 @@ def _model(name):
 
 
 def _state(model, optimizer):
-    return model.full_state_dict(), brigade.full_optimizer_state_dict(model, optimizer)["state"]
-
-
-def _expect_same(found, expected):
-    assert found.keys() == expected.keys()
-    for name, value in expected.items():
-        assert torch.equal(found[name], value), name
-
-
-def _expect_equal_states(found, expected):
-    _expect_same(found[0], expected[0])
-    assert found[1].keys() == expected[1].keys()
-    for name, values in expected[1].items():
-        kept = {key: value for key, value in values.items() if value is not None}
-        assert found[1][name].keys() == kept.keys(), name
-        for key, value in kept.items():
-            assert found[1][name][key].dtype == value.dtype, (name, key)
-            assert torch.equal(found[1][name][key], value), (name, key)
+    parameters, states = whole_state(model, optimizer)
+    states = {
+        name: {key: value for key, value in values.items() if value is not None}
+        for name, values in states["state"].items()
+    }
+    return parameters, states
 
 
 def _put(rank, folder, name, value):
@@ -111,11 +107,11 @@ def test_training_goes_on_with_the_same_bits(tmp_path, name):
             run_ranks(_loads, str(tmp_path), name, way, world_size=world_size)
             metadata, loaded, on = _get(tmp_path, "loaded")
             assert metadata["step"] == "2"
-            _expect_equal_states(loaded, saved)
+            expect_same(loaded, saved)
             if world_size == 2:
-                _expect_equal_states(on, stepped)
+                expect_same(on, stepped)
         run_ranks(_data_parallel_loads, str(tmp_path), name, way)
-        _expect_same(_get(tmp_path, "loaded"), stepped[0])
+        expect_same(_get(tmp_path, "loaded"), stepped[0])
 
 
 def _header_of(path):
@@ -143,7 +139,7 @@ def test_saved_options_are_restored_and_named(rank, tmp_path):
             assert second.param_groups[0][name] == first.param_groups[0][name]
         for model, optimizer in ((kept, first), (loaded, second)):
             train_step(model, optimizer, 1, rank)
-        _expect_same(loaded.module.state_dict(), kept.module.state_dict())
+        expect_same(loaded.module.state_dict(), kept.module.state_dict())
         with warnings.catch_warnings():
             warnings.simplefilter("error")
             load(loaded, f"{tmp_path}/{way}", second)
@@ -170,8 +166,8 @@ def test_what_data_parallel_training_saves_is_loaded_by_shards(tmp_path):
     saved, stepped = _get(tmp_path, "saved")
     run_ranks(_loads, str(tmp_path), "adamw", "whole")
     _, loaded, on = _get(tmp_path, "loaded")
-    _expect_equal_states(loaded, saved)
-    _expect_equal_states(on, stepped)
+    expect_same(loaded, saved)
+    expect_same(on, stepped)
 
 
 def test_a_module_of_one_process_needs_no_group(tmp_path):
@@ -183,7 +179,7 @@ def test_a_module_of_one_process_needs_no_group(tmp_path):
     assert loaded["epoch"] == "1"
     for model, steps in ((net, optimizer), (other, other_optimizer)):
         train_step(model, steps, 1, 0)
-    _expect_same(other.state_dict(), net.state_dict())
+    expect_same(other.state_dict(), net.state_dict())
 
 
 class _Nest(nn.Module):
@@ -285,7 +281,7 @@ def test_names_are_those_without_torchs_compiler(rank, tmp_path):
     wrapped.module.load_state_dict({k: v + 1 for k, v in wrapped.module.state_dict().items()})
     for each in (path, path.with_name("inner")):
         brigade.load_whole(wrapped, each)
-        _expect_same(wrapped.module.state_dict(), make_net().state_dict())
+        expect_same(wrapped.module.state_dict(), make_net().state_dict())
 
 
 def test_parameters_without_memory_are_named(tmp_path):
@@ -309,7 +305,7 @@ def test_data_that_is_assigned_to_whole_parameters_counts_or_is_an_error(rank):
         model[0].weight.data = torch.ones(3, 3)
     with pytest.raises(RuntimeError, match=r"'0.weight' was given a plain tensor"):
         model(torch.ones(1, 3))
-    _expect_same(model.full_state_dict(), written)
+    expect_same(model.full_state_dict(), written)
     with (
         pytest.raises(ValueError, match=r"'1.weight' .*\[2\]"),
         model.whole_parameters(writes=True),

@@ -12,7 +12,7 @@ from torch.distributed.fsdp import fully_shard as torch_fully_shard
 import brigade
 
 from ranks import on_ranks, run_ranks
-from sharded_training import batch_of, make_net, shard_blocks
+from sharded_training import batch_of, expect_same, make_net, shard_blocks
 
 safetensors = pytest.importorskip("safetensors", reason="no package safetensors")
 hugging_face = pytest.importorskip(
@@ -32,10 +32,7 @@ def _values():
 
 
 def _expect_values(found):
-    expected = _values()
-    assert found.keys() == expected.keys()
-    for name, value in expected.items():
-        assert torch.equal(found[name], value), name
+    expect_same(dict(found), _values())
 
 
 @on_ranks()

@@ -14,10 +14,12 @@ from ranks import on_ranks, run_ranks
 from sharded_training import (
     batch_of,
     expect_equal,
+    expect_same,
     make_net,
     shard_blocks,
     step_of_all,
     train_step,
+    whole_state,
 )
 
 dcp = pytest.importorskip("torch.distributed.checkpoint")
@@ -46,24 +48,12 @@ def _trained(rank, steps=2, **arguments):
     return model, optimizer
 
 
-def _expect_equal_state(found, expected):
-    assert found["param_groups"] == expected["param_groups"]
-    assert found["state"].keys() == expected["state"].keys()
-    for name, values in expected["state"].items():
-        assert found["state"][name].keys() == values.keys()
-        for key, value in values.items():
-            assert torch.equal(found["state"][name][key], value), (name, key)
-
-
 def _saves(rank, folder, mesh=None):
     mesh = mesh and dist.device_mesh.init_device_mesh("cpu", mesh)
     model, optimizer = _trained(rank, mesh=mesh)
     own = {"random": torch.get_rng_state()}
     brigade.save_checkpoint(f"{folder}/ours", model, optimizer, shared={"step": 2}, own=own)
-    whole = {
-        "model": model.full_state_dict(),
-        "optimizer": brigade.full_optimizer_state_dict(model, optimizer),
-    }
+    whole = whole_state(model, optimizer)
     if rank == 0:
         torch.save(whole, f"{folder}/whole.pt")
 
@@ -76,9 +66,7 @@ def _loads(rank, folder, mesh):
     assert loaded.shared == {"step": 2}
     assert (loaded.own is None) == (dist.get_world_size() != 2)
     whole = torch.load(f"{folder}/whole.pt", weights_only=False)
-    for name, value in model.full_state_dict().items():
-        assert torch.equal(value, whole["model"][name]), name
-    _expect_equal_state(brigade.full_optimizer_state_dict(model, optimizer), whole["optimizer"])
+    expect_same(whole_state(model, optimizer), whole)
 
 
 @pytest.fixture(scope="module")
@@ -114,9 +102,8 @@ def _goes_on(rank, folder, world_sizes):
         train_step(model, optimizer, step, rank)
     brigade.save_checkpoint(f"{folder}/{begin + 2}", model, optimizer, shared={"step": begin + 2})
     expect_equal(model, plain)
-    found = brigade.full_optimizer_state_dict(model, optimizer)
-    expected = get_optimizer_state_dict(plain, plain_optimizer)["state"]
-    _expect_equal_state(found, {**found, "state": expected})
+    found = brigade.full_optimizer_state_dict(model, optimizer)["state"]
+    expect_same(found, get_optimizer_state_dict(plain, plain_optimizer)["state"])
 
 
 @pytest.mark.parametrize("world_sizes", [(2, 3), (2, 1), (3, 2, 1, 3)])
@@ -132,12 +119,10 @@ def test_a_damaged_checkpoint_changes_nothing(rank, tmp_path):
     brigade.save_checkpoint(good, model, optimizer)
     with pytest.raises(ValueError, match="exists"):
         brigade.save_checkpoint(good, model, optimizer)
-    before = model.full_state_dict(), brigade.full_optimizer_state_dict(model, optimizer)
+    before = whole_state(model, optimizer)
 
     def expect_unchanged():
-        now = model.full_state_dict()
-        assert all(torch.equal(now[name], value) for name, value in before[0].items())
-        _expect_equal_state(brigade.full_optimizer_state_dict(model, optimizer), before[1])
+        expect_same(whole_state(model, optimizer), before)
 
     def write(file, content):
         dist.barrier()
@@ -185,7 +170,7 @@ def test_checkpoints_of_others(rank, tmp_path):
     with pytest.raises(RuntimeError, match=r"save_checkpoint: on rank 0: .*[Dd]irectory"):
         open(f"{tmp_path}/file", "w").close()
         brigade.save_checkpoint(f"{tmp_path}/file/3", model)
-    assert all(torch.equal(value, before[name]) for name, value in model.full_state_dict().items())
+    expect_same(model.full_state_dict(), before)
 
 
 @on_ranks()
@@ -195,14 +180,13 @@ def test_saved_meanwhile(rank, tmp_path):
         "model": model.state_dict(),
         "optimizer": brigade.sharded_optimizer_state_dict(model, optimizer),
     }
-    whole = model.full_state_dict(), brigade.full_optimizer_state_dict(model, optimizer)
+    whole = whole_state(model, optimizer)
     saving = dcp.async_save(state, checkpoint_id=f"{tmp_path}/later")
     saving.result()
     train_step(model, optimizer, 2, rank)
     dcp.load(state, checkpoint_id=f"{tmp_path}/later")
     brigade.load_sharded_optimizer_state_dict(model, optimizer, state["optimizer"])
-    assert all(torch.equal(v, whole[0][name]) for name, v in model.full_state_dict().items())
-    _expect_equal_state(brigade.full_optimizer_state_dict(model, optimizer), whole[1])
+    expect_same(whole_state(model, optimizer), whole)
 
 
 @on_ranks()
@@ -242,8 +226,7 @@ def test_other_memory_formats_scalars_buffers(rank, tmp_path):
     brigade.save_checkpoint(f"{tmp_path}/a", model, optimizer)
     state = {"model": plain.state_dict()}
     dcp.load(state, checkpoint_id=f"{tmp_path}/a")
-    for name, value in plain.state_dict().items():
-        assert torch.equal(value, expected[name]), name
+    expect_same(dict(plain.state_dict()), dict(expected))
     whole = brigade.full_optimizer_state_dict(model, optimizer)
     moment = whole["state"]["0.weight"]["momentum_buffer"]
     assert moment.is_contiguous(memory_format=torch.channels_last)
@@ -251,10 +234,8 @@ def test_other_memory_formats_scalars_buffers(rank, tmp_path):
         for parameter in model.parameters():
             parameter.zero_()
     brigade.load_checkpoint(f"{tmp_path}/a", model, optimizer)
-    for name, value in model.full_state_dict().items():
-        assert torch.equal(value, expected[name]), name
     brigade.load_full_optimizer_state_dict(model, optimizer, whole)
-    _expect_equal_state(brigade.full_optimizer_state_dict(model, optimizer), whole)
+    expect_same(whole_state(model, optimizer), (expected, whole))
 
 
 @pytest.mark.parametrize("world_size", [2, 3])
@@ -267,14 +248,13 @@ def test_full_optimizer_state(rank, world_size):
     expected = get_optimizer_state_dict(plain, plain_optimizer)
     model, optimizer = _trained(rank)
     found = brigade.full_optimizer_state_dict(model, optimizer)
-    _expect_equal_state(found, {**expected, "param_groups": found["param_groups"]})
+    expect_same(found["state"], expected["state"])
     alone = (
         model.full_state_dict(rank0_only=True),
         brigade.full_optimizer_state_dict(model, optimizer, rank0_only=True),
     )
     if rank == 0:
-        assert all(torch.equal(alone[0][name], p) for name, p in plain.named_parameters())
-        _expect_equal_state(alone[1], found)
+        expect_same(alone, (dict(plain.state_dict()), found))
     else:
         assert alone == ({}, {})
     model, optimizer = _trained(rank, steps=0)

@@ -74,10 +74,8 @@ def _calls(model, x):
 
     return {
         "torch.func.grad": lambda: torch.func.grad(loss)(x),
-        "vjp": lambda: torch.func.vjp(loss, x),
         "jacrev": lambda: torch.func.jacrev(loss)(x),
         "jvp": lambda: torch.func.jvp(loss, (x,), (x,)),
-        "jacfwd": lambda: torch.func.jacfwd(loss)(x),
         "grad": lambda: torch.func.vmap(torch.func.grad(loss))(x),
     }
 

@@ -12,7 +12,7 @@ from torch.distributed.checkpoint.state_dict import (
 
 from cases import pairwise
 from ranks import on_ranks
-from sharded_training import make_net, shard_blocks, train_step
+from sharded_training import expect_same, make_net, shard_blocks, train_step
 
 
 def _sharded(device=None):
@@ -45,9 +45,7 @@ def test_training_goes_on(rank, broadcasts, is_on_meta, world_size):
     set_optimizer_state_dict(second, other, optimizer_state, options=options)
     for net, stepping in ((first, optimizer), (second, other)):
         train_step(net, stepping, 2, rank)
-    found = second.full_state_dict()
-    for name, value in first.full_state_dict().items():
-        assert torch.equal(found[name], value), name
+    expect_same(second.full_state_dict(), first.full_state_dict())
 
 
 @on_ranks()

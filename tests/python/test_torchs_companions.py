@@ -1,14 +1,8 @@
 """What torch ships to go with its wrapper goes with brigade's: same bits in the end.
 
-Each companion is used as it is in the wheel. Left out, since torch's own class cannot
-use them on Gloo either (torch 2.15):
-
-* batched_powerSGD_hook hands 2-D matrices to a function that asserts 3-D ones.
-* hook_with_zero_step_interleaved, and PowerSGD and quantization over several buckets start
-  collectives in callbacks, which come in another order on each rank.
-
-The hook of mixed_precision_hooks needs what `mixed_precision=` sets up, and
-test_mixed_precision.py has that.
+Left out, since torch's own class cannot use them on Gloo either (torch 2.15):
+batched_powerSGD_hook, hook_with_zero_step_interleaved, and PowerSGD and quantization over
+several buckets, whose collectives come in another order on each rank.
 """
 
 import dataclasses
