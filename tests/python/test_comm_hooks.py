@@ -108,30 +108,6 @@ def test_gradients_are_delivered_behind_what_hooks_have_queued(rank, hook, mode)
     training.expect_steps(4)
 
 
-@on_ranks(**LIMITS)
-def test_a_queued_callback_that_raises_on_one_rank_is_told_to_the_others(rank):
-    armed = False
-
-    def hook(state, bucket):
-        index = bucket.index()
-
-        def maybe_raise():
-            if armed and index == 0:
-                raise UserError("no disk")
-
-        at_the_end_of_backward(maybe_raise)
-        return _average_of(_sum(bucket.buffer()))
-
-    training = Training(rank, {})
-    training.wrapped.register_comm_hook(None, hook)
-    for _ in range(2):
-        training.expect_steps(2)
-        armed = rank == 1
-        training.expect_failure([1], UserError, "no disk", ".")
-        armed = False
-    training.expect_steps(1)
-
-
 # ------------------------------------------------------- ordered second collectives
 
 
@@ -194,7 +170,16 @@ def test_a_second_launch_that_fails_on_one_rank_is_told_to_the_others(rank, faul
     dist.destroy_process_group()
 
 
-# ------------------------------------------------- a continuation that raises
+# ------------------------------------- a continuation or a queued callback that raises
+
+
+def _raises_at_the_end(future, error):
+    def finish():
+        if error is not None:
+            raise error
+
+    at_the_end_of_backward(finish)
+    return _average_of(future)
 
 
 def _raises_then(future, error):
@@ -219,9 +204,9 @@ def _set_exception(future, error):
     return result
 
 
-@pairwise(mode=MODES, bucket=[0, 2], way=[_raises_then, _set_exception])
+@pairwise(mode=MODES, bucket=[0, 2], way=[_raises_at_the_end, _raises_then, _set_exception])
 @on_ranks(**LIMITS)
-def test_a_continuation_that_raises_on_one_rank_is_quoted_on_the_others(rank, way, bucket, mode):
+def test_a_continuation_that_raises_on_one_rank_is_told_to_the_others(rank, way, bucket, mode):
     """That rank raises its own error (torch's then() makes a RuntimeError of it)."""
     armed, at_bucket = False, bucket
 
@@ -231,10 +216,11 @@ def test_a_continuation_that_raises_on_one_rank_is_quoted_on_the_others(rank, wa
 
     training = Training(rank, MODES[mode])
     training.wrapped.register_comm_hook(None, hook)
+    peers_text = "." if way is _raises_at_the_end else "no disk"
     for _ in range(2):
         training.expect_steps(2)
         armed = rank == 1
-        training.expect_failure([1], (UserError, RuntimeError), "no disk", "no disk")
+        training.expect_failure([1], (UserError, RuntimeError), "no disk", peers_text)
         armed = False
     training.expect_steps(2)
 

@@ -67,44 +67,25 @@ def _use_twice(wrapper):
 
 # What programs look for, which torch's class says too.
 WORDS = {
-    "not callable": (_register(3), TypeError, "Communication hook must be callable"),
-    "bucket": (
-        _register(_takes_a_number),
-        ValueError,
-        r"bucket annotation should be dist\.GradBucket",
-    ),
-    "return": (
-        _register(_returns_a_number),
-        ValueError,
-        r"return annotation should be torch\.futures\.Future\[torch\.Tensor\]",
-    ),
-    "lazy": (lambda wrapper: wrapper(nn.LazyLinear(2)), RuntimeError, "uninitialized parameters"),
-    "twice": (
-        _register(_sum, times=2),
-        RuntimeError,
-        "register_comm_hook or register_builtin_comm_hook can only be called once",
-    ),
-    "left out": (
-        _leave_out,
-        RuntimeError,
-        r"(?s)Expected to have finished reduction in the prior iteration.*"
-        r"Parameter indices which did not receive grad for rank 0: 2",
-    ),
-    "ready twice": (
-        _use_twice,
-        RuntimeError,
-        r"(?s)Expected to mark a variable ready only once.*"
-        r"Parameter at index 3 with name b\.bias",
-    ),
+    "Communication hook must be callable": _register(3),
+    r"bucket annotation should be dist\.GradBucket": _register(_takes_a_number),
+    r"return annotation should be torch\.futures\.Future\[": _register(_returns_a_number),
+    "register_comm_hook or .* can only be called once": _register(_sum, times=2),
+    "uninitialized parameters": lambda wrapper: wrapper(nn.LazyLinear(2)),
+    r"(?s)Expected to have finished reduction in the prior iteration.*"
+    r"Parameter indices which did not receive grad for rank 0: 2": _leave_out,
+    r"(?s)Expected to mark a variable ready only once.*"
+    r"Parameter at index 3 with name b\.bias": _use_twice,
 }
 
 
 @on_ranks(1)
 def test_the_words_that_programs_look_for_are_torchs(rank):
-    for run, kind, words in WORDS.values():
-        for wrapper in (TorchDistributedDataParallel, brigade.DistributedDataParallel):
-            with pytest.raises(kind, match=words):
-                run(wrapper)
+    for words, run in WORDS.items():
+        with pytest.raises(Exception, match=words) as theirs:
+            run(TorchDistributedDataParallel)
+        with pytest.raises(theirs.type, match=words):
+            run(brigade.DistributedDataParallel)
 
 
 # ------------------------------------------------------- what to do, in Python

@@ -40,18 +40,26 @@ _WAYS = {
 }
 
 
-def _model(name):
-    model = shard_blocks(make_net())
+def _make(kind, name):
+    model = make_net()
+    model = shard_blocks(model) if kind == "shards" else brigade.DistributedDataParallel(model)
     return model, _OPTIMIZERS[name](model.parameters())
 
 
 def _state(model, optimizer):
-    parameters, states = whole_state(model, optimizer)
-    states = {
-        name: {key: value for key, value in values.items() if value is not None}
-        for name, values in states["state"].items()
+    if isinstance(model, brigade.FSDPModule):
+        parameters, states = whole_state(model, optimizer)
+        states = states["state"]
+    else:
+        parameters = dict(model.module.state_dict())
+        states = dict(zip(parameters, optimizer.state_dict()["state"].values(), strict=False))
+    kept = {
+        f"{name}.{key}": value
+        for name, values in states.items()
+        for key, value in values.items()
+        if value is not None
     }
-    return parameters, states
+    return copy.deepcopy((parameters, kept))
 
 
 def _put(rank, folder, name, value):
@@ -63,9 +71,9 @@ def _get(folder, name):
     return torch.load(f"{folder}/{name}.pt", weights_only=False)
 
 
-def _saves(rank, folder, name):
+def _saves(rank, folder, name, kind):
     """Steps twice, saves, and steps on."""
-    model, optimizer = _model(name)
+    model, optimizer = _make(kind, name)
     for step in range(2):
         train_step(model, optimizer, step, rank)
     for way, (save, _) in _WAYS.items():
@@ -75,43 +83,28 @@ def _saves(rank, folder, name):
     _put(rank, folder, "saved", (saved, _state(model, optimizer)))
 
 
-def _loads(rank, folder, name, way):
-    model, optimizer = _model(name)
+def _loads(rank, folder, name, way, kind):
+    model, optimizer = _make(kind, name)
     train_step(model, optimizer, 7, rank)  # which is undone
-    metadata = _WAYS[way][1](model, f"{folder}/{way}", optimizer)
+    assert _WAYS[way][1](model, f"{folder}/{way}", optimizer)["step"] == "2"
     loaded = _state(model, optimizer)
     train_step(model, optimizer, 2, rank)
-    _put(rank, folder, "loaded", (metadata, loaded, _state(model, optimizer)))
+    _put(rank, folder, "loaded", (loaded, _state(model, optimizer)))
 
 
-def _data_parallel(name):
-    model = brigade.DistributedDataParallel(make_net())
-    return model, _OPTIMIZERS[name](model.parameters())
-
-
-def _data_parallel_loads(rank, folder, name, way):
-    model, optimizer = _data_parallel(name)
-    train_step(model, optimizer, 7, rank)  # which is undone
-    metadata = _WAYS[way][1](model, f"{folder}/{way}", optimizer)
-    assert metadata["step"] == "2"
-    train_step(model, optimizer, 2, rank)
-    _put(rank, folder, "loaded", model.module.state_dict())
-
-
-@pytest.mark.parametrize("name", _OPTIMIZERS)
-def test_training_goes_on_with_the_same_bits(tmp_path, name):
-    run_ranks(_saves, str(tmp_path), name)
+@pytest.mark.parametrize(
+    ("name", "kind"), [*((name, "shards") for name in _OPTIMIZERS), ("adamw", "replicas")]
+)
+def test_training_goes_on_with_the_same_bits(tmp_path, name, kind):
+    run_ranks(_saves, str(tmp_path), name, kind)
     saved, stepped = _get(tmp_path, "saved")
     for way in _WAYS:
-        for world_size in (2, 3):
-            run_ranks(_loads, str(tmp_path), name, way, world_size=world_size)
-            metadata, loaded, on = _get(tmp_path, "loaded")
-            assert metadata["step"] == "2"
+        for loads_as, world_size in (("shards", 2), ("shards", 3), ("replicas", 2)):
+            run_ranks(_loads, str(tmp_path), name, way, loads_as, world_size=world_size)
+            loaded, on = _get(tmp_path, "loaded")
             expect_same(loaded, saved)
             if world_size == 2:
                 expect_same(on, stepped)
-        run_ranks(_data_parallel_loads, str(tmp_path), name, way)
-        expect_same(_get(tmp_path, "loaded"), stepped[0])
 
 
 def _header_of(path):
@@ -143,31 +136,6 @@ def test_saved_options_are_restored_and_named(rank, tmp_path):
         with warnings.catch_warnings():
             warnings.simplefilter("error")
             load(loaded, f"{tmp_path}/{way}", second)
-
-
-def _state_of_all(model, optimizer):
-    names = [name for name, _ in model.module.named_parameters()]
-    state = dict(zip(names, optimizer.state_dict()["state"].values(), strict=True))
-    return copy.deepcopy((dict(model.module.state_dict()), state))
-
-
-def _data_parallel_saves(rank, folder):
-    model, optimizer = _data_parallel("adamw")
-    for step in range(2):
-        train_step(model, optimizer, step, rank)
-    brigade.save_whole(model, f"{folder}/whole", optimizer, metadata={"step": "2"})
-    saved = _state_of_all(model, optimizer)
-    train_step(model, optimizer, 2, rank)
-    _put(rank, folder, "saved", (saved, _state_of_all(model, optimizer)))
-
-
-def test_what_data_parallel_training_saves_is_loaded_by_shards(tmp_path):
-    run_ranks(_data_parallel_saves, str(tmp_path))
-    saved, stepped = _get(tmp_path, "saved")
-    run_ranks(_loads, str(tmp_path), "adamw", "whole")
-    _, loaded, on = _get(tmp_path, "loaded")
-    expect_same(loaded, saved)
-    expect_same(on, stepped)
 
 
 def test_a_module_of_one_process_needs_no_group(tmp_path):
@@ -222,7 +190,7 @@ def test_reads_what_a_cpp_program_has_saved(tmp_path):
     metadata, parameters, states = _get(tmp_path, "loaded")
     assert metadata["brigade.optimizer"] == "AdamW"
     assert all(value.abs().max() > 0 for value in parameters.values())
-    assert {state["step"].item() for state in states.values()} == {3}
+    assert {v.item() for name, v in states.items() if name.endswith(".step")} == {3}
     whole = _header_of(tmp_path / "whole")
     assert set(whole) >= {f"{name}.exp_avg" for name in parameters}
 
@@ -240,7 +208,7 @@ def test_what_is_left_out_is_said(rank, tmp_path):
 
 @on_ranks()
 def test_ranks_that_are_given_other_things_fail_alike(rank, tmp_path):
-    model, optimizer = _data_parallel("adamw")
+    model, optimizer = _make("replicas", "adamw")
     train_step(model, optimizer, 0, rank)
     brigade.save_whole(model, f"{tmp_path}/a", optimizer)
     train_step(model, optimizer, 1, rank)
@@ -254,7 +222,7 @@ def test_ranks_that_are_given_other_things_fail_alike(rank, tmp_path):
 
     other = f"{tmp_path}/{'ab'[rank]}"
     expect_error(ValueError, "a checkpoint of checksum", lambda: brigade.load_whole(model, other))
-    sharded, _ = _model("adamw")
+    sharded, _ = _make("shards", "adamw")
     expect_error(ValueError, "a checkpoint of checksum", lambda: brigade.load_whole(sharded, other))
     own = {"rank": str(rank)}
     save = brigade.save_whole
@@ -273,7 +241,7 @@ def test_ranks_that_are_given_other_things_fail_alike(rank, tmp_path):
 @on_ranks()
 def test_names_are_those_without_torchs_compiler(rank, tmp_path):
     folder = str(tmp_path)
-    wrapped, _ = _data_parallel("sgd")
+    wrapped, _ = _make("replicas", "sgd")
     path = pathlib.Path(folder) / "whole"
     brigade.save_whole(torch.compile(wrapped), path)
     inner = brigade.DistributedDataParallel(torch.compile(make_net(), backend="eager"))

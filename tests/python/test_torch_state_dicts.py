@@ -1,6 +1,5 @@
 """torch's get/set_state_dict of whole tensors, into sharded modules and their optimizers."""
 
-import pytest
 import torch
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
@@ -46,12 +45,3 @@ def test_training_goes_on(rank, broadcasts, is_on_meta, world_size):
     for net, stepping in ((first, optimizer), (second, other)):
         train_step(net, stepping, 2, rank)
     expect_same(second.full_state_dict(), first.full_state_dict())
-
-
-@on_ranks()
-def test_a_tensor_of_another_shape_is_named(rank):
-    net = _sharded()
-    state = net.full_state_dict()
-    state["embed.weight"] = torch.zeros(3, 3)
-    with pytest.raises(RuntimeError, match=r"size mismatch for embed\.weight"):
-        set_model_state_dict(net, state, options=StateDictOptions(full_state_dict=True))
