@@ -49,8 +49,8 @@ def _done(value):
     return future
 
 
-NO_OPTIONS = {
-    # By option of the wrapper: values that are refused with its name.
+# By option of the wrapper: values that are refused with its name.
+WRONG_OPTIONS = {
     "device_ids": ["cuda", ["cpu"]],
     "output_device": ["x"],
     "process_group": ["gloo", 3],
@@ -59,8 +59,8 @@ NO_OPTIONS = {
     "bucket_cap_mb_list": [3, ["a"], [1, -1]],
     "delay_all_reduce_named_params": [[1], [("w", 3)]],
 }
-# Words of the error, and a hook whose result is refused.
-NO_HOOKS = [
+# Words of the error, and the hook that causes it.
+WRONG_HOOKS = [
     ("<lambda>.*returned None", lambda state, bucket: None),
     ("<lambda>.*returned 3", lambda state, bucket: 3),
     ("argument", lambda: None),
@@ -71,6 +71,7 @@ NO_HOOKS = [
     ("", lambda state, bucket: bucket.set_buffer(None)),
     ("", lambda state, bucket: _done(bucket.buffer().resize_(0))),
 ]
+# Words of the error, and the call that raises it.
 WRONG = [
     *(
         ("torch.nn.Module", functools.partial(_wrap, m))
@@ -81,13 +82,13 @@ WRONG = [
     (r"Call _shadow_iteration\(\)", lambda: _reducer()._run_comm_hook(None)),
     ("at least 1", lambda: _reducer()._set_ddp_runtime_logging_sample_rate(0)),
     ("callable", lambda: _wrap().register_comm_hook(None, None)),
-    *((words, functools.partial(_backward_with, hook)) for words, hook in NO_HOOKS),
+    *((words, functools.partial(_backward_with, hook)) for words, hook in WRONG_HOOKS),
 ]
 
 
 @on_ranks(1)
 def test_what_is_of_a_wrong_type_is_refused(rank):
-    for option, values in NO_OPTIONS.items():
+    for option, values in WRONG_OPTIONS.items():
         needs = {"param_to_hook_all_reduce": 3} if option.startswith("delay") else {}
         for value in values:
             with pytest.raises((TypeError, ValueError), match=option):

@@ -158,7 +158,7 @@ def test_ranks_that_have_joined_do_not_step_and_end_with_the_others_parameters(r
             for iteration in range(2 + 2 * rank):
                 net.zero_grad()
                 model(weights_of(rank, iteration)).backward()
-                optimizer.step()  # of nothing, where backward has stepped
+                optimizer.step()  # finds no gradient where backward has stepped
         _assert_equal_on_ranks(net)
         results.append([p.detach().clone() for p in net.parameters()])
     for stepped, expected in zip(*results, strict=True):
