@@ -11,7 +11,6 @@
 
 // Data parallelism: a module, or gradients of one's own.
 #include "brigade/ddp/distributed_data_parallel.h"
-#include "brigade/ddp/optimizer_broadcast.h"
 #include "brigade/planning/bucket_plan.h"
 #include "brigade/reducer/reducer.h"
 

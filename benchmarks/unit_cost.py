@@ -2,9 +2,9 @@
 
     PYTHONPATH=build/release/python .venv/bin/python benchmarks/unit_cost.py
 
-50 units of 8 small parameters in one process, over groups of two ranks that answer at once:
-brigade's fully_shard over a recording group, torch's over its "fake" one, which moves no
-data. They take turns with the model alone, in an order drawn at random in each round.
+50 units of 8 small parameters in one process, over torch's "fake" group of two ranks, which
+answers at once: brigade's fully_shard and torch's. They take turns with the model alone, in
+an order drawn at random in each round.
 Printed are medians with quartiles of what each takes more than the model alone in the same
 round, in us of processor time per unit and step: of forward and backward, and of an
 optimizer's step (SGD) with zero_grad().
@@ -13,7 +13,6 @@ optimizer's step (SGD) with zero_grad().
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import os
 import time
 from functools import partial
@@ -25,27 +24,12 @@ from torch.distributed.fsdp import fully_shard as torch_fully_shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import brigade
-from brigade import _C
 
 from fsdp_against_torch import shard
 from turns import over, quartiles, take_turns
 
 WORLD_SIZE = 2
 PASSES = ("forward and backward", "optimizer")
-
-
-@dataclasses.dataclass
-class Mesh:
-    """What fully_shard asks of a mesh of one dimension."""
-
-    group: dist.ProcessGroup
-    ndim: int = 1
-
-    def get_group(self) -> dist.ProcessGroup:
-        return self.group
-
-    def size(self) -> int:
-        return self.group.size()
 
 
 class SmallUnit(nn.Module):
@@ -91,11 +75,7 @@ class Contender:
 def make_contenders(num_units: int) -> dict[str, Contender]:
     models = {
         "alone": SmallUnits(num_units),
-        "brigade": shard(
-            SmallUnits(num_units),
-            brigade.fully_shard,
-            mesh=Mesh(_C.recording_group(WORLD_SIZE)),
-        ),
+        "brigade": shard(SmallUnits(num_units), brigade.fully_shard),
         "torch": shard(SmallUnits(num_units), torch_fully_shard),
     }
     return {name: Contender(model) for name, model in models.items()}

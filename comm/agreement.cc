@@ -4,7 +4,6 @@
 #include <c10/util/hash.h>
 
 #include <algorithm>
-#include <array>
 #include <cstdint>
 #include <cstring>
 #include <vector>
@@ -21,7 +20,7 @@ namespace {
 // One text of a rank in an exchange; longer ones are cut.
 constexpr size_t kTextBytes = 2048;
 
-using Digest = std::array<int64_t, 2>;
+using Numbers = std::vector<int64_t>;
 
 // The collectives of one comparison.
 class Comparison {
@@ -33,9 +32,9 @@ class Comparison {
                         "s with the other ranks'")) {}
 
   // Every rank's `own`, by rank.
-  std::vector<std::vector<int64_t>> exchange(const std::vector<int64_t>& own) {
-    const std::vector<int64_t> all = numbers_of_ranks(group_, own, doing_);
-    std::vector<std::vector<int64_t>> by_rank;
+  std::vector<Numbers> exchange(const Numbers& own) {
+    const Numbers all = numbers_of_ranks(group_, own, doing_);
+    std::vector<Numbers> by_rank;
     for (auto begin = all.begin(); begin != all.end(); begin += own.size()) {
       by_rank.emplace_back(begin, begin + own.size());
     }
@@ -45,10 +44,10 @@ class Comparison {
   std::vector<std::string> exchange_text(std::string own) {
     if (own.size() > kTextBytes)
       own.replace(kTextBytes - 3, std::string::npos, "...");
-    std::vector<int64_t> words(kTextBytes / sizeof(int64_t), 0);
+    Numbers words(kTextBytes / sizeof(int64_t), 0);
     std::memcpy(words.data(), own.data(), own.size());
     std::vector<std::string> texts;
-    for (const std::vector<int64_t>& theirs : exchange(words)) {
+    for (const Numbers& theirs : exchange(words)) {
       const char* bytes = reinterpret_cast<const char*>(theirs.data());
       texts.emplace_back(bytes, strnlen(bytes, kTextBytes));
     }
@@ -59,23 +58,6 @@ class Comparison {
   const c10::intrusive_ptr<c10d::ProcessGroup>& group_;
   const std::string doing_;
 };
-
-// Hash of the first `count` items and of their number.
-Digest digest_of_first(std::span<const std::string> items, size_t count) {
-  count = std::min(count, items.size());
-  std::string joined = absl::StrCat(count, ":");
-  for (const std::string& item : items.first(count)) {
-    absl::StrAppend(&joined, item.size(), ":", item);
-  }
-  const std::string hex = c10::sha1(joined).str();  // 40 digits
-  return {static_cast<int64_t>(std::stoull(hex.substr(0, 16), nullptr, 16)),
-          static_cast<int64_t>(std::stoull(hex.substr(16, 16), nullptr, 16))};
-}
-
-bool all_equal(const std::vector<std::vector<int64_t>>& rows) {
-  return std::ranges::all_of(
-      rows, [&](const auto& row) { return row == rows.front(); });
-}
 
 std::string describe_failures(const std::vector<std::string>& messages) {
   const std::vector<RanksOfValue<std::string>> groups =
@@ -90,10 +72,39 @@ std::string describe_failures(const std::vector<std::string>& messages) {
   return absl::StrJoin(parts, "\n");
 }
 
-std::string describe_difference(std::string_view what, size_t index,
-                                const std::vector<std::string>& texts,
-                                const std::vector<int64_t>& counts) {
-  const std::string item(what);
+// The same text on every rank; empty if all agree.
+std::string find_disagreement(Comparison comparison, const std::string& item,
+                              std::span<const std::string> items,
+                              const absl::Status& local_status) {
+  Numbers hashes;
+  uint64_t hash = 0;  // of all
+  for (const std::string& text : items) {
+    hashes.push_back(static_cast<int64_t>(c10::get_hash(text)));
+    hash = c10::hash_combine(hash, hashes.back());
+  }
+  const std::vector<Numbers> all = comparison.exchange(
+      {local_status.ok() ? 0 : 1, static_cast<int64_t>(items.size()),
+       static_cast<int64_t>(hash)});
+  if (std::ranges::any_of(all, [](const auto& row) { return row[0] != 0; })) {
+    const std::string message(local_status.message());
+    return describe_failures(comparison.exchange_text(
+        local_status.ok() || !message.empty() ? message : "unknown error"));
+  }
+  if (ranks_by_value(all).size() == 1) return "";
+
+  Numbers counts;
+  for (const Numbers& row : all) counts.push_back(row[1]);
+  hashes.resize(std::ranges::max(counts));
+  const std::vector<Numbers> hashes_by_rank = comparison.exchange(hashes);
+  size_t index = 0;  // the first one that differs
+  while (index + 1 < hashes.size() &&
+         std::ranges::all_of(hashes_by_rank, [&](const Numbers& theirs) {
+           return theirs[index] == hashes[index];
+         })) {
+    ++index;
+  }
+  const auto texts = comparison.exchange_text(
+      index < items.size() ? items[index] : absl::StrCat("no such ", item));
   std::string message =
       absl::StrCat("expected the same ", item, "s on every rank; ", item, " ",
                    index, " differs: ", describe_by_value(texts), ".");
@@ -104,50 +115,6 @@ std::string describe_difference(std::string_view what, size_t index,
   return message;
 }
 
-// The first index at which the ranks' items differ, by bisection over hashes of
-// the items before it. REQUIRES: they differ.
-size_t first_difference(Comparison& comparison,
-                        std::span<const std::string> items, size_t longest) {
-  size_t equal = 0;  // the first `equal` items are the same everywhere
-  size_t different = longest;  // the first `different` items are not
-  while (different - equal > 1) {
-    const size_t middle = equal + (different - equal) / 2;
-    const Digest digest = digest_of_first(items, middle);
-    if (all_equal(comparison.exchange({digest[0], digest[1]}))) {
-      equal = middle;
-    } else {
-      different = middle;
-    }
-  }
-  return equal;
-}
-
-// The same text on every rank; empty if all agree.
-std::string find_disagreement(Comparison& comparison, std::string_view what,
-                              std::span<const std::string> items,
-                              const absl::Status& local_status) {
-  const Digest digest = digest_of_first(items, items.size());
-  const auto all = comparison.exchange({local_status.ok() ? 0 : 1,
-                                        static_cast<int64_t>(items.size()),
-                                        digest[0], digest[1]});
-  if (std::ranges::any_of(all, [](const auto& row) { return row[0] != 0; })) {
-    const std::string message(local_status.message());
-    return describe_failures(comparison.exchange_text(
-        local_status.ok() || !message.empty() ? message : "unknown error"));
-  }
-  if (all_equal(all)) return "";
-
-  std::vector<int64_t> counts;
-  for (const auto& row : all) counts.push_back(row[1]);
-  const size_t index =
-      first_difference(comparison, items, std::ranges::max(counts));
-  const std::string own = index < items.size()
-                              ? items[index]
-                              : absl::StrCat("no such ", std::string(what));
-  return describe_difference(what, index, comparison.exchange_text(own),
-                             counts);
-}
-
 }  // namespace
 
 void require_agreement(const c10::intrusive_ptr<c10d::ProcessGroup>& group,
@@ -155,9 +122,8 @@ void require_agreement(const c10::intrusive_ptr<c10d::ProcessGroup>& group,
                        std::span<const std::string> items,
                        const absl::Status& local_status) {
   if (group->getSize() == 1) return throw_if_error(local_status);
-  Comparison comparison(group, what);
   const std::string disagreement =
-      find_disagreement(comparison, what, items, local_status);
+      find_disagreement({group, what}, std::string(what), items, local_status);
   TORCH_CHECK_VALUE(disagreement.empty(), disagreement);
 }
 

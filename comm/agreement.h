@@ -19,9 +19,9 @@ namespace brigade {
 // is the error that this rank has found by itself, so that its peers learn of
 // it.
 //
-// One all-gather of 32 bytes per rank if all agree; otherwise a few more, of
-// fixed size, to find the first item that differs. Communicates nothing in a
-// world of 1.
+// One all-gather of 24 bytes per rank if all agree; otherwise one of a hash per
+// item, and one of a text. Communicates nothing in a world of 1. Ranks run the
+// same build.
 //
 // Errors:
 //   c10::ValueError  the same text on every rank. If a rank's `local_status`

@@ -15,9 +15,11 @@
 #include "brigade/comm/backends/device_backend.h"
 #include "brigade/comm/backends/end_on_own_thread.h"
 #include "brigade/comm/backends/gloo_backend.h"
-#include "brigade/comm/backends/identical_ranks_backend.h"
+#include "brigade/comm/backends/single_process_backend.h"
+#include "brigade/comm/close_group.h"
 #include "brigade/comm/errors/peer_error.h"
 #include "brigade/comm/group/group_info.h"
+#include "brigade/comm/group/launch_environment.h"
 
 namespace brigade {
 namespace {
@@ -36,9 +38,6 @@ void validate(const ProcessGroupOptions& options) {
                     "ProcessGroupOptions: expected the device_type whose "
                     "tensors make_backend "
                     "is for, found cpu, which has Gloo.\nSet device_type.");
-  TORCH_CHECK_VALUE(!is_cpu || options.serves_cpu,
-                    "ProcessGroupOptions::serves_cpu: expected true for "
-                    "device_type kCPU, found false.\nSet device_type.");
   TORCH_CHECK_VALUE(options.timeout.count() > 0,
                     "ProcessGroupOptions::timeout must be > 0 ms, got ",
                     options.timeout.count(), " ms.");
@@ -62,9 +61,9 @@ void meet(c10d::Store& store, int world_size) {
   store.wait({"all here"});
 }
 
-void end_group(ProcessGroup& group, void (ProcessGroup::*end)()) {
+void shut_down(ProcessGroup& group) {
   try {
-    (group.*end)();
+    group.shutdown();
   } catch (const std::exception& error) {
     TORCH_WARN("process group '", group.getGroupName(),
                "' did not end cleanly: ", error.what());
@@ -78,7 +77,7 @@ class ShutDownAtEnd {
       : store_(std::move(store)), group_(std::move(group)) {}
   ShutDownAtEnd(ShutDownAtEnd&&) = default;
   ~ShutDownAtEnd() {
-    if (group_) end_group(*group_, &ProcessGroup::shutdown);
+    if (group_) shut_down(*group_);
   }
 
  private:
@@ -166,6 +165,13 @@ c10::intrusive_ptr<ProcessGroup> init_process_group(
 c10::intrusive_ptr<ProcessGroup> make_process_group(
     c10::intrusive_ptr<c10d::Store> store, int rank, int world_size,
     const ProcessGroupOptions& options) {
+  return connect_process_group(std::move(store), rank, world_size, options,
+                               /*serves_cpu=*/true);
+}
+
+c10::intrusive_ptr<ProcessGroup> connect_process_group(
+    c10::intrusive_ptr<c10d::Store> store, int rank, int world_size,
+    const ProcessGroupOptions& options, bool serves_cpu) {
   validate(options);
   validate_place(rank, world_size);
   TORCH_CHECK_VALUE(store.defined(),
@@ -195,7 +201,7 @@ c10::intrusive_ptr<ProcessGroup> make_process_group(
   c10::intrusive_ptr<c10d::Backend> on_device;
   if (is_nccl) on_device = make_nccl_backend(place);  // meets nobody
   try {
-    if (options.serves_cpu) {
+    if (serves_cpu) {
       gloo = make_gloo_backend(part_for("gloo"), rank, world_size,
                                options.timeout);
     } else {
@@ -224,7 +230,6 @@ c10::intrusive_ptr<ProcessGroup> make_process_group(
     remember_make_backend(group, options.device_type, options.make_backend);
   }
   group->setGroupName(options.name);
-  remember_timeout(group, options.timeout);
   return group;
 }
 
@@ -234,10 +239,9 @@ c10::intrusive_ptr<ProcessGroup> single_process_group(
                     "single_process_group needs at least 1 device type.");
   auto store = c10::make_intrusive<c10d::HashStore>();
   auto group = c10::make_intrusive<ProcessGroup>(store, 0, 1);
-  auto backend = c10::make_intrusive<IdenticalRanksBackend>(0, 1);
+  auto backend = make_single_process_backend();
   for (at::DeviceType type : device_types) {
-    group->setBackend(type, ProcessGroup::BackendType::CUSTOM,
-                      c10::intrusive_ptr<c10d::Backend>(backend));
+    group->setBackend(type, ProcessGroup::BackendType::CUSTOM, backend);
   }
   group->setDefaultBackend(ProcessGroup::BackendType::CUSTOM);
   group->setGroupName("single process");
@@ -254,11 +258,11 @@ GroupScope::GroupScope(c10::intrusive_ptr<ProcessGroup> group, GroupEnd end)
 
 GroupScope::~GroupScope() {
   if (std::uncaught_exceptions() > exceptions_at_entry_) {
-    end_group(*group_, &ProcessGroup::abort);
+    close_group(*group_);
   } else if (end_ == GroupEnd::kApart) {
     end_on_own_thread(ShutDownAtEnd(std::move(store_), std::move(group_)));
   } else {
-    end_group(*group_, &ProcessGroup::shutdown);
+    shut_down(*group_);
   }
 }
 

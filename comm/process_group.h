@@ -18,8 +18,7 @@
 #include <torch/csrc/distributed/c10d/Store.hpp>
 #include <vector>
 
-#include "brigade/comm/backends/device_backend.h"
-#include "brigade/comm/group/launch_environment.h"
+#include "brigade/comm/backends/backend_place.h"
 
 namespace brigade {
 
@@ -39,10 +38,6 @@ struct ProcessGroupOptions {
   // Also in place of NCCL's, for kCUDA.
   MakeBackend make_backend = nullptr;
 
-  // Gloo for CPU tensors beside a device's backend. Without, ranks meet at the
-  // store only, and collectives open the connections of that backend alone.
-  bool serves_cpu = true;
-
   // How long a collective may take before it fails. 30 minutes, as in c10d:
   // long enough for a rank that writes a checkpoint. A shorter one reports a
   // hanging peer sooner; a peer that dies is noticed at once either way.
@@ -52,9 +47,10 @@ struct ProcessGroupOptions {
   std::string name = "brigade";
 };
 
-// Makes the group of all ranks from the launcher's environment variables
-// (comm/group/launch_environment.h). All ranks must call it, with equal
-// options.
+// Makes the group of all ranks from the launcher's environment variables. All
+// ranks must call it, with equal options. torchrun sets all of them; with srun
+// or mpirun export MASTER_ADDR, the host name of rank 0, and MASTER_PORT, a
+// free port of it.
 //
 // Device `local_rank` of a type that is not the CPU's becomes the calling
 // thread's current one. Gloo listens on the network interfaces that
@@ -67,9 +63,6 @@ struct ProcessGroupOptions {
 // CUDA; what `make_backend` throws; PeerError (a c10::DistBackendError) when
 // ranks do not meet in time.
 c10::intrusive_ptr<c10d::ProcessGroup> init_process_group(
-    const ProcessGroupOptions& options = {});
-c10::intrusive_ptr<c10d::ProcessGroup> init_process_group(
-    const LaunchEnvironment& environment,
     const ProcessGroupOptions& options = {});
 
 // Collective: makes the group of the ranks that meet at `store`. The group

@@ -4,6 +4,8 @@
 #include <c10/util/Exception.h>
 
 #include <algorithm>
+#include <map>
+#include <mutex>
 #include <string>
 #include <torch/csrc/distributed/c10d/PrefixStore.hpp>
 #include <utility>
@@ -21,6 +23,20 @@
 namespace brigade {
 namespace {
 
+struct SubgroupCounts {
+  std::mutex mutex;
+  std::map<std::vector<int>, int> made;  // by their ranks; guarded by mutex
+};
+
+// The same on all of its ranks; another one at each call.
+std::string subgroup_name(const c10::intrusive_ptr<c10d::ProcessGroup>& group,
+                          const std::vector<int>& ranks) {
+  const auto counts = per_group<SubgroupCounts>(group);
+  const std::lock_guard<std::mutex> lock(counts->mutex);
+  return absl::StrCat("brigade/subgroup/", absl::StrJoin(ranks, "_"), "/",
+                      ++counts->made[ranks]);
+}
+
 c10::intrusive_ptr<c10d::ProcessGroup> connect_subgroup(
     const c10::intrusive_ptr<c10d::ProcessGroup>& group,
     const std::vector<int>& ranks, c10::Device device) {
@@ -34,20 +50,18 @@ c10::intrusive_ptr<c10d::ProcessGroup> connect_subgroup(
   TORCH_CHECK_VALUE(store, "subgroup: the group of ", group->getSize(),
                     " ranks has no store to connect them by.\nUse a group made "
                     "by init_process_group().");
-  const uint64_t number = ChannelIdentity::made_together(group).number();
-  const std::string name =
-      absl::StrCat("brigade/subgroup/", number, "/", absl::StrJoin(ranks, "_"));
+  const std::string name = subgroup_name(group, ranks);
   const bool over_gloo =
       !device.is_cpu() && is_over_gloo(*group, device.type());
   const c10::DeviceGuard on_device(device);  // which the backend is bound to
-  auto made = make_process_group(
+  auto made = connect_process_group(
       c10::make_intrusive<c10d::PrefixStore>(name, store), own, size,
       {.device_type = over_gloo ? at::kCPU : device.type(),
        .make_backend =
            over_gloo ? nullptr : find_make_backend(*group, device.type()),
-       .serves_cpu = over_gloo || device.is_cpu(),
        .timeout = group_timeout(*group),
-       .name = name});
+       .name = name},
+      /*serves_cpu=*/over_gloo || device.is_cpu());
   if (over_gloo) {
     made->setBackend(device.type(), c10d::ProcessGroup::BackendType::GLOO,
                      made->getBackend(at::kCPU));

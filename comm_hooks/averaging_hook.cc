@@ -16,10 +16,11 @@ namespace brigade {
 AveragingHook::AveragingHook(
     const c10::intrusive_ptr<c10d::ProcessGroup>& group,
     std::optional<at::ScalarType> wire_dtype,
-    std::shared_ptr<OrderedAllReduce> ordered)
+    std::shared_ptr<OrderedAllReduce> ordered, bool takes_host_sums)
     : group_(group, "a comm hook"),
       wire_dtype_(wire_dtype),
       ordered_(std::move(ordered)),
+      takes_host_sums_(takes_host_sums),
       divisor_(group_.size()) {}
 
 void AveragingHook::divide_by_world_size() {
@@ -88,10 +89,8 @@ std::shared_ptr<AveragingHook> default_hook(
     const c10::intrusive_ptr<c10d::ProcessGroup>& group,
     std::optional<at::ScalarType> wire_dtype,
     std::shared_ptr<OrderedAllReduce> ordered) {
-  auto hook =
-      std::make_shared<AveragingHook>(group, wire_dtype, std::move(ordered));
-  hook->is_default_ = true;
-  return hook;
+  return std::make_shared<AveragingHook>(group, wire_dtype, std::move(ordered),
+                                         /*takes_host_sums=*/true);
 }
 
 CommHookPtr sum_hook(const c10::intrusive_ptr<c10d::ProcessGroup>& group) {

@@ -1,8 +1,6 @@
-// The class of the built-in comm hooks of comm_hooks.h: averaging all-reduces,
-// in the gradients' own dtype or in a smaller one on the wire, by the group, in
-// memory that its ranks share, or in the order of the ranks. The divisor may
-// change from iteration to iteration: the world size, or the number of ranks
-// that still have data.
+// The class of the built-in comm hooks: averaging all-reduces, in the
+// gradients' dtype or a smaller one, by the group, in shared memory, or in rank
+// order. The divisor may change between iterations.
 //
 // Thread safety: one call at a time.
 
@@ -28,12 +26,13 @@ class AveragingHook final : public c10d::CommHookInterface,
   // floating-point numbers of more than its size are not compressed. Complex
   // buckets travel as pairs of reals. `ordered`: adds up in place of the
   // group's own all-reduce, and divides the sum; null: gradients are divided
-  // when they are packed. Does not keep the group alive. Errors: ValueError if
-  // it is null.
+  // when they are packed. `takes_host_sums`: for a hook of one reducer. Does
+  // not keep the group alive. Errors: ValueError if it is null.
   explicit AveragingHook(
       const c10::intrusive_ptr<c10d::ProcessGroup>& group,
       std::optional<at::ScalarType> wire_dtype = std::nullopt,
-      std::shared_ptr<OrderedAllReduce> ordered = nullptr);
+      std::shared_ptr<OrderedAllReduce> ordered = nullptr,
+      bool takes_host_sums = false);
 
   // Until the next call: the divisor is the world size.
   void divide_by_world_size();
@@ -46,8 +45,13 @@ class AveragingHook final : public c10d::CommHookInterface,
   // bucket is launched, by ranks without data too, and may launch one.
   void divide_by(std::function<double()> divisor);
 
-  // False unless it was made by default_hook(), for one reducer.
-  bool takes_host_sums() const override { return is_default_ && !ordered_; }
+  HookTraits traits() const override {
+    return {.declares_wire_format = true,
+            .takes_host_sums = takes_host_sums_ && !ordered_,
+            .fails_by_network_only = true,
+            .lets_go_of_buffer = true,
+            .sums_in_order = ordered_ != nullptr};
+  }
   void take_host_sums(std::shared_ptr<HostSums> sums) override {
     host_sums_ = std::move(sums);
   }
@@ -56,24 +60,15 @@ class AveragingHook final : public c10d::CommHookInterface,
   c10::intrusive_ptr<c10::ivalue::Future> runHook(
       c10d::GradBucket& bucket) override;
   at::Tensor parseHookResult(const c10::IValue& result) override;
-  bool declares_wire_format() const override { return true; }
-  bool fails_by_network_only() const override { return true; }
   WireFormat wire_format(at::ScalarType gradient_dtype) const override;
-  bool lets_go_of_buffer() const override { return true; }
-  bool sums_in_order() const override { return ordered_ != nullptr; }
 
  private:
-  friend std::shared_ptr<AveragingHook> default_hook(
-      const c10::intrusive_ptr<c10d::ProcessGroup>& group,
-      std::optional<at::ScalarType> wire_dtype,
-      std::shared_ptr<OrderedAllReduce> ordered);
-
   double divisor() const;
 
   const GroupReference group_;
   const std::optional<at::ScalarType> wire_dtype_;
   const std::shared_ptr<OrderedAllReduce> ordered_;
-  bool is_default_ = false;
+  const bool takes_host_sums_;
   std::shared_ptr<HostSums> host_sums_;  // null: the group adds up
   mutable std::function<double()> ask_;  // empty: known
   mutable double divisor_;

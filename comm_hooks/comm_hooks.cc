@@ -26,7 +26,7 @@ class FunctionHook final : public c10d::CommHookInterface,
   FunctionHook(CommHookFunction function, std::string name)
       : function_(std::move(function)), name_(std::move(name)) {}
 
-  std::string hook_name() const override { return name_; }
+  HookTraits traits() const override { return {.name = name_}; }
 
   HookFuturePtr runHook(c10d::GradBucket& bucket) override {
     return function_(bucket);
@@ -122,9 +122,12 @@ class SteppingHook final : public WrappingHook {
     return result.isNone() ? at::Tensor() : hook_->parseHookResult(result);
   }
 
-  bool steps_parameters() const override { return true; }
-
-  bool takes_host_sums() const override { return traits_.host_sums != nullptr; }
+  HookTraits traits() const override {
+    HookTraits traits = WrappingHook::traits();
+    traits.takes_host_sums = traits_.takes_host_sums;
+    traits.steps_parameters = true;
+    return traits;
+  }
 
   void take_host_sums(std::shared_ptr<HostSums> sums) override {
     traits_.host_sums->take_host_sums(std::move(sums));

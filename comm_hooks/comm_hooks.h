@@ -45,11 +45,10 @@ CommHookPtr fp16_hook(const c10::intrusive_ptr<c10d::ProcessGroup>& group);
 // Half the bytes of float32, with its range and 8 bits of precision.
 CommHookPtr bf16_hook(const c10::intrusive_ptr<c10d::ProcessGroup>& group);
 
-// Averages whose bits do not depend on the buckets: an element is summed in the
-// order of the ranks, whatever it travels with, and divided once. Collective.
-// ReducerOptions::reproducible is the same without a hook of one's own, and
-// refuses gradients that can't be summed so when the reducer is made; here,
-// sparse ones are a ValueError in backward. Errors: as OrderedCollectives'.
+// Averages whose bits do not depend on the buckets: an element is summed in
+// rank order and divided once. Collective. ReducerOptions::reproducible is the
+// same without a hook. Sparse gradients are a ValueError in backward. Errors:
+// as OrderedCollectives'.
 CommHookPtr ordered_hook(const c10::intrusive_ptr<c10d::ProcessGroup>& group);
 
 // Adds up over ranks and divides by nothing. Several local replicas are
@@ -97,11 +96,10 @@ CommHookPtr make_comm_hook(CommHookFunction function, std::string name = "");
 // peers wait for the collective.
 using NextCollective = std::function<HookFuturePtr(const c10::IValue&)>;
 
-// Returns a future of what `next`'s future will hold. A continuation of the
-// first future must not launch the second collective: continuations run as
-// collectives complete, in another order on each rank, and so the second
-// collectives would meet the wrong ones. `next` is called in the order of the
-// buckets, when backward ends and the first collectives are complete.
+// Returns a future of the value of `next`'s future. A continuation of the first
+// future must not launch the second collective: continuations run in another
+// order on each rank. `next` is called in the order of the buckets, when
+// backward ends and the first collectives are complete.
 //
 //   auto hook = make_comm_hook([group](c10d::GradBucket& bucket) {
 //     return then_collective(group->_reduce_scatter_base(...)->getFuture(),
@@ -116,18 +114,16 @@ HookFuturePtr then_collective(HookFuturePtr first, NextCollective next);
 
 // ---- An optimizer that steps in backward.
 
-// Updates one parameter by its `.grad`, which holds what the hook made of it,
-// in the parameter's dtype. Called without recording gradients, once per
-// parameter and reduced backward, on the thread that completes the bucket,
-// while backward goes on: for several parameters one after another within a
-// bucket, and at once for several buckets if the backend completes them on
-// several threads. For an optimizer of LibTorch's make one per parameter, and
-// let the functor call step() of the one that belongs to its parameter.
+// Updates one parameter by its `.grad`, which holds the reduced gradient in the
+// parameter's dtype. Called without recording gradients, once per parameter and
+// reduced backward, on the thread that completes the bucket, while backward
+// goes on; several buckets may complete at once on several threads. With
+// LibTorch's optimizers make one per parameter.
 using ParameterStep = std::function<void(const at::Tensor& parameter)>;
 using ParameterFilter = std::function<bool(const at::Tensor& parameter)>;
 
-// Each parameter is updated as soon as the bucket that its gradient travels in
-// has arrived, and its gradient is freed.
+// Updates each parameter as soon as its bucket has arrived, and frees its
+// gradient.
 //
 //   auto step = [](const at::Tensor& parameter) {
 //     at::Tensor target = parameter;
@@ -142,12 +138,11 @@ using ParameterFilter = std::function<bool(const at::Tensor& parameter)>;
 // user's own.
 //
 // A parameter that no rank used is stepped too, by a gradient of zeros. With
-// several local replicas only the first is stepped. What `step` throws comes
-// out of backward() as RuntimeError with its text; the parameters after it in
-// its bucket are not stepped. An iteration that fails otherwise, on this rank
-// or on another, may have stepped some parameters; they are the same on all
-// ranks. A rank that has joined (join()) does not step; it is given the
-// model when all have run out.
+// several local replicas only the first is stepped. An exception of `step`
+// comes out of backward() as RuntimeError with its text; the parameters after
+// it in its bucket are not stepped. An iteration that fails otherwise may have
+// stepped some parameters, the same on all ranks. A rank that has joined
+// (join()) does not step; it is given the model when all have run out.
 //
 // With `is_stepped`, parameters that it is false of get gradients as without
 // this hook. A bucket that holds both kinds is an error: give the reducer a

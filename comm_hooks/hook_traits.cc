@@ -2,6 +2,8 @@
 
 #include <c10/util/Exception.h>
 
+#include <vector>
+
 #include "absl/strings/str_cat.h"
 
 namespace brigade {
@@ -14,23 +16,25 @@ at::ScalarType HookTraits::wire_dtype(at::ScalarType gradient_dtype) const {
 
 HookTraits traits_of(c10d::CommHookInterface& hook) {
   auto* const extension = dynamic_cast<CommHookExtension*>(&hook);
-  if (extension == nullptr) return {.hook = &hook};
-  return {
-      .hook = &hook,
-      .wire_format = extension->declares_wire_format() ? extension : nullptr,
-      .listener = extension,
-      .host_sums = extension->takes_host_sums() ? extension : nullptr,
-      .fails_by_network_only = extension->fails_by_network_only(),
-      .lets_go_of_buffer = extension->lets_go_of_buffer(),
-      .sums_in_order = extension->sums_in_order(),
-      .throws_own_errors = extension->throws_own_errors(),
-      .steps_parameters = extension->steps_parameters(),
-      .name = extension->hook_name()};
+  HookTraits traits = extension == nullptr ? HookTraits() : extension->traits();
+  traits.hook = &hook;
+  traits.wire_format = traits.declares_wire_format ? extension : nullptr;
+  traits.listener = extension;
+  traits.host_sums = traits.takes_host_sums ? extension : nullptr;
+  return traits;
 }
 
 std::string describe(const HookTraits& hook) {
   return hook.name.empty() ? "the comm hook"
                            : absl::StrCat("comm hook ", hook.name);
+}
+
+HookTraits WrappingHook::traits() const {
+  HookTraits traits = traits_;
+  traits.declares_wire_format = true;
+  traits.takes_host_sums = false;
+  traits.lets_go_of_buffer = false;
+  return traits;
 }
 
 WireFormat WrappingHook::wire_format(at::ScalarType gradient_dtype) const {
@@ -41,32 +45,25 @@ WireFormat WrappingHook::wire_format(at::ScalarType gradient_dtype) const {
 
 at::Tensor tensor_of_hook_result(const c10::IValue& result) {
   if (result.isNone()) return {};
-  at::Tensor tensor;
+  std::vector<at::Tensor> tensors;
   if (result.isTensor()) {
-    tensor = result.toTensor();
+    tensors = {result.toTensor()};
   } else if (result.isTensorList()) {
-    const auto tensors = result.toTensorList();
-    TORCH_CHECK_TYPE(
-        tensors.size() == 1,
-        "a comm hook's future must hold one tensor, got a list of ",
-        tensors.size(), ".\nReturn a future of the reduced bucket.");
-    tensor = tensors.get(0);
+    tensors = result.toTensorVector();
   } else if (result.isPyObject()) {  // of a process group written in Python
-    const auto tensors = result.toPyObjectHolder()->extractTensors();
-    TORCH_CHECK_TYPE(
-        tensors.size() == 1,
-        "a comm hook's future must hold one tensor, got a Python object with ",
-        tensors.size(), ".\nReturn a future of the reduced bucket.");
-    tensor = tensors.front();
+    tensors = result.toPyObjectHolder()->extractTensors();
   } else {
     TORCH_CHECK_TYPE(false, "a comm hook's future must hold a tensor, got ",
                      result.tagKind(),
                      ".\nReturn a future of the reduced bucket.");
   }
-  TORCH_CHECK_TYPE(tensor.defined(),
-                   "a comm hook's future must hold a tensor, got an undefined "
-                   "one.\nReturn a future of the reduced bucket.");
-  return tensor;
+  TORCH_CHECK_TYPE(tensors.size() == 1 && tensors.front().defined(),
+                   "a comm hook's future must hold one tensor, got ",
+                   tensors.size() == 1
+                       ? "an undefined one"
+                       : absl::StrCat(tensors.size(), " tensors"),
+                   ".\nReturn a future of the reduced bucket.");
+  return tensors.front();
 }
 
 }  // namespace brigade

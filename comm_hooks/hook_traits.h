@@ -1,5 +1,5 @@
-// What a comm hook can say and do beside c10d::CommHookInterface, and the
-// answers, asked once, when it is set.
+// Properties of a comm hook beyond c10d::CommHookInterface, asked once, when
+// the hook is set.
 //
 // Thread safety: const methods are as those of the hook.
 
@@ -28,43 +28,54 @@ struct WireFormat {
   friend bool operator==(const WireFormat&, const WireFormat&) = default;
 };
 
-// A hook derives from this, too, to say more than that it is one. The defaults
-// are those of a user's hook.
+class CommHookExtension;
+
+// The defaults are those of a user's hook.
+struct HookTraits {
+  // Gets gradients in the bucket's buffer that are scaled and cast already,
+  // which the reducer folds into the one pass that packs the bucket. Other
+  // hooks get raw gradients in the parameters' dtype.
+  bool declares_wire_format = false;
+  // It, or a hook that it calls, takes host_sums.h's sums in memory that ranks
+  // of one host share, in place of the group's all-reduce.
+  bool takes_host_sums = false;
+  // No code of a user's runs in runHook() or its future.
+  bool fails_by_network_only = false;
+  // Nobody writes to the bucket's buffer, or shows it to others, once the
+  // hook's future is complete: its memory may become the gradients'.
+  bool lets_go_of_buffer = false;
+  // The bits of the result are those of the ranks' values, added in rank order,
+  // however gradients are cut into buckets.
+  bool sums_in_order = false;
+  // Its errors reach the caller of backward as they were thrown. Those of other
+  // hooks are wrapped into one that names bucket, iteration and rank.
+  bool throws_own_errors = false;
+  // It, or a hook that it calls, updates parameters while backward runs.
+  bool steps_parameters = false;
+  // For messages; ranks are compared by it. Empty: none.
+  std::string name = {};
+
+  // Set by traits_of(). They point into the hook, which they do not own.
+  c10d::CommHookInterface* hook = nullptr;         // never null
+  const CommHookExtension* wire_format = nullptr;  // null: gets raw gradients
+  CommHookExtension* listener = nullptr;           // null: not interested
+  CommHookExtension* host_sums = nullptr;          // null: takes none
+
+  // Of the buffer that travels.
+  at::ScalarType wire_dtype(at::ScalarType gradient_dtype) const;
+};
+
+// A hook derives from this, too, to have other traits than a user's.
 class CommHookExtension {
  public:
-  // Whether it wants gradients in the bucket's buffer that are scaled and cast
-  // already, which the reducer folds into the one pass that packs the bucket.
-  // Other hooks get raw gradients in the parameters' dtype.
-  virtual bool declares_wire_format() const { return false; }
+  // Does not change.
+  virtual HookTraits traits() const = 0;
 
-  // The format for gradients of `gradient_dtype`. The dtype is asked for once,
-  // the scale for every bucket of every iteration.
+  // The format for gradients of `gradient_dtype`, if it declares one. The dtype
+  // is asked for once, the scale for every bucket of every iteration.
   virtual WireFormat wire_format(at::ScalarType gradient_dtype) const {
     return {.dtype = gradient_dtype};
   }
-
-  // Whether what goes wrong in runHook() or its future is the network's doing:
-  // no code of a user's runs there.
-  virtual bool fails_by_network_only() const { return false; }
-
-  // Whether nobody writes to the bucket's buffer, or shows it to others, once
-  // the hook's future is complete. Then its memory may become the gradients'.
-  virtual bool lets_go_of_buffer() const { return false; }
-
-  // Whether the bits of the result are those of the ranks' values, added in
-  // the order of the ranks, however gradients are cut into buckets.
-  virtual bool sums_in_order() const { return false; }
-
-  // Whether its errors reach the caller of backward as they were thrown. Those
-  // of other hooks are wrapped into one that names bucket, iteration and rank.
-  virtual bool throws_own_errors() const { return false; }
-
-  // Whether it, or a hook that it calls, updates parameters while backward
-  // runs. Does not change.
-  virtual bool steps_parameters() const { return false; }
-
-  // For messages; ranks are compared by it. Empty: none.
-  virtual std::string hook_name() const { return ""; }
 
   // Called before the first bucket of an iteration is packed. `has_data`: false
   // on a rank that has run out of data and sends zeros; when such an iteration
@@ -72,34 +83,12 @@ class CommHookExtension {
   // this sends its zeros without having called it.
   virtual void iteration_begins(bool /*has_data*/) {}
 
-  // Whether it, or a hook that it calls, takes host_sums.h's sums in memory
-  // that ranks of one host share, in place of the group's all-reduce. Does not
-  // change.
-  virtual bool takes_host_sums() const { return false; }
-
-  // Those of the hook's group. On all ranks, before a bucket travels.
-  // REQUIRES: takes_host_sums().
+  // The sums of the hook's group. On all ranks, before a bucket travels.
+  // REQUIRES: traits().takes_host_sums.
   virtual void take_host_sums(std::shared_ptr<HostSums> /*sums*/) {}
 
  protected:
   ~CommHookExtension() = default;
-};
-
-// The answers of a hook. Does not own the hook, into which it points.
-struct HookTraits {
-  c10d::CommHookInterface* hook = nullptr;         // never null
-  const CommHookExtension* wire_format = nullptr;  // null: gets raw gradients
-  CommHookExtension* listener = nullptr;           // null: not interested
-  CommHookExtension* host_sums = nullptr;          // null: takes none
-  bool fails_by_network_only = false;
-  bool lets_go_of_buffer = false;
-  bool sums_in_order = false;
-  bool throws_own_errors = false;
-  bool steps_parameters = false;
-  std::string name = {};  // empty: it has none
-
-  // Of the buffer that travels.
-  at::ScalarType wire_dtype(at::ScalarType gradient_dtype) const;
 };
 
 HookTraits traits_of(c10d::CommHookInterface& hook);
@@ -108,8 +97,8 @@ HookTraits traits_of(c10d::CommHookInterface& hook);
 std::string describe(const HookTraits& hook);
 
 // A hook around another one. It packs as that one does (raw gradients if that
-// one has no wire format), and says what that one says, but that buffers can't
-// be let go of and that host sums are not taken.
+// one has no wire format), and has its traits, but keeps buffers and takes no
+// host sums.
 class WrappingHook : public c10d::CommHookInterface, public CommHookExtension {
  public:
   // REQUIRES: `hook` is not null.
@@ -123,15 +112,8 @@ class WrappingHook : public c10d::CommHookInterface, public CommHookExtension {
   at::Tensor parseHookResult(const c10::IValue& result) override {
     return hook_->parseHookResult(result);
   }
-  bool declares_wire_format() const override { return true; }
+  HookTraits traits() const override;
   WireFormat wire_format(at::ScalarType gradient_dtype) const override;
-  bool fails_by_network_only() const override {
-    return traits_.fails_by_network_only;
-  }
-  bool sums_in_order() const override { return traits_.sums_in_order; }
-  bool throws_own_errors() const override { return traits_.throws_own_errors; }
-  bool steps_parameters() const override { return traits_.steps_parameters; }
-  std::string hook_name() const override { return traits_.name; }
   void iteration_begins(bool has_data) override {
     if (traits_.listener) traits_.listener->iteration_begins(has_data);
   }

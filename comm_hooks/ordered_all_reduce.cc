@@ -19,68 +19,40 @@
 namespace brigade {
 namespace {
 
-// The memory of a sum of slices.
-class RowSums {
- public:
-  RowSums(const at::Tensor& parts, int num_ranks, int row_size)
-      : row_size_(row_size),
-        num_rows_(num_ranks / row_size),
-        slice_numel_(parts.numel() / num_ranks),
-        sum_(empty_sum(slice_numel_, parts)) {
-    if (num_rows_ > 1) {
-      of_rows_ = at::empty({num_rows_ * slice_numel_}, parts.options());
-    }
+// Sums `parts`, equal parts by rank: within each row of ranks, then the rows. A
+// row's sum is rounded, as if it travelled to others. `of_rows`: room for them.
+void sum_rows(const at::Tensor& parts, int num_ranks, int row_size,
+              const at::Tensor& of_rows, const at::Tensor& sum) {
+  const int num_rows = num_ranks / row_size;
+  if (num_rows == 1) return sum_in_order(parts, num_ranks, sum);
+  const int64_t row_numel = parts.numel() / num_rows;
+  const int64_t sum_numel = row_numel / row_size;
+  for (int row = 0; row < num_rows; ++row) {
+    sum_in_order(parts.narrow(0, row * row_numel, row_numel), row_size, sum);
+    of_rows.narrow(0, row * sum_numel, sum_numel).copy_(sum);
   }
-
-  // Of `parts`, by rank. A row's sum is rounded, as if it travelled to others.
-  const at::Tensor& of(const at::Tensor& parts) const {
-    if (num_rows_ == 1) {
-      sum_in_order(parts, row_size_, sum_);
-      return sum_;
-    }
-    const int64_t row_numel = row_size_ * slice_numel_;
-    for (int row = 0; row < num_rows_; ++row) {
-      sum_in_order(parts.narrow(0, row * row_numel, row_numel), row_size_,
-                   sum_);
-      of_rows_.narrow(0, row * slice_numel_, slice_numel_).copy_(sum_);
-    }
-    sum_in_order(of_rows_, num_rows_, sum_);
-    return sum_;
-  }
-
- private:
-  const int row_size_;
-  const int num_rows_;
-  const int64_t slice_numel_;
-  const at::Tensor sum_;
-  at::Tensor of_rows_;  // undefined for one row
-};
+  sum_in_order(of_rows, num_rows, sum);
+}
 
 }  // namespace
 
 OrderedAllReduce::OrderedAllReduce(
     const c10::intrusive_ptr<c10d::ProcessGroup>& group,
     const OrderedOptions& options)
-    : group_(group, "OrderedAllReduce"),
-      options_(options),
-      identity_(ChannelIdentity::made_alone(group)) {}
+    : group_(group, "OrderedAllReduce"), options_(options) {}
 
 void OrderedAllReduce::connect() {
-  connect_as(ChannelIdentity::made_together(group_.lock()));
+  collectives_.emplace(group_.lock(), options_);
 }
 
 void OrderedAllReduce::connect_for(std::span<const at::Tensor> tensors) {
   if (std::ranges::any_of(tensors, &at::Tensor::is_cpu)) connect();
 }
 
-void OrderedAllReduce::connect_as(ChannelIdentity identity) {
-  collectives_.emplace(group_.lock(), options_, identity);
-}
-
 OrderedAllReduce::FuturePtr OrderedAllReduce::run(const at::Tensor& tensor,
                                                   double scale) {
   if (!tensor.is_cpu()) return run_on_device(*group_.lock(), tensor, scale);
-  if (!collectives_) connect_as(identity_);
+  if (!collectives_) connect();
   return collectives_->all_reduce(tensor, scale);
 }
 
@@ -116,11 +88,14 @@ OrderedAllReduce::FuturePtr OrderedAllReduce::reduce_here(
       is_even ? flat : at::zeros({slice_numel * size}, flat.options());
   const at::Tensor parts = at::empty_like(whole);
   const at::Tensor own = at::empty({slice_numel}, flat.options());
-  const RowSums sums(parts, size, options_.group_size.value_or(size));
+  const at::Tensor sum = empty_sum(slice_numel, parts);
+  const int row_size = options_.group_size.value_or(size);
+  const at::Tensor of_rows = at::empty(
+      {row_size == size ? 0 : size / row_size * slice_numel}, flat.options());
 
   if (!is_even) whole.narrow(0, 0, flat.numel()).copy_(flat);
   join_current_stream(exchange_parts(group, parts, whole));
-  const at::Tensor& sum = sums.of(parts);
+  sum_rows(parts, size, row_size, of_rows, sum);
   if (scale != 1) sum.mul_(scale);
   own.copy_(sum);
   join_current_stream(gather_into(group, whole, own));

@@ -2,11 +2,9 @@
 // comm/ordered/ordered_collectives.h, which connects when it is first needed;
 // device tensors by two collectives of the group, with the same bits.
 //
-// On devices every rank sends each other rank its slice (an all-to-all), adds
-// up what it gets, and sends the sum back (an all-gather): a ring's bytes. The
-// call launches all of it on a stream of this object's own, after the calling
-// thread's current one. Futures of the backend make streams wait, so the host
-// does not.
+// On devices: an all-to-all of slices, a local sum and an all-gather of the
+// sums (a ring's bytes), on a stream of this object's own, after the calling
+// thread's current one. The host does not wait.
 //
 // Thread safety: one call at a time, in the same order on all ranks.
 
@@ -22,7 +20,6 @@
 #include <span>
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 
-#include "brigade/comm/group/group_info.h"
 #include "brigade/comm/ordered/ordered_collectives.h"
 #include "brigade/comm_hooks/hook_traits.h"
 
@@ -58,7 +55,6 @@ class OrderedAllReduce {
   FuturePtr run(const at::Tensor& tensor, double scale);
 
  private:
-  void connect_as(ChannelIdentity identity);
   FuturePtr run_on_device(c10d::ProcessGroup& group, const at::Tensor& tensor,
                           double scale);
   FuturePtr reduce_here(c10d::ProcessGroup& group, const at::Tensor& tensor,
@@ -67,7 +63,6 @@ class OrderedAllReduce {
 
   const GroupReference group_;
   const OrderedOptions options_;
-  const ChannelIdentity identity_;
   std::optional<OrderedCollectives> collectives_;
   std::map<c10::DeviceIndex, c10::Stream> streams_;
 };

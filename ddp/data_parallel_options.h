@@ -1,4 +1,4 @@
-// Every option of data parallelism over whole copies of a module.
+// Options of DistributedDataParallel.
 
 #ifndef BRIGADE_DDP_DATA_PARALLEL_OPTIONS_H_
 #define BRIGADE_DDP_DATA_PARALLEL_OPTIONS_H_
@@ -7,33 +7,20 @@
 
 #include <optional>
 #include <string>
-#include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 #include <vector>
 
 #include "brigade/reducer/reducer_options.h"
 
 namespace brigade {
 
-// Parameters that are copies of each other only on the ranks of `group`: the
-// experts of a layer, for instance, of which other ranks hold other ones. All
-// ranks name the same parameters, each with the group that it is in. They begin
-// with the values of the group's rank 0, and are averaged by all-reduce,
-// whatever `reducer.comm_hook` is: step_in_backward() does not step them.
-struct ParameterGroup {
-  std::vector<std::string> names;
-  c10::intrusive_ptr<c10d::ProcessGroup> group;
-};
-
-// Forward runs on copies of the parameters in `parameters`, and tensors among
-// its arguments are cast to it; outputs stay in it. Before and after forward
-// parameters are what they always are, and so are their gradients: see
-// hooks/parameter_casts.h. Parameters and tensors that are not floating-point
-// ones stay as they are, and so do ignored parameters.
+// Forward runs on copies of the parameters in `parameters`, and floating-point
+// tensors among its arguments are cast to it; outputs stay in it. Outside of
+// forward parameters and gradients have their own precision
+// (hooks/parameter_casts.h). Ignored parameters stay as they are.
 //
-// To know:
 // - Arguments are cast in vectors, arrays, maps, pairs, tuples, optionals and
 //   IValues; structs and references inside of these are passed on as they are.
-//   What forward changes in an argument may be changed in a copy.
+//   A change of an argument in forward may be made in a copy.
 // - kHalf needs losses that are scaled; there is no loss scaling here.
 // - checkpoint() inside of forward is refused while an optimizer steps in
 //   backward, and if parameters are on several devices. A comm hook of your own
@@ -41,8 +28,7 @@ struct ParameterGroup {
 struct MixedPrecision {
   at::ScalarType parameters = at::kBFloat16;
   // Of gradients as they travel, if it is smaller than their own; unset: as
-  // `parameters`. Not with a comm hook, which decides itself (and parameter
-  // groups then use the gradients' own).
+  // `parameters`. Not with a comm hook, which decides itself.
   std::optional<at::ScalarType> reduction = std::nullopt;
   // Floating-point buffers are cast once, by the constructor; unset: they stay.
   // LibTorch's batch norm on the CPU needs them in `parameters`.
@@ -63,13 +49,6 @@ struct DistributedDataParallelOptions {
   // Names of parameters and buffers that each rank keeps to itself: not
   // compared, not made equal, not reduced.
   std::vector<std::string> ignored = {};
-
-  // Averaged over their own groups, in buckets of their own. Launches stay in
-  // one order on all ranks, across groups. Other parameters travel by
-  // `reducer.comm_hook`. Buckets are not rebuilt then. With unused parameters,
-  // one keeps its gradient if no rank of the whole group used it. Such a model
-  // can't be joined, nor be `reducer.reproducible`.
-  std::vector<ParameterGroup> parameter_groups = {};
 
   // Unset: forward runs in the parameters' own precision.
   std::optional<MixedPrecision> mixed_precision = std::nullopt;

@@ -5,6 +5,7 @@
 #include <c10/util/ScopeExit.h>
 
 #include <algorithm>
+#include <array>
 #include <string>
 
 #include "absl/status/status.h"
@@ -17,7 +18,6 @@
 #include "brigade/ddp/join_session.h"
 #include "brigade/ddp/module_tensors.h"
 #include "brigade/ddp/module_watch.h"
-#include "brigade/ddp/parameter_groups.h"
 #include "brigade/hooks/parameter_casts.h"
 
 namespace brigade {
@@ -41,13 +41,6 @@ std::vector<at::Tensor> values_of(std::span<const NamedTensor> named) {
   return tensors;
 }
 
-std::vector<NamedTensor> trainable(std::vector<NamedTensor> parameters) {
-  std::erase_if(parameters, [](const NamedTensor& parameter) {
-    return !parameter.tensor.requires_grad();
-  });
-  return parameters;
-}
-
 // Of gradients that travel, if not their own or as a hook decides.
 std::optional<at::ScalarType> wire_dtype(const Options& options) {
   const std::optional<MixedPrecision>& precision = options.mixed_precision;
@@ -62,18 +55,18 @@ std::string name_of(std::optional<at::ScalarType> dtype) {
 absl::Status check_precision(const Options& options) {
   const std::optional<MixedPrecision>& precision = options.mixed_precision;
   if (!precision) return absl::OkStatus();
+  constexpr std::array kAllowed = {at::kBFloat16, at::kHalf, at::kFloat,
+                                   at::kDouble};
   for (const at::ScalarType dtype :
        {precision->parameters,
         precision->reduction.value_or(precision->parameters),
         precision->buffers.value_or(precision->parameters)}) {
-    if (dtype == at::kBFloat16 || dtype == at::kHalf || dtype == at::kFloat ||
-        dtype == at::kDouble) {
-      continue;
+    if (std::ranges::find(kAllowed, dtype) == kAllowed.end()) {
+      return absl::InvalidArgumentError(
+          absl::StrCat("mixed_precision: dtypes must be BFloat16, Half, Float "
+                       "or Double, got ",
+                       c10::toString(dtype)));
     }
-    return absl::InvalidArgumentError(
-        absl::StrCat("mixed_precision: dtypes must be BFloat16, Half, Float or "
-                     "Double, got ",
-                     c10::toString(dtype)));
   }
   if (precision->reduction && options.reducer.comm_hook) {
     return absl::InvalidArgumentError(
@@ -83,7 +76,18 @@ absl::Status check_precision(const Options& options) {
   return absl::OkStatus();
 }
 
-// What decides which collectives are launched where.
+absl::Status check_ignored(const ModuleTensors& module,
+                           std::vector<std::string> ignored) {
+  for (const auto& tensors : {module.parameters, module.buffers}) {
+    for (const NamedTensor& entry : tensors) std::erase(ignored, entry.name);
+  }
+  if (ignored.empty()) return absl::OkStatus();
+  return absl::InvalidArgumentError(absl::StrCat(
+      "ignored: module ", module.module_name, " has no '",
+      absl::StrJoin(ignored, "', '"), "'; give names as the module does"));
+}
+
+// The options on which the ranks' collectives depend.
 std::vector<std::string> describe_options(const Options& options) {
   std::vector<std::string> items = {absl::StrCat(
       "broadcast_buffers = ", options.broadcast_buffers ? "true" : "false")};
@@ -93,10 +97,6 @@ std::vector<std::string> describe_options(const Options& options) {
                      ", reduction ", name_of(precision->reduction),
                      ", buffers ", name_of(precision->buffers)));
   }
-  for (const ParameterGroup& group : options.parameter_groups) {
-    items.push_back(absl::StrCat("a parameter group of ",
-                                 absl::StrJoin(group.names, ", ")));
-  }
   return items;
 }
 
@@ -104,7 +104,7 @@ std::vector<std::string> describe_options(const Options& options) {
 ModuleTensors verified_tensors(const AnyModule& module, const Options& options,
                                const Group& group) {
   ModuleTensors tensors = tensors_of_module(module);
-  absl::Status status = check_names(tensors, options);
+  absl::Status status = check_ignored(tensors, options.ignored);
   status.Update(check_precision(options));
   tensors.parameters = without(std::move(tensors.parameters), options.ignored);
   tensors.buffers = without(std::move(tensors.buffers), options.ignored);
@@ -123,9 +123,8 @@ class ReplicatedModule::State {
   void run(c10::function_ref<std::vector<at::Tensor>()> forward);
   void sync_buffers();
 
-  // For join(). If `announces`, this model begins each iteration of the session
-  // that communicates.
-  const Group& group() const { return group_; }
+  // ---- For join(). If `announces`, this model begins each iteration of the
+  // session that communicates.
   void enter(JoinSession& session, bool announces);
   void leave() noexcept;
 
@@ -139,7 +138,8 @@ class ReplicatedModule::State {
   // Takes over what `rank` has. Collective.
   void copy_from(int rank);
 
-  const std::optional<at::ScalarType> forward_dtype_;  // unset: its own
+  Options options_;  // without the reducer's once it is made
+  const Group group_;
   bool synchronizes_ = true;
   std::unique_ptr<Reducer> reducer_;
 
@@ -148,7 +148,6 @@ class ReplicatedModule::State {
   std::vector<NamedTensor> buffers() const;
   bool sends_buffers() const;
   void broadcast_buffers();
-  void after_forward(const std::vector<at::Tensor>& outputs);
   std::vector<at::Tensor> in_low_precision(
       c10::function_ref<std::vector<at::Tensor>()> forward) const;
   void follow_divisor();
@@ -156,12 +155,7 @@ class ReplicatedModule::State {
     return synchronizes_ && at::GradMode::is_enabled();
   }
 
-  // Constant after construction.
-  const Group group_;
   const AnyModule module_;
-  const std::vector<std::string> ignored_;
-  const std::vector<ParameterGroup> parameter_groups_;
-  const bool broadcasts_buffers_;
   const ModuleTensors tensors_;  // without ignored ones
   ModuleWatch watch_;
   std::shared_ptr<AveragingHook> averaging_;  // null: the hook is the user's
@@ -171,49 +165,43 @@ class ReplicatedModule::State {
 };
 
 ReplicatedModule::State::State(AnyModule module, Group group, Options options)
-    : forward_dtype_(options.mixed_precision
-                         ? std::optional(options.mixed_precision->parameters)
-                         : std::nullopt),
+    : options_(std::move(options)),
       group_(std::move(group)),
       module_(std::move(module)),
-      ignored_(options.ignored),
-      parameter_groups_(options.parameter_groups),
-      broadcasts_buffers_(options.broadcast_buffers),
-      tensors_(verified_tensors(module_, options, group_)),
-      watch_(module_, tensors_, ignored_) {
-  const std::vector<NamedTensor> reduced = trainable(tensors_.parameters);
-  ReducerOptions chosen = options.reducer;
+      tensors_(verified_tensors(module_, options_, group_)),
+      watch_(module_, tensors_, options_.ignored) {
+  std::vector<NamedTensor> reduced = tensors_.parameters;
+  std::erase_if(reduced, [](const NamedTensor& parameter) {
+    return !parameter.tensor.requires_grad();
+  });
+  ReducerOptions chosen = options_.reducer;
   std::shared_ptr<OrderedAllReduce> ordered;
   if (!chosen.comm_hook) {
     if (chosen.reproducible) {
       ordered = std::make_shared<OrderedAllReduce>(
           group_, OrderedOptions{.group_size = chosen.reproducible_row_size});
     }
-    averaging_ = default_hook(group_, wire_dtype(options), ordered);
+    averaging_ = default_hook(group_, wire_dtype(options_), ordered);
     chosen.comm_hook = averaging_;
   }
-  chosen.comm_hook = route_groups(std::move(chosen.comm_hook), reduced,
-                                  parameter_groups_, wire_dtype(options));
   if (chosen.parameter_names.empty()) {
     for (const NamedTensor& parameter : reduced) {
       chosen.parameter_names.push_back(parameter.name);
     }
-  }
-  if (auto plan = plan_with_groups(reduced, options); !plan.empty()) {
-    chosen.bucket_plan = std::move(plan);
   }
   const bool connects = ordered && chosen.verify_across_ranks;
   reducer_ =
       std::make_unique<Reducer>(values_of(reduced), group_, std::move(chosen));
   reducer_->expect_forwards();
   if (connects) ordered->connect_for(values_of(reduced));
-  if (const auto& precision = options.mixed_precision;
+  if (const auto& precision = options_.mixed_precision;
       precision && precision->buffers) {
     for (const auto& [name, buffer] : buffers()) {
       if (!buffer.is_floating_point()) continue;
       buffer.set_data(buffer.to(*precision->buffers));
     }
   }
+  options_.reducer = {};  // its hook may own a group
   copy_from(0);
 }
 
@@ -238,11 +226,8 @@ void ReplicatedModule::State::before_forward() {
 void ReplicatedModule::State::run(
     c10::function_ref<std::vector<at::Tensor>()> forward) {
   before_forward();
-  after_forward(forward_dtype_ ? in_low_precision(forward) : forward());
-}
-
-void ReplicatedModule::State::after_forward(
-    const std::vector<at::Tensor>& outputs) {
+  const std::vector<at::Tensor> outputs =
+      options_.mixed_precision ? in_low_precision(forward) : forward();
   if (!at::GradMode::is_enabled()) return;
   if (!synchronizes_) return reducer_->note_local_forward(outputs);
   reducer_->prepare_for_backward(outputs);
@@ -258,7 +243,7 @@ std::vector<at::Tensor> ReplicatedModule::State::in_low_precision(
         return parameter.device() != parameters.front().device();
       });
   const ParameterCasts::Scope scope(std::make_shared<ParameterCasts>(
-      parameters, *forward_dtype_,
+      parameters, options_.mixed_precision->parameters,
       spans_devices || reducer_->hook_steps_parameters()
           ? ParameterCasts::Checkpoints::kRefused
           : ParameterCasts::Checkpoints::kAllowed));
@@ -268,7 +253,7 @@ std::vector<at::Tensor> ReplicatedModule::State::in_low_precision(
               tensors_.parameters[changed.value_or(0)].name,
               " was written, frozen or unfrozen in forward, where it is a copy "
               "in ",
-              *forward_dtype_,
+              options_.mixed_precision->parameters,
               " that forward's end throws away.\nChange parameters outside of "
               "forward.");
   return outputs;
@@ -280,11 +265,11 @@ std::vector<NamedTensor> ReplicatedModule::State::buffers() const {
   if (!std::holds_alternative<torch::jit::Module>(module_)) {
     return tensors_.buffers;
   }
-  return without(tensors_of_module(module_).buffers, ignored_);
+  return without(tensors_of_module(module_).buffers, options_.ignored);
 }
 
 bool ReplicatedModule::State::sends_buffers() const {
-  return broadcasts_buffers_ && !buffers().empty();
+  return options_.broadcast_buffers && !buffers().empty();
 }
 
 void ReplicatedModule::State::sync_buffers() {
@@ -310,10 +295,6 @@ void ReplicatedModule::State::enter(JoinSession& session, bool announces) {
   TORCH_CHECK(session_ == nullptr,
               "join: this model is being joined already.\nLet the inner loop "
               "run inside the outer join.");
-  TORCH_CHECK_VALUE(parameter_groups_.empty(),
-                    "join: a model with parameter groups can't be joined, "
-                    "since a group may run out before the others.\nGive every "
-                    "rank equally many inputs.");
   TORCH_CHECK_VALUE(
       reducer_->comm_hook() == averaging_ ||
           session.options().divide_by == JoinDivisor::kWorldSize,
@@ -349,18 +330,7 @@ void ReplicatedModule::State::shadow() {
 }
 
 void ReplicatedModule::State::copy_from(int rank) {
-  std::vector<NamedTensor> of_all_ranks = tensors_.parameters;
-  std::erase_if(of_all_ranks, [&](const NamedTensor& parameter) {
-    return group_of(parameter.name, parameter_groups_) != nullptr;
-  });
-  broadcast_from(rank, of_all_ranks, "parameters", group_);
-  for (const ParameterGroup& own : parameter_groups_) {
-    std::vector<NamedTensor> of_group = tensors_.parameters;
-    std::erase_if(of_group, [&](const NamedTensor& parameter) {
-      return group_of(parameter.name, parameter_groups_) != &own;
-    });
-    broadcast_from(/*source=*/0, of_group, "parameters of a group", own.group);
-  }
+  broadcast_from(rank, tensors_.parameters, "parameters", group_);
   broadcast_from(rank, buffers(), "buffers", group_);
 }
 
@@ -385,7 +355,8 @@ void ReplicatedModule::run_forward(
 }
 
 std::optional<at::ScalarType> ReplicatedModule::forward_dtype() const {
-  return state_->forward_dtype_;
+  const auto& precision = state_->options_.mixed_precision;
+  return precision ? std::optional(precision->parameters) : std::nullopt;
 }
 
 bool ReplicatedModule::synchronizes() const { return state_->synchronizes_; }
@@ -405,11 +376,11 @@ void join(std::span<ReplicatedModule* const> models,
                     "DistributedDataParallel that the loop trains.");
   ReplicatedModule::State& first = *models.front()->state_;
   for (const ReplicatedModule* model : models) {
-    TORCH_CHECK_VALUE(model->state_->group() == first.group(),
+    TORCH_CHECK_VALUE(model->state_->group_ == first.group_,
                       "join: the models are of several process groups.\nJoin "
                       "those of each group on its own.");
   }
-  JoinSession session(first.group(), options);
+  JoinSession session(first.group_, options);
   size_t num_entered = 0;
   const auto leave = c10::make_scope_exit([&] {
     for (size_t i = 0; i < num_entered; ++i) models[i]->state_->leave();
@@ -418,6 +389,14 @@ void join(std::span<ReplicatedModule* const> models,
     models[num_entered]->state_->enter(session,
                                        /*announces=*/num_entered == 0);
   }
+  models.front()->reducer().meet_peers("called join()");
+  require_agreement(
+      first.group_, "join option",
+      std::array{absl::StrCat(
+          options.divide_by == JoinDivisor::kWorldSize ? "kWorldSize"
+                                                       : "kRanksWithData",
+          ", end_early ", options.end_early ? "true" : "false")},
+      absl::OkStatus());
   loop();
   for (;;) {
     first.meet_peers();

@@ -40,13 +40,11 @@
 
 namespace brigade {
 
-// The part of DistributedDataParallel that does not depend on the module's
-// type: keeps the copies of one module on all ranks equal.
+// The part of DistributedDataParallel that is the same for all module types.
 class ReplicatedModule {
  public:
   // Collective. Verifies that all ranks hold the same module, then gives every
-  // rank the parameters and buffers of rank 0, but for ignored ones and those
-  // of parameter groups.
+  // rank the parameters and buffers of rank 0, but for ignored ones.
   //
   // Errors: ValueError on every rank if one has no parameter that requires a
   // gradient, or options that name what it does not have, or if parameters or
@@ -62,10 +60,9 @@ class ReplicatedModule {
   ReplicatedModule(const ReplicatedModule&) = delete;
   ReplicatedModule& operator=(const ReplicatedModule&) = delete;
 
-  // Calls `forward`, which returns the tensors in its outputs. The reducer is
-  // prepared for a backward through them, unless gradients are not being
-  // recorded or not synchronized. Collective then: every rank calls it equally
-  // often.
+  // Calls `forward`, which returns the tensors in its outputs, and prepares the
+  // reducer for a backward through them, unless gradients are not recorded or
+  // not synchronized. Collective then: the same number of calls on every rank.
   //
   // Errors: RuntimeError if the module got other parameters since it was
   // wrapped; what `forward`, Reducer::meet_peers() and
@@ -82,9 +79,8 @@ class ReplicatedModule {
   void set_synchronizes(bool value);
 
   // Collective, not in forward or backward: gives every rank the buffers of
-  // rank 0, or of the lowest rank with data while ranks join. They differ when
-  // training ends, since they are made equal before forwards, and then updated
-  // by each rank.
+  // rank 0, or of the lowest rank with data while ranks join. After the last
+  // forward each rank has updated its own.
   //
   // Errors: what Reducer::meet_peers() throws; PeerError, and
   // reducer().can_continue() is false then.
@@ -119,14 +115,11 @@ class NoSync {
 };
 
 // `Module`: a module holder (torch::nn::Linear, or yours by TORCH_MODULE), a
-// std::shared_ptr of a module, or a torch::jit::Module. It is shared, not
-// copied: optimizers and serialisation go on using it.
+// std::shared_ptr of a module, or a torch::jit::Module. Shared, not copied.
 template <typename Module>
 class DistributedDataParallel {
  public:
-  // Collective: every rank of `group` wraps the same module. Afterwards all
-  // hold rank 0's parameters and buffers, but for ignored ones and those of
-  // parameter groups. Errors: see ReplicatedModule.
+  // Collective. See ReplicatedModule.
   DistributedDataParallel(Module module,
                           c10::intrusive_ptr<c10d::ProcessGroup> group,
                           DistributedDataParallelOptions options = {})
@@ -136,11 +129,8 @@ class DistributedDataParallel {
   // The module's forward, with any arguments and result; a script module takes
   // its arguments one by one, or as one vector of IValues. The backward that
   // follows averages gradients over the group, unless inside no_sync() or a
-  // NoGradGuard. Collective then: every rank calls it equally often. Evaluate
-  // on one rank under a NoGradGuard, which communicates nothing.
-  //
-  // Errors: what the module's forward and ReplicatedModule::run_forward()
-  // throw.
+  // NoGradGuard. Collective then. Evaluate on one rank under a NoGradGuard,
+  // which communicates nothing. Errors: as ReplicatedModule::run_forward().
   template <typename... Args>
   auto forward(Args&&... args) {
     const auto run = [&] {
@@ -161,9 +151,8 @@ class DistributedDataParallel {
     return forward(std::forward<Args>(args)...);
   }
 
-  // Until the returned guard is destroyed, forwards are not prepared: their
-  // backwards accumulate gradients on this rank, and launch nothing. The next
-  // forward outside averages the sums.
+  // Until the returned guard is destroyed, backwards accumulate gradients on
+  // this rank. The next one outside averages the sums.
   [[nodiscard]] NoSync no_sync() { return NoSync(replicated_); }
 
   // Collective. See ReplicatedModule.
@@ -171,9 +160,8 @@ class DistributedDataParallel {
 
   Module& module() { return module_; }
 
-  // For its plan, statistics, timeline and errors. Its set_comm_hook() replaces
-  // all that carries buckets: parameter groups would then be averaged over the
-  // whole group, mixed_precision.reduction is lost, and join() can't divide by
+  // For its plan, statistics, timeline and errors. After its set_comm_hook()
+  // mixed_precision.reduction is lost, and join() can't divide by
   // kRanksWithData. Give a hook to the constructor instead.
   Reducer& reducer() { return replicated_.reducer(); }
 
@@ -226,10 +214,11 @@ class DistributedDataParallel {
 // Collective. Calls `loop`. When it has returned, a rank launches whatever its
 // peers launch, on zeros, until all loops have returned. Then every rank gets
 // the model of the lowest rank that had data last. States of optimizers are not
-// copied (optimizer_broadcast.h does that). What `loop` throws passes through,
-// and this rank shadows nobody; its peers learn of it as they do without
-// join(). An error of an iteration ends join() on every rank: a loop that
-// catches one and goes on trains with nobody.
+// copied: save_checkpoint() on that rank and load_checkpoint() on all ranks do
+// that. An exception of `loop` passes through, and this rank shadows nobody;
+// its peers learn of it as they do without join(). An error of an iteration
+// ends join() on every rank: a loop that catches one and goes on trains with
+// nobody.
 //
 // With several models, of one process group, the first one announces
 // iterations; in every iteration each is used, in the order of the list, one
@@ -240,10 +229,10 @@ class DistributedDataParallel {
 // those of the lowest rank that has data, there of the highest.
 //
 // Errors: ValueError if there is no model, if they are of several groups, if
-// one has parameter groups, if ranks with data are to be counted under a comm
-// hook that averages by itself, or if ranks give other options; RuntimeError if
-// one is being joined already, if one is used before the first of the list, and
-// on every rank if one runs out and training ends early; what the models throw.
+// ranks with data are to be counted under a comm hook that averages by itself,
+// or if ranks give other options; RuntimeError if one is being joined already,
+// if one is used before the first of the list, and on every rank if one runs
+// out and training ends early; what the models throw.
 void join(std::span<ReplicatedModule* const> models,
           const std::function<void()>& loop, JoinOptions options = {});
 

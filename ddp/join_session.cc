@@ -14,12 +14,6 @@
 #include "brigade/comm/group/group_info.h"
 
 namespace brigade {
-namespace {
-
-// Told with each count: how many ranks have set them.
-constexpr int kNumOptions = 2;
-
-}  // namespace
 
 JoinSession::JoinSession(c10::intrusive_ptr<c10d::ProcessGroup> group,
                          JoinOptions options)
@@ -55,11 +49,8 @@ int JoinSession::last_rank_with_data() {
 
 void JoinSession::count(bool has_data) {
   const at::NoGradGuard no_grad;
-  const int64_t world_size = group_->getSize();
-  at::Tensor mine = at::zeros({world_size + kNumOptions}, at::kInt);
+  at::Tensor mine = at::zeros({group_->getSize()}, at::kInt);
   if (has_data) mine[group_->getRank()] = 1;
-  mine[world_size] = int{options_.divide_by == JoinDivisor::kRanksWithData};
-  mine[world_size + 1] = int{options_.end_early};
   std::vector<at::Tensor> tensors = {mine.to(control_device(*group_))};
   ++iteration_;
   is_read_ = false;
@@ -87,16 +78,6 @@ std::vector<int> JoinSession::read(const Count& count) const {
                      std::current_exception());
   }
   const at::Tensor counts = count.counts.cpu();
-  for (int option = 0; option < kNumOptions; ++option) {
-    const int32_t num_ranks =
-        counts.const_data_ptr<int32_t>()[group_->getSize() + option];
-    TORCH_CHECK_VALUE(
-        num_ranks == 0 || num_ranks == group_->getSize(),
-        "join: expected the same options on every rank, but ", num_ranks,
-        " of ", group_->getSize(), " ranks ",
-        option == 0 ? "divide by kRanksWithData" : "set end_early",
-        ".\nGive every rank the same options.");
-  }
   std::vector<int> ranks;
   for (int rank = 0; rank < group_->getSize(); ++rank) {
     if (counts.const_data_ptr<int32_t>()[rank] != 0) ranks.push_back(rank);

@@ -1,9 +1,5 @@
-// Which ranks still have inputs, counted once per iteration while join() runs.
-//
-// Each iteration begins with one all-reduce of 4 bytes per rank, and 8 for the
-// options: ranks with data put a 1 in their place, the others take part with
-// zeros. So every rank knows who has data, who had it last, and by how many to
-// divide.
+// The ranks that still have inputs, counted once per iteration of join() by an
+// all-reduce of 4 bytes per rank.
 //
 // Thread safety: one call at a time.
 
@@ -34,8 +30,7 @@ class JoinSession {
   // to be shadowed. Collective. Errors: as begin_iteration().
   bool begin_shadow();
 
-  // Of this iteration. The first call waits for the count. Errors: ValueError
-  // if ranks have other options.
+  // Of this iteration. The first call waits for the count.
   int num_ranks_with_data();
   int first_rank_with_data();
 
@@ -47,7 +42,7 @@ class JoinSession {
 
  private:
   struct Count {
-    at::Tensor counts;  // int32, [world_size + 2], on the group's device
+    at::Tensor counts;  // int32, [world_size], on the group's device
     c10::intrusive_ptr<c10d::Work> work = nullptr;
   };
 

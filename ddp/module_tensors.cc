@@ -5,7 +5,6 @@
 #include <algorithm>
 #include <exception>
 #include <unordered_set>
-#include <utility>
 
 #include "absl/strings/str_cat.h"
 #include "brigade/comm/agreement.h"
@@ -17,18 +16,22 @@
 namespace brigade {
 namespace {
 
-// Works for nn's dictionaries and jit's lists of named tensors alike: `name_of`
-// and `tensor_of` read one entry.
-template <typename Entries, typename NameOf, typename TensorOf>
-std::vector<NamedTensor> list_once(const Entries& entries, NameOf name_of,
-                                   TensorOf tensor_of) {
+// Of nn's dictionaries and jit's lists of named tensors.
+template <typename Entries>
+std::vector<NamedTensor> list_once(const Entries& entries) {
   std::vector<NamedTensor> tensors;
   std::unordered_set<const c10::TensorImpl*> seen;
+  const auto add = [&](const std::string& name, const at::Tensor& tensor) {
+    if (tensor.defined() && seen.insert(tensor.unsafeGetTensorImpl()).second) {
+      tensors.push_back({name, tensor});
+    }
+  };
   for (const auto& entry : entries) {
-    const at::Tensor tensor = tensor_of(entry);
-    if (!tensor.defined()) continue;
-    if (!seen.insert(tensor.unsafeGetTensorImpl()).second) continue;
-    tensors.push_back({name_of(entry), tensor});
+    if constexpr (requires { entry.key(); }) {
+      add(entry.key(), entry.value());
+    } else {
+      add(entry.name, entry.value);
+    }
   }
   return tensors;
 }
@@ -60,20 +63,14 @@ absl::Status check_something_to_train(const ModuleTensors& module) {
 ModuleTensors tensors_of_module(const AnyModule& module) {
   if (const auto* nn =
           std::get_if<std::shared_ptr<const torch::nn::Module>>(&module)) {
-    const auto name_of = [](const auto& item) { return item.key(); };
-    const auto tensor_of = [](const auto& item) { return item.value(); };
-    return {
-        .module_name = (*nn)->name(),
-        .parameters = list_once((*nn)->named_parameters(), name_of, tensor_of),
-        .buffers = list_once((*nn)->named_buffers(), name_of, tensor_of)};
+    return {.module_name = (*nn)->name(),
+            .parameters = list_once((*nn)->named_parameters()),
+            .buffers = list_once((*nn)->named_buffers())};
   }
   const auto& script = std::get<torch::jit::Module>(module);
-  const auto name_of = [](const auto& item) { return item.name; };
-  const auto tensor_of = [](const auto& item) { return item.value; };
-  return {
-      .module_name = script.type()->repr_str(),
-      .parameters = list_once(script.named_parameters(), name_of, tensor_of),
-      .buffers = list_once(script.named_buffers(), name_of, tensor_of)};
+  return {.module_name = script.type()->repr_str(),
+          .parameters = list_once(script.named_parameters()),
+          .buffers = list_once(script.named_buffers())};
 }
 
 void verify_module(const ModuleTensors& module,

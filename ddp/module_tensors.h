@@ -1,5 +1,4 @@
-// The tensors of a module, with their names: lists them, compares them across
-// ranks, and gives all ranks the values of one.
+// The named tensors of a module: listed, compared across ranks, broadcast.
 //
 // Thread safety: reads the module; nothing may change it meanwhile.
 
@@ -40,9 +39,8 @@ struct ModuleTensors {
 
 ModuleTensors tensors_of_module(const AnyModule& module);
 
-// Collective. Checked here and not by the reducer, so that a frozen or missing
-// parameter is told apart from one that merely has another place among the
-// trainable ones. `local_status`: what this rank has found wrong before.
+// Collective: compares all parameters, frozen ones too, which the reducer does
+// not see. `local_status`: an earlier error of this rank.
 //
 // Errors: ValueError on every rank alike, if there is no group, a rank's status
 // is not OK, nothing is to be trained, or ranks differ.

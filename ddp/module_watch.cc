@@ -17,19 +17,15 @@ class OwnParameters : public torch::nn::Module {
   }
 };
 
-bool is_thawed(const RegisteredParameter& parameter) {
-  return parameter.tensor.requires_grad();
-}
-
-}  // namespace
-
-void ModuleWatch::append(const torch::nn::Module& module,
-                         Registrations& found) {
+void append(const torch::nn::Module& module,
+            std::vector<const c10::TensorImpl*>& found) {
   for (const auto& entry : OwnParameters::of(module)) {
     found.push_back(entry.value().unsafeGetTensorImpl());
   }
   for (const auto& child : module.children()) append(*child, found);
 }
+
+}  // namespace
 
 ModuleWatch::ModuleWatch(AnyModule module, const ModuleTensors& tensors,
                          std::vector<std::string> ignored)
@@ -54,22 +50,17 @@ void ModuleWatch::list_registrations() {
 void ModuleWatch::check() {
   list_registrations();
   if (present_ == remembered_ &&
-      std::ranges::none_of(wrapped_.frozen, is_thawed)) {
+      std::ranges::none_of(wrapped_.frozen, [](const auto& parameter) {
+        return parameter.tensor.requires_grad();
+      })) {
     return;
-  }
-  check_parameters(module_name_, wrapped_, present_parameters());
-  remembered_ = present_;
-}
-
-std::vector<RegisteredParameter> ModuleWatch::present_parameters() const {
-  if (std::holds_alternative<torch::jit::Module>(module_)) {
-    return wrapped_.reduced;  // they can't change
   }
   std::vector<RegisteredParameter> present;
   for (const auto& [name, tensor] : tensors_of_module(module_).parameters) {
     present.push_back({name, tensor});
   }
-  return present;
+  check_parameters(module_name_, wrapped_, present);
+  remembered_ = present_;
 }
 
 }  // namespace brigade

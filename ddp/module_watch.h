@@ -1,8 +1,5 @@
-// Notices that a module no longer has the parameters that are reduced.
-//
-// Looks at which tensors are registered in the module, and whether they are
-// frozen; if that is not as it was, reducer/parameter_changes.h has a closer
-// look.
+// Throws if a module no longer has the parameters that are reduced: compares
+// the registered tensors, and calls check_parameters() if they changed.
 //
 // Thread safety: one call at a time, and none while the module changes.
 
@@ -30,19 +27,17 @@ class ModuleWatch {
   void check();
 
  private:
-  // What is registered now: one entry per registration, in an order that only
-  // registrations change. None of a script module, which keeps its parameters.
+  // One entry per registration, in an order that only registrations change.
+  // None of a script module, which keeps its parameters.
   using Registrations = std::vector<const c10::TensorImpl*>;
 
-  static void append(const torch::nn::Module& module, Registrations& found);
   void list_registrations();
-  std::vector<RegisteredParameter> present_parameters() const;
 
   const AnyModule module_;
   const std::string module_name_;
   WrappedParameters wrapped_;
   Registrations remembered_;
-  Registrations present_;  // kept for its memory
+  Registrations present_;
 };
 
 }  // namespace brigade

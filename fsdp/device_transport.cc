@@ -3,12 +3,15 @@
 #include <ATen/ops/empty_like.h>
 
 #include <cstdint>
+#include <map>
+#include <memory>
 #include <utility>
 #include <vector>
 
 #include "brigade/comm/group/group_collectives.h"
 #include "brigade/comm/group/group_info.h"
 #include "brigade/comm/ordered/ordered_sum.h"
+#include "brigade/comm/process_group.h"
 #include "brigade/comm/streams/futures.h"
 #include "brigade/comm/subgroup.h"
 #include "brigade/fsdp/shard_transport.h"
@@ -21,18 +24,22 @@ using Group = c10::intrusive_ptr<c10d::ProcessGroup>;
 class DeviceTransport final : public ShardTransport {
  public:
   DeviceTransport(const Group& group, int num_shards,
-                  const ShardingStreams& streams, const std::vector<int>& near,
+                  const ShardingStreams& streams, std::vector<int> neighbours,
                   bool in_order)
-      : ShardTransport(group, num_shards, streams, near),
-        gathers_(make_subgroup(group, row_of(group->getRank(), num_shards),
-                               streams.device())),
+      : ShardTransport(group, num_shards, streams),
         sums_(make_subgroup(group, row_of(group->getRank(), num_shards),
                             streams.device())),
         column_(make_subgroup(
             group, column_of(group->getRank(), num_shards, group->getSize()),
             streams.device())),
         in_order_(in_order),
-        is_over_gloo_(is_over_gloo(*sums_.group(), streams.device().type())) {}
+        is_over_gloo_(is_over_gloo(*sums_.group(), streams.device().type())) {
+    neighbours.push_back(num_shards);
+    for (const int number : neighbours) {
+      gathers_[number].reset(new GroupScope(make_subgroup(
+          group, row_of(group->getRank(), number), streams.device())));
+    }
+  }
 
   FuturePtr all_reduce(const at::Tensor& tensor) override {
     // The host waits for a tensor of its own.
@@ -50,21 +57,20 @@ class DeviceTransport final : public ShardTransport {
   bool scales() const override { return in_order_; }
 
   std::vector<Group> own_groups() const override {
-    std::vector<Group> groups;
-    for (const GroupScope* scope : {&gathers_, &sums_, &column_}) {
-      if (scope->group()->getSize() > 1) groups.push_back(scope->group());
-    }
-    for (const auto& [number, scope] : neighbours()) {
+    std::vector<Group> groups = {sums_.group(), column_.group()};
+    for (const auto& [number, scope] : gathers_) {
       groups.push_back(scope->group());
     }
+    std::erase_if(groups, [](const Group& g) { return g->getSize() == 1; });
     return groups;
   }
 
  private:
-  FuturePtr gather_row(const at::Tensor& whole) override {
-    const int64_t numel = whole.numel() / num_shards();
-    return gather_into(*gathers_.group(), whole,
-                       whole.narrow(0, shard_rank() * numel, numel))
+  FuturePtr gather(const at::Tensor& whole, int num_ranks) override {
+    const Group& group = gathers_.at(num_ranks)->group();
+    const int64_t numel = whole.numel() / num_ranks;
+    return gather_into(*group, whole,
+                       whole.narrow(0, group->getRank() * numel, numel))
         ->getFuture();
   }
 
@@ -125,7 +131,7 @@ class DeviceTransport final : public ShardTransport {
     return column_.group()->allreduce(tensors)->getFuture();
   }
 
-  const GroupScope gathers_;
+  std::map<int, std::unique_ptr<GroupScope>> gathers_;  // by number of ranks
   const GroupScope sums_;
   const GroupScope column_;
   const bool in_order_;

@@ -10,6 +10,7 @@
 
 #include "brigade/comm/errors/peer_error.h"
 #include "brigade/comm/streams/streams.h"
+#include "brigade/fsdp/shard_operators.h"
 
 namespace brigade {
 namespace {
@@ -73,10 +74,10 @@ FlatShard::FlatShard(std::vector<UnitParameter> parameters, Context context)
     : parameters_(std::move(parameters)),
       context_(std::move(context)),
       layout_(layout_of(parameters_, context_.num_ranks)),
-      shard_uses_(std::in_place, parameters_.front().tensor.device()),
-      is_written_(parameters_.size(), 0),
-      is_lent_(parameters_.size(), 0),
-      writers_(std::in_place, parameters_.front().tensor.device()) {
+      shard_uses_(parameters_.front().tensor.device()),
+      slots_(parameters_.size(), Slot::kEmpty),
+      writers_(parameters_.front().tensor.device()) {
+  register_shard_operators();
   const at::NoGradGuard no_grad;
   shard_ = at::zeros({layout_.shard_numel()},
                      parameters_.front().tensor.detach().options());
@@ -93,7 +94,7 @@ FlatShard::FlatShard(std::vector<UnitParameter> parameters, Context context)
 
 FlatShard::~FlatShard() {
   if (is_bound_) unbind();
-  shard_uses_->record_on(shard_);
+  shard_uses_.record_on(shard_);
   for (const UnitParameter& parameter : parameters_) {
     Shard* const shard = shard_of(parameter.tensor);
     if (shard != nullptr && shard->owner == context_.owner) {
@@ -217,10 +218,10 @@ bool FlatShard::adopt_pieces() {
     if (context_.reduce_dtype == shard_.scalar_type()) {
       context_.reduce_dtype = first.scalar_type();
     }
-    shard_uses_->record_on(shard_);
+    shard_uses_.record_on(shard_);
     shard_ = at::zeros({layout_.shard_numel()}, first.options());
-    shard_uses_.emplace(shard_.device());
-    writers_.emplace(shard_.device());
+    shard_uses_ = StreamUses(shard_.device());
+    writers_ = StreamUses(shard_.device());
     given_ = {};
   }
   for (size_t i = 0; i < parameters_.size(); ++i) {
@@ -316,44 +317,41 @@ void FlatShard::read_own_slice() {
 
 void FlatShard::set_gradients(at::Tensor bytes, StreamPoint last_use) {
   gradients_ = as_elements(bytes, context_.reduce_dtype, layout_.whole_numel());
-  std::ranges::fill(is_written_, 0);
-  std::ranges::fill(is_lent_, 0);
+  std::ranges::fill(slots_, Slot::kEmpty);
   last_use_ = std::move(last_use);
-  writers_->forget();
+  writers_.forget();
 }
 
 void FlatShard::begin_write() {
-  if (writers_->note()) last_use_.wait();
+  if (writers_.note()) last_use_.wait();
 }
 
 void FlatShard::accumulate(size_t parameter, const at::Tensor& gradient) {
   const at::NoGradGuard no_grad;
   const at::Tensor slot = slot_of(gradients_, parameter);
-  const bool is_in_place = is_lent_[parameter] != 0 &&
+  const Slot before = std::exchange(slots_[parameter], Slot::kWritten);
+  const bool is_in_place = before == Slot::kLent &&
                            gradient.const_data_ptr() == slot.const_data_ptr() &&
                            gradient.strides() == slot.strides();
   begin_write();
-  if (is_written_[parameter] != 0 || is_lent_[parameter] != 0) writers_->join();
-  is_lent_[parameter] = 0;
-  if (is_written_[parameter] != 0) {
-    TORCH_INTERNAL_ASSERT(!is_in_place);
+  if (before != Slot::kEmpty) writers_.join();
+  if (before == Slot::kWritten) {
     slot.add_(gradient);
-  } else {
-    if (!is_in_place) copy_elements(gradient, slot);
-    is_written_[parameter] = 1;
+  } else if (!is_in_place) {
+    copy_elements(gradient, slot);
   }
 }
 
 at::Tensor FlatShard::gradient_slot(size_t parameter) {
-  if (is_written_[parameter] != 0 || is_lent_[parameter] != 0) return {};
-  is_lent_[parameter] = 1;
+  if (slots_[parameter] != Slot::kEmpty) return {};
+  slots_[parameter] = Slot::kLent;
   begin_write();
   return slot_of(gradients_, parameter);
 }
 
 at::Tensor FlatShard::take_gradients() {
   const at::NoGradGuard no_grad;
-  writers_->join();
+  writers_.join();
   int64_t end = 0;  // of what is written or zero
   const auto zero_to = [&](int64_t begin) {
     if (begin <= end) return;
@@ -361,7 +359,7 @@ at::Tensor FlatShard::take_gradients() {
     gradients_.narrow(0, end, begin - end).zero_();
   };
   for (size_t i = 0; i < parameters_.size(); ++i) {
-    if (is_written_[i] == 0) continue;
+    if (slots_[i] != Slot::kWritten) continue;
     zero_to(layout_.offset(i));
     end = layout_.offset(i) + parameters_[i].tensor.numel();
   }
@@ -372,7 +370,7 @@ at::Tensor FlatShard::take_gradients() {
 void FlatShard::drop_gradients() {
   if (!gradients_.defined()) return;
   begin_write();
-  writers_->join();
+  writers_.join();
   gradients_.reset();
 }
 
@@ -441,13 +439,8 @@ void FlatShard::deliver(const std::vector<char>& used, double scale) {
   } else {
     given_ = {.sum = sum};
     for (size_t i = 0; i < parameters_.size(); ++i) {
-      const at::Tensor& parameter = parameters_[i].tensor;
-      Shard piece = make_piece(i);
-      piece.local = piece_of(sum, i);
-      piece.owner = nullptr;
-      piece.name.clear();
-      given_.gradients.push_back(make_sharded(
-          std::move(piece), parameter.sizes(), parameter.strides()));
+      given_.gradients.push_back(
+          make_sharded_like(parameters_[i].tensor, piece_of(sum, i)));
     }
   }
   for (size_t i = 0; i < parameters_.size(); ++i) {

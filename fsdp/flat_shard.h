@@ -16,7 +16,6 @@
 #include <cstddef>
 #include <cstdint>
 #include <memory>
-#include <optional>
 #include <string>
 #include <vector>
 
@@ -54,8 +53,6 @@ class FlatShard {
   const Context& context() const { return context_; }
   c10::Device device() const { return shard_.device(); }
   at::ScalarType dtype() const { return shard_.scalar_type(); }
-  // [S]; this rank's pieces of the parameters are views of it.
-  const at::Tensor& shard() const { return shard_; }
   bool is_trained(size_t parameter) const {
     return parameters_[parameter].tensor.requires_grad();
   }
@@ -89,14 +86,13 @@ class FlatShard {
   void write_own_slice(const at::Tensor& whole);
   // The current stream uses the shard, or may: the allocator is told of it
   // before its memory is dropped.
-  void note_use() { shard_uses_->note(); }
+  void note_use() { shard_uses_.note(); }
   // Parameters read `whole` until unbind().
   void bind(const at::Tensor& whole);
   void unbind();
-  bool is_bound() const { return is_bound_; }
   // The shard gets this rank's slice of the whole parameters, or of the plain
   // tensors that they were given (`.data =`). Throws ValueError if these don't
-  // fit. REQUIRES: is_bound().
+  // fit. REQUIRES: bound.
   void read_own_slice();
 
   // ---- Gradients.
@@ -111,7 +107,7 @@ class FlatShard {
   // there is one already, or the slot is given.
   at::Tensor gradient_slot(size_t parameter);
   // The current stream has written some of it.
-  bool is_written_here() const { return writers_->has_current(); }
+  bool is_written_here() const { return writers_.has_current(); }
   // [W * S], zeros where there is no gradient. The current stream is behind
   // those that have written them.
   at::Tensor take_gradients();
@@ -136,6 +132,8 @@ class FlatShard {
   void drop_sum();
 
  private:
+  enum class Slot : char { kEmpty, kLent, kWritten };  // by gradient_slot()
+
   at::Tensor piece_of(const at::Tensor& flat, size_t parameter) const;
   at::Tensor slot_of(const at::Tensor& whole, size_t parameter) const;
   Shard make_piece(size_t parameter) const;
@@ -148,17 +146,16 @@ class FlatShard {
   std::vector<UnitParameter> parameters_;
   Context context_;
   const ShardLayout layout_;
-  at::Tensor shard_;
-  std::optional<StreamUses> shard_uses_;  // never empty
+  at::Tensor shard_;  // [S]; this rank's pieces of the parameters are views
+  StreamUses shard_uses_;
   bool is_bound_ = false;
   bool shows_compute_dtype_ = false;
   at::Tensor whole_;  // while bound
 
   at::Tensor gradients_;
-  std::vector<char> is_written_;       // by parameter
-  std::vector<char> is_lent_;          // by gradient_slot()
-  StreamPoint last_use_;               // of gradients_' memory before
-  std::optional<StreamUses> writers_;  // never empty
+  std::vector<Slot> slots_;  // of gradients_, by parameter
+  StreamPoint last_use_;     // of gradients_' memory before
+  StreamUses writers_;       // of gradients_
   at::Tensor sum_;
   at::Tensor row_sum_;
   StreamPoint row_sum_made_;

@@ -9,6 +9,8 @@
 #include <string>
 #include <vector>
 
+#include "brigade/comm/streams/futures.h"
+
 namespace brigade {
 namespace {
 
@@ -34,31 +36,23 @@ at::Tensor shortened_in_place(const at::Tensor& tensor, at::ScalarType dtype) {
   return shorter;
 }
 
-c10::List<at::Tensor> list_of(const at::Tensor& tensor) {
-  return c10::List<at::Tensor>({tensor});
-}
-
-// `to` gets what is in `from` when `sum` is complete.
+// `to` gets the elements of `from` when `sum` is complete.
 FuturePtr then_copied(const FuturePtr& sum, const at::Tensor& from,
                       const at::Tensor& to) {
-  const auto type = c10::ListType::create(c10::TensorType::get());
-  if (to.is_cpu()) {
-    return sum->then(
-        [from, to](Future& done) -> c10::IValue {
-          if (done.hasError()) std::rethrow_exception(done.exception_ptr());
-          const at::NoGradGuard no_grad;
-          to.copy_(from);
-          return list_of(to);
-        },
-        type);
+  if (!to.is_cpu()) {
+    sum->wait();  // the current stream does; pairs with the sum's launch
+    if (sum->hasError()) return sum;
+    to.copy_(from);
+    return completed_future({to});
   }
-  sum->wait();  // the current stream does; pairs with the sum's launch
-  if (sum->hasError()) return sum;
-  to.copy_(from);
-  auto copied =
-      c10::make_intrusive<Future>(type, std::vector<c10::Device>{to.device()});
-  copied->markCompleted(list_of(to));
-  return copied;
+  return sum->then(
+      [from, to](Future& done) -> c10::IValue {
+        if (done.hasError()) std::rethrow_exception(done.exception_ptr());
+        const at::NoGradGuard no_grad;
+        to.copy_(from);
+        return c10::List<at::Tensor>({to});
+      },
+      c10::ListType::ofTensors());
 }
 
 class CompressionHook final : public ReductionHook {
@@ -66,19 +60,13 @@ class CompressionHook final : public ReductionHook {
   explicit CompressionHook(at::ScalarType wire_dtype)
       : wire_dtype_(wire_dtype) {}
 
-  FuturePtr reduce(ShardTransport& transport,
-                   const Reduction& reduction) override {
+  FuturePtr reduce(const Reduction& reduction) override {
     const at::NoGradGuard no_grad;
-    if (!is_longer(reduction.whole.scalar_type())) {
-      return transport.reduce_scatter(reduction.whole, reduction.shard,
-                                      reduction.sum);
-    }
-    const at::Tensor wire = shortened_in_place(reduction.whole, wire_dtype_);
-    const int64_t shard_numel = reduction.shard.numel();
-    const at::Tensor own =
-        wire.narrow(0, transport.shard_rank() * shard_numel, shard_numel);
-    return then_copied(transport.reduce_scatter(wire, own, reduction.sum), own,
-                       reduction.shard);
+    const auto& [unit, index, whole, shard, rank, sum] = reduction;
+    if (!is_longer(whole.scalar_type())) return sum(whole, shard);
+    const at::Tensor wire = shortened_in_place(whole, wire_dtype_);
+    const at::Tensor own = wire.narrow(0, rank * shard.numel(), shard.numel());
+    return then_copied(sum(wire, own), own, shard);
   }
 
   std::string hook_name() const override {

@@ -1,19 +1,17 @@
-// What happens between a unit's whole gradient and its shard's sum: a comm hook
-// of sharding.
+// Comm hooks of sharding: run between a unit's whole gradient and the sum of
+// its shard.
 //
 //   FullyShardOptions options;
 //   options.comm_hook = compression_hook(at::kHalf);  // travels in float16
 //
-// Without a hook the sum is the transport's reduce-scatter, in the reduce
-// dtype. One of one's own is run on every rank, for the same units in the same
-// order, also for units that a rank has not used, of zeros:
+// Without a hook the sum is a reduce-scatter in the reduce dtype. A hook of
+// one's own runs on every rank for the same units in the same order, also, on
+// zeros, for units that a rank has not used:
 //
 //   class Clipped : public ReductionHook {
-//     FuturePtr reduce(ShardTransport& transport,
-//                      const Reduction& reduction) override {
+//     FuturePtr reduce(const Reduction& reduction) override {
 //       reduction.whole.clamp_(-1, 1);
-//       return transport.reduce_scatter(reduction.whole, reduction.shard,
-//                                       reduction.sum);
+//       return reduction.sum(reduction.whole, reduction.shard);
 //     }
 //     std::string hook_name() const override { return "clipped"; }
 //   };
@@ -24,57 +22,56 @@
 #define BRIGADE_FSDP_REDUCTION_HOOK_H_
 
 #include <ATen/core/Tensor.h>
+#include <ATen/core/ivalue.h>
 #include <c10/core/ScalarType.h>
 
+#include <cstddef>
+#include <functional>
 #include <memory>
 #include <string>
-
-#include "brigade/fsdp/shard_transport.h"
 
 namespace brigade {
 
 class ReductionHook {
  public:
-  using FuturePtr = ShardTransport::FuturePtr;
+  using FuturePtr = c10::intrusive_ptr<c10::ivalue::Future>;
 
   // Of F ranks that hold S elements each.
   struct Reduction {
+    std::string unit;  // its name
+    size_t index = 0;  // of the unit, identical on all ranks
     at::Tensor whole;  // 1D, [F * S]: this rank's gradients; may be written to
     at::Tensor shard;  // 1D, [S], of the same dtype: gets the sum
-    ShardTransport::Sum sum;
+    int rank = 0;      // of F: its slice of `whole` becomes `shard`
+
+    // Writes into its second argument [S] this rank's slice of the scaled sum
+    // over all ranks of its first [F * S], of any one floating dtype.
+    std::function<FuturePtr(const at::Tensor& whole, const at::Tensor& shard)>
+        sum = {};
   };
 
   virtual ~ReductionHook() = default;
 
-  // Writes into `shard` this rank's slice of the sum, times its scale. `whole`
-  // and `shard` are its own until the future is complete. On devices with
-  // streams all is launched behind the current one, and the future is complete
-  // when it is returned.
-  //
-  // Calls the transport, or collectives of groups that nobody else uses, equal
-  // ones on all ranks; the transport adds what a row has summed before
-  // (Sum::of_row) if it is given `sum`; who sums without it adds that to the
-  // row's sum. What it throws ends the iteration, and is to be thrown
-  // before it has launched any. Where the transport does not scale, gradients
-  // are scaled before, and the scale is 1.
-  virtual FuturePtr reduce(ShardTransport& transport,
-                           const Reduction& reduction) = 0;
+  // Writes the scaled sum into `shard`, by `sum` once. `whole` and `shard` are
+  // its own until the future is complete. On devices with streams it launches
+  // on the current one, and the future is complete when it is returned. Other
+  // collectives are of groups that nobody else uses, identical on all ranks.
+  // Throws before it has launched any; an exception ends the iteration.
+  virtual FuturePtr reduce(const Reduction& reduction) = 0;
 
-  // Has a name for messages, by which ranks are compared.
+  // For messages; compared across ranks.
   virtual std::string hook_name() const = 0;
 
-  // Whether what goes wrong in reduce() or its future is the network's doing.
+  // Whether reduce() and its future fail by the network only.
   virtual bool fails_by_network_only() const { return false; }
 };
 
-// Gradients travel, and are added up, in `wire_dtype`, over a row of the mesh
-// and over its column; they are kept, and added up on this rank, in the reduce
-// dtype. In the order of the ranks, and rounded as
-// comm/ordered/ordered_collectives.h says: on the way, over each row, and over
-// the column. The sum over a row is not scaled before it travels on. Takes no
-// memory beside the gradients': what travels lies in front of what it was made
-// of. Gradients whose elements are not longer than the wire's, or are no real
-// numbers, travel as they are.
+// Gradients travel and are summed in `wire_dtype`, over a row of the mesh and
+// over its column, in the order of the ranks (rounding:
+// comm/ordered/ordered_collectives.h). They are kept, and accumulated on this
+// rank, in the reduce dtype. Takes no memory beside the gradients'. Complex
+// gradients, and those whose elements are not longer than the wire's, travel as
+// they are.
 //
 // Errors: ValueError unless `wire_dtype` is float16 or bfloat16.
 std::shared_ptr<ReductionHook> compression_hook(at::ScalarType wire_dtype);

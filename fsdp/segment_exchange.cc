@@ -260,28 +260,37 @@ void SegmentExchange::confirm(size_t num_segments) {
   while (unconfirmed_.size() > num_left) confirm_oldest();
 }
 
+// A failure in it comes too late: this rank has gone on.
 void SegmentExchange::confirm_oldest() {
   const Unconfirmed oldest = std::move(unconfirmed_.front());
   unconfirmed_.pop_front();
-  if (oldest.is_opening) {
-    const RankStatus& own = oldest.sent.front();
-    const Opened opened = opened_by(await(own));
-    if (opened.tag == own.proposal && opened.has_schedule &&
-        (own.launched == 0) != opened.has_slices) {
-      return;
+  try {
+    if (oldest.is_opening) {
+      confirm_opening(oldest.sent.front());
+    } else {
+      const RoundAnswers answers =
+          await_round(oldest.sent, oldest.is_backward, std::nullopt);
+      if (!answers.error.empty()) {
+        throw PeerError({__func__, __FILE__, static_cast<uint32_t>(__LINE__)},
+                        answers.error);
+      }
+      require_all_done(answers.by_rank);
     }
-    throw_differs(absl::AbortedError(
-        "ranks have opened a forward or backward in different states, and have "
-        "gone on.\nSet max_unconfirmed_iterations = 0 to continue after "
-        "this."));
+  } catch (...) {
+    is_broken_ = true;
+    throw;
   }
-  const RoundAnswers answers =
-      await_round(oldest.sent, oldest.is_backward, std::nullopt);
-  if (!answers.error.empty()) {
-    throw PeerError({__func__, __FILE__, static_cast<uint32_t>(__LINE__)},
-                    answers.error);
+}
+
+void SegmentExchange::confirm_opening(const RankStatus& own) {
+  const Opened opened = opened_by(await(own));
+  if (opened.tag == own.proposal && opened.has_schedule &&
+      (own.launched == 0) != opened.has_slices) {
+    return;
   }
-  require_all_done(answers.by_rank);
+  throw_differs(absl::AbortedError(
+      "ranks have opened a forward or backward in different states, and have "
+      "gone on.\nSet max_unconfirmed_iterations = 0 to continue after this."));
 }
 
 int64_t SegmentExchange::ask(const std::string& text, uint64_t digest,

@@ -101,7 +101,8 @@ class SegmentExchange {
   void fail(const std::string& error);
 
   StatusChannel& channel() { return channel_; }
-  // The channel has failed: a peer is lost.
+  // A peer is lost, or has failed in a segment after which this rank has gone
+  // on.
   bool is_broken() const { return is_broken_; }
 
  private:
@@ -112,6 +113,7 @@ class SegmentExchange {
   };
 
   void confirm_oldest();
+  void confirm_opening(const RankStatus& own);
   size_t num_chunks() const;
   std::vector<RankStatus> pack(const SegmentRound& own,
                                bool is_unconfirmed) const;

@@ -133,10 +133,11 @@ ShardedUnit::Gathered SegmentRun::gather_into(size_t number, Lease lease) {
       const int64_t size = whole.numel() / num_ranks;
       whole.narrow(0, transport.shard_rank() % num_ranks * size, size)
           .copy_(unit.slices[i]);
-      gathered.futures.push_back(transport.all_gather_near(whole, num_ranks));
+      gathered.futures.push_back(transport.all_gather(whole, num_ranks));
     } else {
       flat.write_own_slice(whole);
-      gathered.futures.push_back(transport.all_gather(whole));
+      gathered.futures.push_back(
+          transport.all_gather(whole, transport.num_shards()));
     }
     model_.recorder.gather_launched(*gathered.futures.back());
   }
@@ -301,22 +302,26 @@ ShardedUnit::FuturePtr SegmentRun::launch_sum(const ShardedUnit& unit,
                                               const at::Tensor& sum) {
   ShardTransport& transport = *unit.transport;
   const bool over_replicas = unit.sums_over_replicas();
-  ReductionHook::Reduction reduction = {
-      .whole = whole,
-      .shard = sum,
-      .sum = {.scale = over_replicas ? 1.0 / unit.divisor() : 1.0,
-              .over_replicas = over_replicas,
-              .of_row = over_replicas ? flat.take_row_sum() : at::Tensor()}};
-  if (!unit.comm_hook) {
-    return transport.reduce_scatter(whole, sum, reduction.sum);
-  }
+  ShardTransport::Sum of = {
+      .scale = over_replicas ? 1.0 / unit.divisor() : 1.0,
+      .over_replicas = over_replicas,
+      .of_row = over_replicas ? flat.take_row_sum() : at::Tensor()};
+  if (!unit.comm_hook) return transport.reduce_scatter(whole, sum, of);
   if (!transport.scales()) {
-    const double scale = std::exchange(reduction.sum.scale, 1);
-    at::Tensor& of_row = reduction.sum.of_row;
+    const double scale = std::exchange(of.scale, 1);
     if (scale != 1) whole.mul_(scale);
-    if (scale != 1 && of_row.defined()) of_row = of_row * scale;
+    if (scale != 1 && of.of_row.defined()) of.of_row = of.of_row * scale;
   }
-  auto future = unit.comm_hook->reduce(transport, reduction);
+  auto future = unit.comm_hook->reduce(
+      {.unit = unit.name,
+       .index = flat.context().unit,
+       .whole = whole,
+       .shard = sum,
+       .rank = transport.shard_rank(),
+       .sum = [&transport, of](const at::Tensor& sent,
+                               const at::Tensor& shard) {
+         return transport.reduce_scatter(sent, shard, of);
+       }});
   TORCH_CHECK(future, "fully_shard: the comm hook '",
               unit.comm_hook->hook_name(), "' of unit '", unit.name,
               "' returned no future.\nReturn that of its collective.");

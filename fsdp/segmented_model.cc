@@ -156,7 +156,8 @@ void SegmentedModel::prepare() {
     check_neighbours();
     adopt_pieces();
   } catch (...) {
-    exchange_.fail(message_of(std::current_exception()));
+    const std::string error = message_of(std::current_exception());
+    with_peers([&] { exchange_.fail(error); });
     throw;
   }
   release_stale();
@@ -219,6 +220,22 @@ void SegmentedModel::check_usable() const {
   TORCH_CHECK(!is_broken_,
               "fully_shard: this model can't continue: ", why_broken_,
               "\nMake the group and the model anew, and load a checkpoint.");
+}
+
+// Between forwards and backwards. Autograd drops a backward that has thrown a
+// little later than the caller learns of it: this waits for that.
+std::unique_lock<std::recursive_mutex> SegmentedModel::enter() const {
+  std::unique_lock lock(mutex_);
+  if (running_backward_id() < 0) {
+    backward_dropped_.wait_for(lock, std::chrono::seconds(1),
+                               [this] { return kind_ != Open::kBackward; });
+  }
+  return lock;
+}
+
+bool SegmentedModel::can_continue() const {
+  const auto lock = enter();
+  return !is_broken_;
 }
 
 uint64_t SegmentedModel::settings_hash() const {
@@ -411,6 +428,7 @@ void SegmentedModel::abandon(const std::string& error) noexcept {
   kind_ = Open::kNone;
   show_compute_dtypes(false);
   depth_ = 0;
+  backward_dropped_.notify_all();
 }
 
 void SegmentedModel::break_off() noexcept {
@@ -430,7 +448,7 @@ void SegmentedModel::break_off() noexcept {
 // ---- Forward.
 
 void SegmentedModel::begin_forward() {
-  const std::lock_guard lock(mutex_);
+  const auto lock = enter();
   if (running_backward_id() >= 0) {  // recomputation
     if (kind_ == Open::kNone) open_backward(nullptr);
     return;

@@ -17,6 +17,7 @@
 
 #include <atomic>
 #include <chrono>
+#include <condition_variable>
 #include <cstddef>
 #include <cstdint>
 #include <exception>
@@ -73,7 +74,7 @@ class SegmentedModel final : public ShardedModel, public ParameterOwner {
   }
   std::vector<std::string> unit_names() const override;
   at::Tensor gradient_slot(const at::Tensor& parameter) override;
-  bool can_continue() const override { return !is_broken_; }
+  bool can_continue() const override;
   ShardedModelStatistics statistics() const override;
   std::string explain() const override;
   ShardingTimeline timeline() const override;
@@ -116,6 +117,17 @@ class SegmentedModel final : public ShardedModel, public ParameterOwner {
             *progress_, recorder_, options_};
   }
   void check_usable() const;
+  template <typename F>
+  auto with_peers(F call) {
+    try {
+      return call();
+    } catch (...) {
+      if (exchange_.is_broken()) break_off();
+      throw;
+    }
+  }
+  [[nodiscard]] std::unique_lock<std::recursive_mutex> enter() const;
+  int64_t ask(const std::string& text, uint64_t digest, int64_t number = 0);
   void make_hooks();
   void show_compute_dtypes(bool value);
   void check_neighbours() const;
@@ -160,6 +172,7 @@ class SegmentedModel final : public ShardedModel, public ParameterOwner {
   std::optional<HiddenPostAccumulateHooks> hidden_hooks_;  // in backward
 
   mutable std::recursive_mutex mutex_;
+  mutable std::condition_variable_any backward_dropped_;  // with mutex_
   std::atomic<Open> kind_ = Open::kNone;
   std::optional<SegmentRun> run_;
   SegmentFacts facts_;

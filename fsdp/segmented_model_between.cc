@@ -15,17 +15,11 @@
 #include "brigade/comm/streams/streams.h"
 #include "brigade/fsdp/flat_shard.h"
 #include "brigade/fsdp/segmented_model.h"
+#include "brigade/fsdp/shard_operators.h"
 #include "brigade/fsdp/streams.h"
 
 namespace brigade {
 namespace {
-
-// In float64, also of complex elements.
-at::Tensor piece_norm(const at::Tensor& tensor, double p) {
-  return at::linalg_vector_norm(tensor.is_complex() ? tensor.abs() : tensor, p,
-                                at::OptionalIntArrayRef(), /*keepdim=*/false,
-                                at::kDouble);
-}
 
 std::string mebibytes(int64_t bytes) {
   return absl::StrCat(static_cast<double>(bytes * 100 / (1 << 20)) / 100,
@@ -34,8 +28,14 @@ std::string mebibytes(int64_t bytes) {
 
 }  // namespace
 
+int64_t SegmentedModel::ask(const std::string& text, uint64_t digest,
+                            int64_t number) {
+  check_usable();
+  return with_peers([&] { return exchange_.ask(text, digest, number); });
+}
+
 void SegmentedModel::unshard(std::span<const size_t> units, bool may_write) {
-  const std::lock_guard lock(mutex_);
+  const auto lock = enter();
   if (kind_ != Open::kNone) {  // a part of the segment
     run_->use(units);
     return;
@@ -47,8 +47,7 @@ void SegmentedModel::unshard(std::span<const size_t> units, bool may_write) {
     hash.add(unit).add(units_.at(unit).gathered ? 1 : 0);
     if (!units_[unit].gathered) missing.push_back(unit);
   }
-  exchange_.ask(
-      units.size() == 1
+  ask(units.size() == 1
           ? absl::StrCat("unshards unit '", units_[units[0]].name, "'")
           : absl::StrCat("unshards ", units.size(), " units"),
       hash.add(may_write ? 1 : 0).value());
@@ -106,7 +105,7 @@ void SegmentedModel::set_stall_report_after(std::chrono::milliseconds time) {
 }
 
 void SegmentedModel::reduce() {
-  const std::lock_guard lock(mutex_);
+  const auto lock = enter();
   TORCH_CHECK(kind_ == Open::kNone,
               "fully_shard: reduce() inside of a forward or backward.\nCall it "
               "between them.");
@@ -115,19 +114,17 @@ void SegmentedModel::reduce() {
 }
 
 void SegmentedModel::meet_peers() {
-  const std::lock_guard lock(mutex_);
-  check_usable();
-  exchange_.ask("meets its peers", 0);
+  const auto lock = enter();
+  ask("meets its peers", 0);
 }
 
 int64_t SegmentedModel::num_ranks_with(bool has_data) {
-  const std::lock_guard lock(mutex_);
-  check_usable();
-  return exchange_.ask("counts ranks with data", 0, has_data ? 1 : 0);
+  const auto lock = enter();
+  return ask("counts ranks with data", 0, has_data ? 1 : 0);
 }
 
 void SegmentedModel::step_without_data() {
-  const std::lock_guard lock(mutex_);
+  const auto lock = enter();
   SegmentKind kind = SegmentKind::kShadow;
   do {
     open(SegmentKind::kShadow);
@@ -150,7 +147,7 @@ void SegmentedModel::step_without_data() {
 double SegmentedModel::clip_grad_norm(double max_norm, double p) {
   TORCH_CHECK_VALUE(p > 0, "clip_grad_norm: expected p > 0, found ", p,
                     ".\nGive 2 for the Euclidean norm, or infinity.");
-  const std::lock_guard lock(mutex_);
+  const auto lock = enter();
   check_usable();
   const at::NoGradGuard no_grad;
   const bool is_max = std::isinf(p);

@@ -1,7 +1,6 @@
 #include "brigade/fsdp/shard_layout.h"
 
 #include <algorithm>
-#include <iterator>
 #include <numeric>
 #include <optional>
 #include <span>
@@ -34,32 +33,6 @@ std::optional<int64_t> first_offset(const ShardSpec& parameter, int64_t begin,
   return std::nullopt;
 }
 
-// Whether the blocks go into the shards in order, each whole, where a parameter
-// may have holes at the cuts.
-bool blocks_fit(std::span<const ShardSpec> parameters, int64_t num_ranks,
-                int64_t shard_numel) {
-  int64_t shards_left = num_ranks;
-  int64_t room = 0;
-  for (const ShardSpec& parameter : parameters) {
-    int64_t left = parameter.numel;
-    if (left <= room) {
-      room -= left;
-      continue;
-    }
-    left -= room - room % parameter.block_numel;
-    const int64_t per_shard = shard_numel - shard_numel % parameter.block_numel;
-    int64_t shards = 1;
-    if (left > shard_numel) {
-      if (per_shard == 0) return false;
-      shards += ceil_div(left - shard_numel, per_shard);
-    }
-    if (shards > shards_left) return false;
-    shards_left -= shards;
-    room = shard_numel - (left - (shards - 1) * per_shard);
-  }
-  return true;
-}
-
 // Offsets of the parameters in the gathered buffer, each the least that cuts no
 // block and follows the parameter before; nullopt if they do not fit. No other
 // offsets fit then: the earlier a parameter ends, the earlier may the next one
@@ -86,51 +59,40 @@ int64_t total_numel(std::span<const ShardSpec> parameters) {
   return total;
 }
 
-// The least number of elements per rank that holds the blocks in order, if a
-// parameter might have holes: no layout has shorter shards.
-int64_t least_shard_numel(std::span<const ShardSpec> parameters,
-                          int64_t num_ranks) {
-  const int64_t total = total_numel(parameters);
-  int64_t low = ceil_div(total, num_ranks);
-  int64_t high = total;  // all on one rank
+// The least multiple of `multiple` that holds the parameters, from their
+// average on; by bisection, so that holes may hide a shorter one.
+int64_t least_multiple(std::span<const ShardSpec> parameters, int64_t num_ranks,
+                       int64_t multiple) {
+  const int64_t total = std::max<int64_t>(total_numel(parameters), 1);
+  int64_t low = ceil_div(ceil_div(total, num_ranks), multiple);
+  int64_t high = ceil_div(total, multiple);  // all on one rank
   while (low < high) {
     const int64_t middle = low + (high - low) / 2;
-    if (blocks_fit(parameters, num_ranks, middle)) {
+    if (place_parameters(parameters, num_ranks, middle * multiple)) {
       high = middle;
     } else {
       low = middle + 1;
     }
   }
-  return low;
+  return high * multiple;
 }
 
-// least_shard_numel() if the parameters fit, which they do with blocks of 1
-// element; else the least length from there on that the blocks of all
-// parameters longer than itself divide.
+// The shortest shard whose length is a multiple of the blocks of the longest
+// parameters, of however many: shorter parameters are cut once at most, so that
+// their blocks need not divide it.
 int64_t choose_shard_numel(std::span<const ShardSpec> parameters,
                            int64_t num_ranks) {
-  const int64_t least =
-      std::max<int64_t>(least_shard_numel(parameters, num_ranks), 1);
-  if (place_parameters(parameters, num_ranks, least)) return least;
-
-  // The longest parameters first: from a shard as long as one on, its blocks
-  // need not divide the shard.
-  std::vector<ShardSpec> longest;
-  std::ranges::copy_if(parameters, std::back_inserter(longest),
-                       [](const auto& spec) { return spec.block_numel > 1; });
+  int64_t found = least_multiple(parameters, num_ranks, 1);
+  std::vector<ShardSpec> longest(parameters.begin(), parameters.end());
   std::ranges::sort(longest, std::ranges::greater(), &ShardSpec::numel);
-  int64_t found = std::max(least, longest.front().numel);
   int64_t multiple = 1;
-  for (size_t i = 0; i < longest.size() && longest[i].numel > least; ++i) {
-    const int64_t numel = longest[i].numel;
-    const int64_t factor =
-        longest[i].block_numel / std::gcd(longest[i].block_numel, multiple);
-    // Then the shard is longer than this parameter, which is dealt with.
-    if (factor > numel / multiple) break;
+  for (const ShardSpec& parameter : longest) {
+    const int64_t block = std::min(parameter.block_numel, parameter.numel);
+    if (block == 0 || multiple % block == 0) continue;
+    const int64_t factor = block / std::gcd(block, multiple);
+    if (factor > found / multiple) break;
     multiple *= factor;
-    const int64_t shorter = i + 1 < longest.size() ? longest[i + 1].numel : 0;
-    found = std::min(found,
-                     ceil_div(std::max(least, shorter), multiple) * multiple);
+    found = std::min(found, least_multiple(parameters, num_ranks, multiple));
   }
   return found;
 }

@@ -1,17 +1,15 @@
-// Which rank holds which elements of the parameters of a flat shard.
+// Layout of the parameters of a flat shard: which rank holds which elements.
 //
 // The parameters, one after the other, are cut into F equal shards. A parameter
 // is contiguous in the gathered buffer, which holds the shards by rank, so that
-// it is a view of it. What this rank holds of a parameter is its intersection
-// with the rank's shard, and may be empty.
+// it is a view of it. A rank holds the intersection of a parameter with its
+// shard, which may be empty.
 //
 // A block of a parameter is never cut. So padding may go before a parameter,
-// and a parameter that spans two cuts or more needs shards that its blocks
-// divide. Padding is less than F elements with blocks of 1; else less than
+// and blocks of a parameter that spans two cuts or more divide the shard.
+// Padding is less than F elements with blocks of 1; otherwise less than
 // F * (G + L), with G the largest block and L the least common multiple of the
 // blocks of parameters that are longer than N/F, for N elements in all.
-//
-// Example: a 4 x 3 weight and its bias, on 16 ranks.
 //
 //   const ShardLayout layout({{.numel = 12}, {.numel = 3}}, 16);
 //   layout.range(1, 12);  // {.in_parameter = 0, .in_shard = 0, .numel = 1}

@@ -1,6 +1,7 @@
 #include "brigade/fsdp/shard_meshes.h"
 
 #include <ATen/ATen.h>
+#include <c10/util/hash.h>
 
 #include <algorithm>
 #include <functional>
@@ -12,6 +13,7 @@
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_join.h"
 #include "brigade/comm/agreement.h"
+#include "brigade/comm/group/group_collectives.h"
 #include "brigade/comm/group/group_info.h"
 #include "brigade/comm/streams/streams.h"
 #include "brigade/comm/subgroup.h"
@@ -54,51 +56,22 @@ std::string describe_mesh_of(const MeshRequest& unit) {
                       " ranks, in rows of ", unit.mesh->row_length());
 }
 
-// The first rank of a unit's mesh, and the hash: [units, 2].
-at::Tensor first_and_hash(const std::vector<MeshRequest*>& units) {
-  std::vector<int64_t> values;
-  for (const MeshRequest* unit : units) {
-    const auto& ranks = unit->mesh->ranks;
-    values.push_back(ranks.empty() ? 0 : ranks.front());
-    values.push_back(static_cast<int64_t>(unit->hash));
-  }
-  return at::tensor(values, at::kLong)
-      .view({static_cast<int64_t>(units.size()), 2});
-}
-
-// [ranks, units, 2].
-at::Tensor gather(const Group& group, const at::Tensor& own) {
-  std::vector<at::Tensor> inputs = {own.to(control_device(*group))};
-  std::vector<std::vector<at::Tensor>> outputs(1);
-  for (int rank = 0; rank < group->getSize(); ++rank) {
-    outputs.front().push_back(at::empty_like(inputs.front()));
-  }
-  group->allgather(outputs, inputs)->wait();
-  return at::stack(outputs.front()).cpu();
-}
-
-// Whether this rank's mesh has just the ranks that say the same as it does.
-// `said`: [ranks, 2].
+// `of`: hashes of the ranks that each rank names, and of its names of
+// parameters, `stride` apart.
 absl::Status check_peers(const MeshRequest& unit, int rank,
-                         const at::Tensor& said) {
-  const auto of = said.accessor<int64_t, 2>();
-  for (int peer = 0; peer < static_cast<int>(said.size(0)); ++peer) {
-    const bool is_in = unit.mesh->place_of(peer) >= 0;
-    if ((of[peer][0] == of[rank][0]) != is_in) {
+                         std::span<const int64_t> of, size_t stride) {
+  for (const int peer : unit.mesh->ranks) {
+    for (const size_t kind : {0, 1}) {
+      if (of[peer * stride + kind] == of[rank * stride + kind]) continue;
       return absl::InvalidArgumentError(absl::StrCat(
-          "fully_shard: the mesh of unit '", unit.unit,
-          "': expected its ranks to name the same ones, found ",
-          describe(*unit.mesh), " on rank ", rank, ", and others from rank ",
-          of[peer][0], " on, on rank ", peer,
-          ".\nEach rank of the root is in one mesh of the unit."));
-    }
-    if (is_in && of[peer][1] != of[rank][1]) {
-      return absl::InvalidArgumentError(absl::StrCat(
-          "fully_shard: unit '", unit.unit,
-          "': expected the same names, sharded in the same order, on ",
-          describe(*unit.mesh), ", found others on ranks ", rank, " and ", peer,
-          ".\nRanks of one mesh hold the same parameters; shard the same "
-          "modules in the same order on all of them."));
+          "fully_shard: ", kind == 0 ? "the mesh of unit '" : "unit '",
+          unit.unit,
+          kind == 0 ? "': expected its ranks to name the same ranks"
+                    : "': expected the same names, sharded in the same order",
+          ", ", describe(*unit.mesh), " on rank ", rank,
+          ", found others on rank ", peer,
+          ".\nEach rank of the root is in one mesh of the unit; ranks of one "
+          "mesh hold the same parameters."));
     }
   }
   return absl::OkStatus();
@@ -109,19 +82,12 @@ absl::Status check_peers(const MeshRequest& unit, int rank,
 std::unique_ptr<ShardTransport> make_transport(
     const Group& group, int num_shards, const ShardingStreams& streams,
     const std::vector<int>& neighbours, bool in_order) {
-  if (!streams.device().is_cpu()) {
-    return make_device_transport(group, num_shards, streams, neighbours,
-                                 in_order);
+  if (streams.device().is_cpu() &&
+      (group->getSize() == 1 || has_peers(*group))) {
+    return make_ordered_transport(group, num_shards, neighbours);
   }
-  if (group->getSize() > 1 && !has_peers(*group)) {
-    TORCH_CHECK_NOT_IMPLEMENTED(
-        num_shards == group->getSize(), "fully_shard: expected all ",
-        group->getSize(),
-        " ranks of a group without peers to be one row, found rows of ",
-        num_shards, ".\nShard over all of them there.");
-    return make_group_transport(group, neighbours);
-  }
-  return make_ordered_transport(group, num_shards, neighbours);
+  return make_device_transport(group, num_shards, streams, neighbours,
+                               in_order);
 }
 
 // The ranks of a row, which hold all pieces of a tensor.
@@ -149,7 +115,7 @@ class RowGroup final : public ShardGroup {
       made.wait();
       all = at::empty({num_ranks * numel}, values.options());
       all.narrow(0, transport_->shard_rank() * numel, numel).copy_(values);
-      gathered = transport_->all_gather(all);
+      gathered = transport_->all_gather(all, num_ranks);
     }
     gathered->waitAndThrow();
     if (!values.device().is_cpu()) {
@@ -180,41 +146,38 @@ void number_meshes(const Group& group, std::span<MeshRequest> units) {
   const int rank = group->getRank();
   std::vector<std::string> described;
   std::vector<MeshRequest*> meshed;
+  std::vector<int64_t> hashes;  // two of each: ranks, names
   absl::Status status;
   for (MeshRequest& unit : units) {
     described.push_back(describe_mesh_of(unit));
     if (!unit.mesh) continue;
     status.Update(check_mesh(unit, rank, group->getSize()));
     meshed.push_back(&unit);
+    hashes.push_back(static_cast<int64_t>(c10::get_hash(unit.mesh->ranks)));
+    hashes.push_back(static_cast<int64_t>(unit.hash));
   }
-  if (meshed.empty()) return;  // known to be alike on all ranks
+  if (meshed.empty()) return;  // on all ranks
   require_agreement(group, "sharded unit", described, status);
-  at::Tensor said = first_and_hash(meshed).unsqueeze(0);
-  const bool is_told = has_peers(*group);
-  if (is_told) {
-    said = gather(group, said[0]);
+  const size_t stride = hashes.size();
+  if (has_peers(*group)) {
+    hashes = numbers_of_ranks(group, hashes, "could not compare its meshes");
     for (size_t i = 0; i < meshed.size(); ++i) {
-      status.Update(
-          check_peers(*meshed[i], rank, said.select(1, static_cast<int>(i))));
+      status.Update(check_peers(*meshed[i], rank,
+                                std::span(hashes).subspan(2 * i), stride));
     }
   }
   require_agreement(group, "sharded unit", {}, status);
 
-  // By the first rank of each rank's group: these tell which groups there are.
   std::map<std::pair<std::vector<int64_t>, int>, size_t> known;
   for (size_t i = 0; i < meshed.size(); ++i) {
-    const UnitMesh& mesh = *meshed[i]->mesh;
-    std::vector<int64_t> firsts(mesh.ranks.begin(), mesh.ranks.end());
-    if (is_told) {
-      const at::Tensor column =
-          said.select(1, static_cast<int>(i)).select(1, 0).contiguous();
-      firsts.assign(column.const_data_ptr<int64_t>(),
-                    column.const_data_ptr<int64_t>() + column.numel());
+    std::vector<int64_t> meshes;  // by rank
+    for (size_t k = 2 * i; k < hashes.size(); k += stride) {
+      meshes.push_back(hashes[k]);
     }
-    meshed[i]->number = known
-                            .try_emplace({std::move(firsts), mesh.row_length()},
-                                         known.size() + 1)
-                            .first->second;
+    const int row = meshed[i]->mesh->row_length();
+    meshed[i]->number =
+        known.try_emplace({std::move(meshes), row}, known.size() + 1)
+            .first->second;
   }
 }
 

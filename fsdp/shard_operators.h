@@ -1,17 +1,18 @@
-// Rules of operators on sharded tensors outside of a forward and backward.
+// Operators on sharded tensors: a boxed fallback on kShardedKey, which sees
+// every operator with a sharded argument.
 //
-// A boxed fallback on kShardedKey sees every operator with a sharded argument.
 // In a forward or backward of the arguments' root it unshards them and calls
-// on. Otherwise the operator's rule, decided from its schema and tags at first
-// use, says what happens:
+// on. Otherwise the operator's rule decides, found from its schema and tags at
+// first use:
 //
 //   local      elementwise operators, copies, optimizers: on the local pieces.
 //              All sharded arguments hold one piece; plain ones are
 //              0-dimensional. Results are sharded as their arguments.
 //   draw       in-place random fills: the whole is drawn and the piece kept, so
 //              that equal seeds give the bits of one process.
-//   reduce     norms, sums and extremes over all elements: one all-reduce for
-//              all tensors of a call. Collective.
+//   reduce     norms, sums and extremes over all elements. Collective: norms
+//              and GradScaler's check take one all-reduce for all tensors of a
+//              call, the others gather the wholes. Results are plain.
 //   handle     detach and alias: on the tensor itself.
 //   decompose  composite operators: by the operators that they consist of.
 //   refused    NotImplementedError that names the operator and the parameter.
@@ -22,22 +23,16 @@
 #ifndef BRIGADE_FSDP_SHARD_OPERATORS_H_
 #define BRIGADE_FSDP_SHARD_OPERATORS_H_
 
-#include <ATen/core/dispatch/Dispatcher.h>
-
-#include <cstdint>
+#include <ATen/core/Tensor.h>
 
 namespace brigade {
 
-enum class OperatorRule : uint8_t {
-  kLocal,
-  kDraw,
-  kReduce,
-  kHandle,
-  kDecompose,
-  kRefused,
-};
+// Registers the fallback, once for the process; before any operator on a
+// sharded tensor. Any thread.
+void register_shard_operators();
 
-OperatorRule operator_rule(const c10::OperatorHandle& op);
+// In float64, also of complex elements; 0 of none. `order` > 0.
+at::Tensor piece_norm(const at::Tensor& piece, double order);
 
 }  // namespace brigade
 

@@ -3,11 +3,13 @@
 #include <ATen/core/grad_mode.h>
 #include <c10/util/Exception.h>
 
+#include <map>
 #include <numeric>
+#include <optional>
 #include <utility>
 
-#include "brigade/comm/group/group_collectives.h"
 #include "brigade/comm/ordered/ordered_collectives.h"
+#include "brigade/comm/process_group.h"
 #include "brigade/comm/subgroup.h"
 
 namespace brigade {
@@ -37,36 +39,16 @@ std::vector<int> column_of(int rank, int num_shards, int num_ranks) {
 }
 
 ShardTransport::ShardTransport(const Group& group, int num_shards,
-                               const ShardingStreams& streams,
-                               const std::vector<int>& neighbours)
+                               const ShardingStreams& streams)
     : num_shards_(num_shards),
       num_replicas_(group->getSize() / num_shards),
       shard_rank_(group->getRank() % num_shards),
-      streams_(streams) {
-  for (const int number : neighbours) {
-    neighbours_[number].reset(new GroupScope(make_subgroup(
-        group, row_of(group->getRank(), number), streams.device())));
-  }
-}
+      streams_(streams) {}
 
-ShardTransport::FuturePtr ShardTransport::all_gather(const at::Tensor& whole) {
-  sent_.by_gathers += bytes_by_ring(whole, num_shards_);
-  return gather_row(whole);
-}
-
-ShardTransport::FuturePtr ShardTransport::all_gather_near(
-    const at::Tensor& whole, int num_ranks) {
+ShardTransport::FuturePtr ShardTransport::all_gather(const at::Tensor& whole,
+                                                     int num_ranks) {
   sent_.by_gathers += bytes_by_ring(whole, num_ranks);
-  return gather_near(whole, num_ranks);
-}
-
-ShardTransport::FuturePtr ShardTransport::gather_near(const at::Tensor& whole,
-                                                      int num_ranks) {
-  const Group& group = neighbours_.at(num_ranks)->group();
-  const int64_t numel = whole.numel() / num_ranks;
-  return gather_into(*group, whole,
-                     whole.narrow(0, group->getRank() * numel, numel))
-      ->getFuture();
+  return gather(whole, num_ranks);
 }
 
 ShardTransport::FuturePtr ShardTransport::reduce_scatter(
@@ -82,37 +64,36 @@ namespace {
 
 class CpuTransport final : public ShardTransport {
  public:
-  CpuTransport(const Group& group, int num_shards, const std::vector<int>& near)
-      : ShardTransport(group, num_shards, ShardingStreams(at::kCPU), near) {
+  CpuTransport(const Group& group, int num_shards,
+               const std::vector<int>& neighbours)
+      : ShardTransport(group, num_shards, ShardingStreams(at::kCPU)) {
+    const int rank = group->getRank();
+    const auto subgroup = [&](const std::vector<int>& ranks) -> const Group& {
+      scopes_.emplace_back(new GroupScope(make_subgroup(group, ranks)));
+      return scopes_.back()->group();
+    };
     Group row = group;
     if (num_replicas() > 1) {
-      const int rank = group->getRank();
-      row_.reset(
-          new GroupScope(make_subgroup(group, row_of(rank, num_shards))));
-      column_.reset(new GroupScope(
-          make_subgroup(group, column_of(rank, num_shards, group->getSize()))));
-      row = row_->group();
-      column_sums_.emplace(column_->group());
+      row = subgroup(row_of(rank, num_shards));
+      column_sums_.emplace(
+          subgroup(column_of(rank, num_shards, group->getSize())));
       all_.emplace(group);
     }
-    gathers_.emplace(row);
     row_sums_ = std::make_shared<OrderedCollectives>(row);
-    for (const auto& [number, scope] : neighbours()) {
-      near_.try_emplace(number, scope->group());
+    gathers_.try_emplace(num_shards, row);
+    for (const int number : neighbours) {
+      gathers_.try_emplace(number, subgroup(row_of(rank, number)));
     }
   }
 
   FuturePtr all_reduce(const at::Tensor& tensor) override {
-    return (all_ ? all_ : gathers_)->all_reduce(tensor);
+    return (all_ ? *all_ : gathers_.at(num_shards())).all_reduce(tensor);
   }
   bool scales() const override { return true; }
 
  private:
-  FuturePtr gather_row(const at::Tensor& whole) override {
-    return gathers_->all_gather(whole);
-  }
-  FuturePtr gather_near(const at::Tensor& whole, int num_ranks) override {
-    return near_.at(num_ranks).all_gather(whole);
+  FuturePtr gather(const at::Tensor& whole, int num_ranks) override {
+    return gathers_.at(num_ranks).all_gather(whole);
   }
 
   // The bits of OrderedCollectives over all ranks with the row's length as
@@ -144,59 +125,19 @@ class CpuTransport final : public ShardTransport {
     return total;
   }
 
-  std::unique_ptr<GroupScope> row_;  // null: the group is one row
-  std::unique_ptr<GroupScope> column_;
-  std::optional<OrderedCollectives> gathers_;
-  // Waits for the row's futures: ends after it.
+  std::vector<std::unique_ptr<GroupScope>> scopes_;
+  std::map<int, OrderedCollectives> gathers_;  // by number of ranks
+  // Waits for the row's futures: ends after it. None: the group is one row.
   std::optional<OrderedCollectives> column_sums_;
   std::shared_ptr<OrderedCollectives> row_sums_;
-  std::optional<OrderedCollectives> all_;
-  std::map<int, OrderedCollectives> near_;
-};
-
-class GroupTransport final : public ShardTransport {
- public:
-  GroupTransport(const Group& group, const std::vector<int>& neighbours)
-      : ShardTransport(group, group->getSize(), ShardingStreams(at::kCPU),
-                       neighbours),
-        group_(group) {}
-
-  FuturePtr all_reduce(const at::Tensor& tensor) override {
-    std::vector<at::Tensor> tensors = {tensor};
-    return group_->allreduce(tensors)->getFuture();
-  }
-  bool scales() const override { return false; }
-
- private:
-  FuturePtr gather_row(const at::Tensor& whole) override {
-    const int64_t numel = whole.numel() / num_shards();
-    return gather_into(*group_, whole,
-                       whole.narrow(0, shard_rank() * numel, numel))
-        ->getFuture();
-  }
-  FuturePtr sum(const at::Tensor& whole, const at::Tensor& shard,
-                const Sum& /*sum*/) override {
-    return reduce_into(*group_, shard, whole)->getFuture();
-  }
-
-  const Group group_;
+  std::optional<OrderedCollectives> all_;  // None: the group is one row
 };
 
 }  // namespace
 
 std::unique_ptr<ShardTransport> make_ordered_transport(
     const Group& group, int num_shards, const std::vector<int>& neighbours) {
-  TORCH_CHECK_VALUE(num_shards > 0 && group->getSize() % num_shards == 0,
-                    "expected a number of shards that divides the number of "
-                    "ranks, ",
-                    group->getSize(), ", found ", num_shards,
-                    ".\nGive the ranks of a host, or all.");
   return std::make_unique<CpuTransport>(group, num_shards, neighbours);
-}
-
-std::unique_ptr<ShardTransport> make_group_transport(
-    const Group& group, const std::vector<int>& neighbours) {
-  return std::make_unique<GroupTransport>(group, neighbours);
 }
 
 }  // namespace brigade

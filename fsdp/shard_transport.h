@@ -13,13 +13,10 @@
 #include <c10/core/Device.h>
 
 #include <cstdint>
-#include <map>
 #include <memory>
-#include <optional>
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 #include <vector>
 
-#include "brigade/comm/process_group.h"
 #include "brigade/fsdp/streams.h"
 
 namespace brigade {
@@ -41,12 +38,10 @@ class ShardTransport {
 
   virtual ~ShardTransport() = default;
 
-  // `whole`: [F * S], in which the slice of this rank's place in its row is
-  // valid. Writes the others.
-  FuturePtr all_gather(const at::Tensor& whole);
-  // The same among `num_ranks` neighbours of a row, one of the numbers that it
-  // was made for: [F * S] is that many slices.
-  FuturePtr all_gather_near(const at::Tensor& whole, int num_ranks);
+  // `whole`: slices of `num_ranks` consecutive ranks, of which this rank's is
+  // valid. Writes the others. num_shards(), or one of the numbers of neighbours
+  // that it was made for.
+  FuturePtr all_gather(const at::Tensor& whole, int num_ranks);
 
   struct Sum {
     double scale = 1;           // unless scales() is false
@@ -88,44 +83,27 @@ class ShardTransport {
   int shard_rank() const { return shard_rank_; }      // place in the row
 
  protected:
-  // Collective. `neighbours`: numbers of ranks of all_gather_near().
   ShardTransport(const c10::intrusive_ptr<c10d::ProcessGroup>& group,
-                 int num_shards, const ShardingStreams& streams,
-                 const std::vector<int>& neighbours);
+                 int num_shards, const ShardingStreams& streams);
 
-  virtual FuturePtr gather_row(const at::Tensor& whole) = 0;
-  virtual FuturePtr gather_near(const at::Tensor& whole, int num_ranks);
+  virtual FuturePtr gather(const at::Tensor& whole, int num_ranks) = 0;
   virtual FuturePtr sum(const at::Tensor& whole, const at::Tensor& shard,
                         const Sum& sum) = 0;
-
-  // Groups of consecutive ranks, by their number.
-  const std::map<int, std::unique_ptr<GroupScope>>& neighbours() const {
-    return neighbours_;
-  }
 
  private:
   const int num_shards_;
   const int num_replicas_;
   const int shard_rank_;
   const ShardingStreams streams_;
-  std::map<int, std::unique_ptr<GroupScope>> neighbours_;
   Sent sent_;
 };
 
-// Sums in the order of the ranks (comm/ordered/ordered_collectives.h), on
-// connections of its own: on CPUs. Collective over the group. `num_shards`
-// divides the number of ranks: rank r is in row r / F. `neighbours`: numbers of
-// ranks that gather among themselves, which divide F.
-//
-// Errors: ValueError if `num_shards` does not divide; as OrderedCollectives'.
+// Sums in the order of the ranks (comm/ordered/ordered_collectives.h), on CPUs.
+// Collective over the group. Rank r is in row r / F. `neighbours`: numbers of
+// ranks that gather among themselves, which divide F. REQUIRES: `num_shards`
+// divides the number of ranks. Errors: as OrderedCollectives'.
 std::unique_ptr<ShardTransport> make_ordered_transport(
     const c10::intrusive_ptr<c10d::ProcessGroup>& group, int num_shards,
-    const std::vector<int>& neighbours = {});
-
-// By the group's own collectives, full sharding only: for a recording group on
-// the CPU.
-std::unique_ptr<ShardTransport> make_group_transport(
-    const c10::intrusive_ptr<c10d::ProcessGroup>& group,
     const std::vector<int>& neighbours = {});
 
 // By the collectives of a device's backend, on subgroups of its own for each
@@ -134,7 +112,8 @@ std::unique_ptr<ShardTransport> make_group_transport(
 // a row's ranks exchange slices, each adds up what it gets, and so over the
 // column, which takes memory of `whole` once more. Over Gloo, as where ranks
 // share a device, a row's sum is an all-reduce. `streams`: of a device that the
-// group's backend serves. Errors: as make_subgroup().
+// group's backend serves. Also for recording groups, on the CPU too. Errors: as
+// make_subgroup().
 std::unique_ptr<ShardTransport> make_device_transport(
     const c10::intrusive_ptr<c10d::ProcessGroup>& group, int num_shards,
     const ShardingStreams& streams, const std::vector<int>& neighbours = {},

@@ -72,16 +72,21 @@ void set_dtype(const at::Tensor& sharded, caffe2::TypeMeta dtype) {
 
 }  // namespace
 
-void ShardGroup::all_reduce(at::Tensor& values, Op op) {
+void ShardGroup::require_all_ranks() const {
   TORCH_CHECK_NOT_IMPLEMENTED(
       is_everywhere_,
       "a reduction of a parameter that some ranks don't have: each mesh would "
       "get another result. Use the model's clip_grad_norm(), or "
       "full_tensor().");
-  const at::Tensor all = all_gather(values);
-  values = op == Op::kSum   ? all.sum(0)
-           : op == Op::kMax ? all.amax(0)
-                            : all.amin(0);
+}
+
+ShardGroup& group_of(const Shard& shard) {
+  TORCH_CHECK(shard.group != nullptr, "fully_shard: ",
+              shard.name.empty() ? "a sharded tensor"
+                                 : "parameter '" + shard.name + "'",
+              " is to be reduced or gathered before the first forward has "
+              "connected its ranks.\nDo so after it.");
+  return *shard.group;
 }
 
 Shard* shard_of(const at::Tensor& tensor) {
@@ -99,12 +104,20 @@ at::Tensor make_sharded(Shard shard, at::IntArrayRef sizes,
   return at::Tensor(make_impl(std::move(shard), sizes, strides));
 }
 
+at::Tensor make_sharded_like(const at::Tensor& sharded, at::Tensor local) {
+  const Shard& shard = *shard_of(sharded);
+  return make_sharded({.local = std::move(local),
+                       .offset = shard.offset,
+                       .group = shard.group,
+                       .flat_offset = shard.flat_offset,
+                       .flat_per_rank = shard.flat_per_rank,
+                       .is_whole = shard.is_whole},
+                      sharded.sizes(), sharded.strides());
+}
+
 at::Tensor gather_whole(const at::Tensor& sharded) {
   const Shard& shard = *shard_of(sharded);
-  TORCH_CHECK(
-      shard.group != nullptr,
-      "fully_shard: a sharded tensor is to be gathered before the first "
-      "forward has connected its ranks.\nDo so after it.");
+  ShardGroup& group = group_of(shard);
   const at::NoGradGuard no_grad;
   const int64_t numel = sharded.numel();
   if (numel == 0) return at::empty(sharded.sizes(), shard.local.options());
@@ -112,7 +125,7 @@ at::Tensor gather_whole(const at::Tensor& sharded) {
   const int64_t longest = std::min(per_rank, numel);
   at::Tensor own = at::zeros({longest}, shard.local.options());
   own.narrow(0, 0, shard.local.numel()).copy_(shard.local);
-  const at::Tensor pieces = shard.group->all_gather(own);
+  const at::Tensor pieces = group.all_gather(own);
   at::Tensor whole = at::empty({numel}, own.options());
   int64_t done = 0;
   for (int64_t rank = 0; rank < pieces.size(0) && done < numel; ++rank) {
@@ -154,10 +167,6 @@ void unbind_memory(const at::Tensor& sharded, caffe2::TypeMeta dtype) {
   const Shard& shard = *shard_of(sharded);
   refuse_access(storage, shard.name);
   set_dtype(sharded, dtype);
-}
-
-bool is_bound(const at::Tensor& sharded) {
-  return storage_of(sharded)._mutable_data_ptr_no_checks().get() != nullptr;
 }
 
 }  // namespace brigade

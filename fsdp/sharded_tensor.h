@@ -39,8 +39,6 @@ inline constexpr c10::DispatchKey kShardedKey =
 // The ranks that together hold all elements of a tensor, once each.
 class ShardGroup {
  public:
-  enum class Op { kSum, kMax, kMin };
-
   // `is_everywhere`: no other ranks of the model hold other parameters.
   explicit ShardGroup(bool is_everywhere = true)
       : is_everywhere_(is_everywhere) {}
@@ -48,15 +46,15 @@ class ShardGroup {
 
   // Returns [W, n] from `values` [n] of each of the W ranks. Collective.
   virtual at::Tensor all_gather(const at::Tensor& values) = 0;
-  // Replaces `values`, 1D and plain, by the result over all ranks. Collective.
-  // Throws NotImplementedError if other ranks hold other parameters.
-  void all_reduce(at::Tensor& values, Op op);
+  // Throws NotImplementedError if other ranks hold other parameters, so that a
+  // reduction would differ.
+  void require_all_ranks() const;
 
  private:
   const bool is_everywhere_;
 };
 
-// What an operator finds of the parameters that it is about to use.
+// State of the parameters that an operator is about to use.
 enum class ParameterState {
   kSharded,    // outside of a forward and backward
   kUnsharded,  // in one: bound, to be read only
@@ -65,7 +63,7 @@ enum class ParameterState {
 
 struct Shard;
 
-// Model of sharded parameters. Hears of operators that use them.
+// Model of sharded parameters, called by operators that use them.
 class ParameterOwner {
  public:
   virtual ~ParameterOwner() = default;
@@ -102,6 +100,11 @@ Shard* shard_of(const at::Tensor& tensor);
 // are those of a dense tensor.
 at::Tensor make_sharded(Shard shard, at::IntArrayRef sizes,
                         at::IntArrayRef strides);
+// With another local piece of the same elements as `sharded`; no parameter.
+at::Tensor make_sharded_like(const at::Tensor& sharded, at::Tensor local);
+
+// Throws if the ranks are not connected yet.
+ShardGroup& group_of(const Shard& shard);
 
 // The whole, plain and contiguous as the strides say. Collective over the
 // group.
@@ -119,7 +122,6 @@ void bind_memory(const at::Tensor& sharded, void* memory,
                  caffe2::TypeMeta dtype);
 // `dtype`: that it has from here on.
 void unbind_memory(const at::Tensor& sharded, caffe2::TypeMeta dtype);
-bool is_bound(const at::Tensor& sharded);
 
 }  // namespace brigade
 

@@ -1,5 +1,6 @@
 #include "brigade/fsdp/sharded_unit.h"
 
+#include <ATen/EmptyTensor.h>
 #include <ATen/core/grad_mode.h>
 #include <c10/util/hash.h>
 
@@ -7,6 +8,7 @@
 #include <exception>
 #include <functional>
 #include <map>
+#include <span>
 #include <tuple>
 #include <utility>
 
@@ -14,6 +16,7 @@
 #include "absl/strings/str_cat.h"
 #include "brigade/comm/agreement.h"
 #include "brigade/comm/errors/error_texts.h"
+#include "brigade/comm/group/group_collectives.h"
 #include "brigade/comm/group/group_info.h"
 #include "brigade/comm/subgroup.h"
 #include "brigade/fsdp/shard_transport.h"
@@ -81,137 +84,108 @@ std::string describe(const UnitRequest& unit, const UnitParameter& parameter) {
               : "undefined");
 }
 
-absl::Status check_reshard(const std::variant<bool, int>& after_forward,
-                           int num_shards) {
+void check_reshard(const std::variant<bool, int>& after_forward,
+                   int num_shards) {
   const int* const found = std::get_if<int>(&after_forward);
-  if (found == nullptr ||
-      (*found > 1 && *found < num_shards && num_shards % *found == 0)) {
-    return absl::OkStatus();
-  }
-  return absl::InvalidArgumentError(absl::StrCat(
+  TORCH_CHECK_VALUE(
+      found == nullptr ||
+          (*found > 1 && *found < num_shards && num_shards % *found == 0),
       "fully_shard: expected reshard_after_forward to be a bool, or a number "
       "of ranks that is more than 1, less than the number of shards, ",
       num_shards, ", and divides it, found ", *found,
-      ".\nGive the ranks of a host, or true."));
+      ".\nGive the ranks of a host, or true.");
 }
 
-absl::Status check_options(const FullyShardOptions& options, int num_ranks) {
-  if (options.num_shards &&
-      (*options.num_shards < 1 || num_ranks % *options.num_shards != 0)) {
-    return absl::InvalidArgumentError(absl::StrCat(
-        "fully_shard: expected num_shards to divide the number of ranks, ",
-        num_ranks, ", found ", *options.num_shards,
-        ".\nGive the ranks of a host, or leave it out for all."));
-  }
-  if (options.max_reducing < 1) {
-    return absl::InvalidArgumentError(
-        "fully_shard: expected max_reducing >= 1, found 0.\nGive 2.");
-  }
-  if (options.max_unconfirmed_iterations < 0 ||
-      options.max_unconfirmed_iterations > 16) {
-    return absl::InvalidArgumentError(absl::StrCat(
-        "fully_shard: expected max_unconfirmed_iterations from 0 to 16, found ",
-        options.max_unconfirmed_iterations, ".\nGive 1."));
-  }
+void check_options(const FullyShardOptions& options, int num_ranks) {
+  const int num_shards = options.num_shards.value_or(num_ranks);
+  TORCH_CHECK_VALUE(
+      num_shards >= 1 && num_ranks % num_shards == 0,
+      "fully_shard: expected num_shards to divide the number of ranks, ",
+      num_ranks, ", found ", num_shards,
+      ".\nGive the ranks of a host, or leave it out for all.");
+  TORCH_CHECK_VALUE(
+      options.max_reducing >= 1,
+      "fully_shard: expected max_reducing >= 1, found 0.\nGive 2.");
+  TORCH_CHECK_VALUE(
+      options.max_unconfirmed_iterations >= 0 &&
+          options.max_unconfirmed_iterations <= 16,
+      "fully_shard: expected max_unconfirmed_iterations from 0 to 16, found ",
+      options.max_unconfirmed_iterations, ".\nGive 1.");
   for (const auto& dtype :
        {options.param_dtype, options.reduce_dtype, options.output_dtype}) {
-    if (dtype && !at::isFloatingType(*dtype)) {
-      return absl::InvalidArgumentError(absl::StrCat(
-          "fully_shard: expected a floating dtype, found ",
-          c10::toString(*dtype), ".\nGive bfloat16, for instance."));
-    }
+    TORCH_CHECK_VALUE(!dtype || at::isFloatingType(*dtype),
+                      "fully_shard: expected a floating dtype, found ", *dtype,
+                      ".\nGive bfloat16, for instance.");
   }
-  return check_reshard(options.reshard_after_forward,
-                       options.num_shards.value_or(num_ranks));
+  check_reshard(options.reshard_after_forward, num_shards);
 }
 
 // `device`: of the first parameter.
-absl::Status check_parameter(const UnitRequest& unit,
-                             const UnitParameter& parameter,
-                             c10::Device device) {
-  const auto refuse = [&](const auto&... words) {
-    return absl::InvalidArgumentError(
-        absl::StrCat("fully_shard: parameter '", parameter.name, "' of unit '",
-                     unit.name, "' ", words...));
+void check_parameter(const c10d::ProcessGroup& group, const UnitRequest& unit,
+                     const UnitParameter& parameter, c10::Device device) {
+  const auto require = [&](bool holds, const auto&... words) {
+    TORCH_CHECK_VALUE(holds, "fully_shard: parameter '", parameter.name,
+                      "' of unit '", unit.name, "' ", words...);
   };
   const at::Tensor& tensor = parameter.tensor;
-  if (!tensor.defined()) return refuse("is undefined.");
-  if (tensor.device() != device) {
-    return refuse("is on ", tensor.device().str(), ", the first one on ",
-                  device.str(), ".\nMove the module to one device.");
-  }
-  if (shard_of(tensor) != nullptr) {
-    return refuse("is sharded already.\nShard each parameter once.");
-  }
-  if (tensor.layout() != at::kStrided ||
-      !tensor.is_non_overlapping_and_dense()) {
-    return refuse("is not dense.\nUse a dense parameter.");
-  }
-  if (parameter.block_numel < 1) {
-    return refuse("is not to be cut in blocks of ", parameter.block_numel,
-                  " elements.\nGive 1, or the length of a row, for instance.");
-  }
-  if (parameter.compute_dtype &&
-      !at::isFloatingType(*parameter.compute_dtype)) {
-    return refuse("can't be computed in ",
-                  c10::toString(*parameter.compute_dtype),
-                  ".\nGive bfloat16, for instance.");
-  }
-  if (!tensor.is_leaf()) {
-    return refuse(
-        "was computed from others.\nShard the parameters of a "
-        "module, which are leaves.");
-  }
-  return absl::OkStatus();
+  require(tensor.defined(), "is undefined.");
+  require(tensor.device() == device, "is on ", tensor.device(),
+          ", the first one on ", device, ".\nMove the module to one device.");
+  require(shard_of(tensor) == nullptr,
+          "is sharded already.\nShard each parameter once.");
+  require(
+      tensor.layout() == at::kStrided && tensor.is_non_overlapping_and_dense(),
+      "is not dense.\nUse a dense parameter.");
+  require(parameter.block_numel >= 1, "is not to be cut in blocks of ",
+          parameter.block_numel,
+          " elements.\nGive 1, or the length of a row, for instance.");
+  const at::ScalarType dtype = parameter.compute_dtype.value_or(at::kFloat);
+  require(at::isFloatingType(dtype), "can't be computed in ", dtype,
+          ".\nGive bfloat16, for instance.");
+  require(tensor.is_leaf(),
+          "was computed from others.\nShard the parameters of a module, which "
+          "are leaves.");
+  require(device.is_meta() || supports_device(group, device.type()), "is on ",
+          device,
+          ", for which the group has no backend.\nMove the module to the "
+          "group's device before it is sharded.");
 }
 
-absl::Status check_units(const c10d::ProcessGroup& group,
-                         const Requests& requests, int num_shards) {
+void check_units(const c10d::ProcessGroup& group, const Requests& requests,
+                 int num_shards) {
   ParameterMemory memory;
   std::optional<c10::Device> device;
   for (const UnitRequest& unit : requests) {
-    if (unit.parameters.empty()) {
-      return absl::InvalidArgumentError(
-          absl::StrCat("fully_shard: unit '", unit.name,
-                       "' has no parameters.\nMake a unit of a module that "
-                       "has some of its own."));
-    }
-    absl::Status status =
-        check_reshard(unit.reshard_after_forward.value_or(true),
-                      unit.mesh ? unit.mesh->row_length() : num_shards);
+    TORCH_CHECK_VALUE(!unit.parameters.empty(), "fully_shard: unit '",
+                      unit.name,
+                      "' has no parameters.\nMake a unit of a module that has "
+                      "some of its own.");
+    check_reshard(unit.reshard_after_forward.value_or(true),
+                  unit.mesh ? unit.mesh->row_length() : num_shards);
     for (const UnitParameter& parameter : unit.parameters) {
       if (!device && parameter.tensor.defined()) {
         device = parameter.tensor.device();
       }
-      status.Update(
-          check_parameter(unit, parameter, device.value_or(at::kCPU)));
-      if (!status.ok()) return status;
-      if (!device->is_meta() && !supports_device(group, device->type())) {
-        return absl::InvalidArgumentError(absl::StrCat(
-            "fully_shard: parameter '", parameter.name, "' of unit '",
-            unit.name, "' is on ", device->str(),
-            ", for which the group has no backend.\n"
-            "Move the module to the group's device before it is sharded."));
-      }
-      const std::string* const owner = memory.take(
-          parameter.tensor,
-          absl::StrCat("'", parameter.name, "' of unit '", unit.name, "'"));
-      if (owner == nullptr || parameter.tensor.is_meta()) continue;
-      return absl::InvalidArgumentError(
-          absl::StrCat("fully_shard: parameter '", parameter.name,
-                       "' of unit '", unit.name, "' shares its memory with ",
-                       *owner, ".\nPut tied parameters into one unit, once."));
+      check_parameter(group, unit, parameter, device.value_or(at::kCPU));
+      const std::string name =
+          absl::StrCat("'", parameter.name, "' of unit '", unit.name, "'");
+      const std::string* const owner = memory.take(parameter.tensor, name);
+      TORCH_CHECK_VALUE(owner == nullptr, "fully_shard: parameter ", name,
+                        " shares its memory with ", *owner,
+                        ".\nPut tied parameters into one unit, once.");
     }
   }
-  return absl::OkStatus();
 }
 
 void require_alike(const Group& group, const Requests& requests,
                    const FullyShardOptions& options) {
-  absl::Status status = check_options(options, group->getSize());
-  if (status.ok()) {
-    status = check_units(*group, requests,
-                         options.num_shards.value_or(group->getSize()));
+  absl::Status status;
+  try {
+    check_options(options, group->getSize());
+    check_units(*group, requests,
+                options.num_shards.value_or(group->getSize()));
+  } catch (const c10::ValueError& error) {
+    status = absl::InvalidArgumentError(error.what_without_backtrace());
   }
   std::vector<std::string> items = {describe(options)};
   for (const UnitRequest& unit : requests) {
@@ -237,51 +211,37 @@ uint64_t hash_of_names(const UnitRequest& unit) {
 void broadcast_parameters(const Group& group, const Requests& requests,
                           const std::vector<MeshRequest>& meshes) {
   const at::NoGradGuard no_grad;
-  std::map<size_t, std::unique_ptr<GroupScope>> scopes;
+  std::map<size_t, std::vector<at::Tensor>> by_mesh;
+  std::map<size_t, std::vector<int>> ranks;
   for (size_t i = 0; i < requests.size(); ++i) {
-    const UnitRequest& unit = requests[i];
-    Group of_mesh = group;
-    if (meshes[i].number > 0) {
-      auto& scope = scopes[meshes[i].number];
-      if (!scope) {
-        scope.reset(new GroupScope(make_subgroup(
-            group, unit.mesh->ranks, unit.parameters.front().tensor.device())));
-      }
-      of_mesh = scope->group();
+    if (meshes[i].mesh) ranks[meshes[i].number] = meshes[i].mesh->ranks;
+    for (const UnitParameter& parameter : requests[i].parameters) {
+      if (parameter.tensor.is_meta()) continue;
+      by_mesh[meshes[i].number].push_back(parameter.tensor.detach());
     }
-    if (of_mesh->getSize() == 1) continue;
-    for (const UnitParameter& parameter : unit.parameters) {
-      if (parameter.tensor.numel() == 0 || parameter.tensor.is_meta()) continue;
-      const at::Tensor values = parameter.tensor.detach();
-      std::vector<at::Tensor> sent = {values.contiguous()};
-      of_mesh->broadcast(sent)->wait();
-      if (!values.is_same(sent.front())) values.copy_(sent.front());
+  }
+  for (const auto& [number, tensors] : by_mesh) {
+    if (number == 0) {
+      broadcast_tensors(group, tensors, 0);
+    } else {
+      const GroupScope scope(
+          make_subgroup(group, ranks[number], tensors.front().device()));
+      broadcast_tensors(scope.group(), tensors, 0);
     }
   }
 }
 
 // ---- Units.
 
-// Groups parameters by dtype and by compute dtype, frozen ones apart, so that
+// Parameters of each dtype and compute dtype, frozen ones separately, so that
 // no zeros travel for them.
-std::vector<std::vector<size_t>> flats_of(const UnitRequest& unit) {
-  std::vector<std::vector<size_t>> flats;
-  const auto kind = [&](size_t i) {
-    const UnitParameter& parameter = unit.parameters[i];
-    return std::tuple(parameter.tensor.scalar_type(),
-                      parameter.tensor.requires_grad(),
-                      parameter.compute_dtype);
-  };
-  for (size_t i = 0; i < unit.parameters.size(); ++i) {
-    const auto found =
-        std::ranges::find_if(flats, [&](const std::vector<size_t>& flat) {
-          return kind(flat.front()) == kind(i);
-        });
-    if (found == flats.end()) {
-      flats.push_back({i});
-    } else {
-      found->push_back(i);
-    }
+auto flats_of(const UnitRequest& unit) {
+  using Kind = std::tuple<at::ScalarType, bool, std::optional<at::ScalarType>>;
+  std::map<Kind, std::vector<UnitParameter>> flats;
+  for (const UnitParameter& parameter : unit.parameters) {
+    flats[{parameter.tensor.scalar_type(), parameter.tensor.requires_grad(),
+           parameter.compute_dtype}]
+        .push_back(parameter);
   }
   return flats;
 }
@@ -334,26 +294,21 @@ UnitSettings settings_of(const UnitRequest& request,
   return settings;
 }
 
-struct Interval {
-  const void* storage = nullptr;
-  int64_t begin = 0;
-  int64_t end = 0;
-};
-
-// None for a tensor without memory of its own.
-std::optional<Interval> interval_of(const at::Tensor& tensor) {
+// The bytes that a tensor spans; empty without memory of its own.
+std::span<const char> bytes_of(const at::Tensor& tensor) {
   if (!tensor.defined() || tensor.layout() != at::kStrided ||
-      tensor.is_meta() || tensor.numel() == 0 || !tensor.has_storage()) {
-    return std::nullopt;
+      !tensor.has_storage()) {
+    return {};
   }
-  int64_t last = 0;
-  for (int64_t dim = 0; dim < tensor.dim(); ++dim) {
-    last += (tensor.size(dim) - 1) * tensor.stride(dim);
-  }
-  const int64_t begin = tensor.storage_offset();
-  return Interval{.storage = tensor.storage().unsafeGetStorageImpl(),
-                  .begin = begin * tensor.element_size(),
-                  .end = (begin + last + 1) * tensor.element_size()};
+  const auto* const data =
+      static_cast<const char*>(tensor.storage()
+                                   .unsafeGetStorageImpl()
+                                   ->_mutable_data_ptr_no_checks()
+                                   .get());
+  if (data == nullptr) return {};
+  return {data + tensor.storage_offset() * tensor.element_size(),
+          at::detail::computeStorageNbytes(tensor.sizes(), tensor.strides(),
+                                           tensor.itemsize())};
 }
 
 }  // namespace
@@ -361,24 +316,21 @@ std::optional<Interval> interval_of(const at::Tensor& tensor) {
 const std::string* ParameterMemory::take(const at::Tensor& tensor,
                                          std::string owner) {
   if (const std::string* const other = owner_of(tensor)) return other;
-  if (const auto interval = interval_of(tensor)) {
-    by_storage_[interval->storage].emplace(
-        interval->begin,
-        Owned{.end = interval->end, .owner = std::move(owner)});
+  const auto bytes = bytes_of(tensor);
+  if (!bytes.empty()) {
+    by_begin_[bytes.data()] = {.end = bytes.data() + bytes.size(),
+                               .owner = std::move(owner)};
   }
   return nullptr;
 }
 
 const std::string* ParameterMemory::owner_of(const at::Tensor& tensor) const {
-  const auto interval = interval_of(tensor);
-  if (!interval) return nullptr;
-  const auto found = by_storage_.find(interval->storage);
-  if (found == by_storage_.end()) return nullptr;
+  const auto bytes = bytes_of(tensor);
   // They don't overlap: the last that begins before this one ends decides.
-  auto last = found->second.lower_bound(interval->end);
-  if (last == found->second.begin()) return nullptr;
+  auto last = by_begin_.lower_bound(bytes.data() + bytes.size());
+  if (bytes.empty() || last == by_begin_.begin()) return nullptr;
   --last;
-  return last->second.end > interval->begin ? &last->second.owner : nullptr;
+  return last->second.end > bytes.data() ? &last->second.owner : nullptr;
 }
 
 int64_t ShardedUnit::whole_bytes() const {
@@ -457,21 +409,15 @@ std::vector<ShardedUnit> make_sharded_units(std::vector<UnitRequest> requests,
     const auto of_user =
         request.mesh ? nullptr
                      : std::make_shared<UserGroup>(group, mesh.row_length());
-    for (const std::vector<size_t>& members : flats_of(request)) {
-      std::vector<UnitParameter> parameters;
-      for (const size_t i : members) {
-        parameters.push_back(request.parameters[i]);
-      }
-      const at::ScalarType dtype = parameters.front().tensor.scalar_type();
-      const auto compute_dtype = parameters.front().compute_dtype
-                                     ? parameters.front().compute_dtype
-                                     : options.param_dtype;
+    for (auto& [kind, parameters] : flats_of(request)) {
+      const auto& [dtype, is_trained, compute_dtype] = kind;
       unit.flats.push_back(std::make_unique<FlatShard>(
           std::move(parameters),
           FlatShard::Context{
               .num_ranks = mesh.row_length(),
               .rank = place % mesh.row_length(),
-              .compute_dtype = dtype_or(compute_dtype, dtype),
+              .compute_dtype = dtype_or(
+                  compute_dtype ? compute_dtype : options.param_dtype, dtype),
               .reduce_dtype = dtype_or(options.reduce_dtype, dtype),
               .group = of_user}));
     }

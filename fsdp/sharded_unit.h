@@ -12,7 +12,6 @@
 #include <memory>
 #include <optional>
 #include <string>
-#include <unordered_map>
 #include <variant>
 #include <vector>
 
@@ -25,7 +24,7 @@
 
 namespace brigade {
 
-// What a unit is made of.
+// A unit to be made.
 struct UnitRequest {
   std::string name;  // "blocks.2"; of the outermost unit perhaps empty
   std::vector<UnitParameter> parameters = {};  // each in one unit only
@@ -85,8 +84,8 @@ struct ShardedUnit {
   void unbind();
 };
 
-// Which parameter has which bytes. Those of one storage may lie side by side,
-// as an LSTM's do that cuDNN has flattened.
+// Owners of the bytes of tensors. Those of one storage may lie side by side, as
+// an LSTM's do that cuDNN has flattened.
 class ParameterMemory {
  public:
   // Null if nobody has any of the tensor's memory, which then belongs to
@@ -98,11 +97,10 @@ class ParameterMemory {
 
  private:
   struct Owned {
-    int64_t end = 0;
+    const char* end = nullptr;
     std::string owner;
   };
-  // By storage and the byte where they begin.
-  std::unordered_map<const void*, std::map<int64_t, Owned>> by_storage_;
+  std::map<const char*, Owned> by_begin_;
 };
 
 // Collective: compares requests and options across ranks, broadcasts the

@@ -1,34 +1,20 @@
 #include "brigade/fsdp/streams.h"
 
-#include <c10/core/Event.h>
-
 #include <algorithm>
-#include <iterator>
-#include <utility>
-#include <vector>
 
 #include "brigade/comm/streams/streams.h"
 
 namespace brigade {
 
-struct StreamPoint::Events {
-  struct Recorded {
-    c10::Stream stream;
-    c10::Event event;
-  };
-  std::vector<Recorded> recorded;
-};
-
 StreamPoint StreamPoint::of(std::span<const c10::Stream> streams) {
   StreamPoint point;
   if (streams.empty()) return point;
-  auto events = std::make_shared<Events>();
+  std::vector<std::pair<c10::Stream, c10::Event>> events;
   for (const c10::Stream& stream : streams) {
-    c10::Event event(stream.device_type());
-    event.record(stream);
-    events->recorded.push_back({.stream = stream, .event = std::move(event)});
+    events.emplace_back(stream, c10::Event(stream.device_type()))
+        .second.record(stream);
   }
-  point.events_ = std::move(events);
+  point.events_ = std::make_shared<const decltype(events)>(std::move(events));
   return point;
 }
 
@@ -40,7 +26,7 @@ StreamPoint StreamPoint::now(c10::Device device) {
 
 void StreamPoint::wait() const {
   if (!events_) return;
-  for (const auto& [stream, event] : events_->recorded) {
+  for (const auto& [stream, event] : *events_) {
     const c10::Stream waiting = current_stream(stream.device());
     if (waiting != stream) event.block(waiting);
   }
@@ -60,11 +46,9 @@ bool StreamUses::has_current() const {
 void StreamUses::join() const {
   if (streams_.empty()) return;
   const c10::Stream waiting = current_stream(device_);
-  std::vector<c10::Stream> others;
-  std::ranges::copy_if(
-      streams_, std::back_inserter(others),
-      [&](const c10::Stream& stream) { return stream != waiting; });
-  StreamPoint::of(others).wait();
+  for (const c10::Stream& stream : streams_) {
+    if (stream != waiting) StreamPoint::of({&stream, 1}).wait();
+  }
 }
 
 StreamPoint StreamUses::end() {

@@ -8,12 +8,14 @@
 
 #include <ATen/core/Tensor.h>
 #include <c10/core/Device.h>
+#include <c10/core/Event.h>
 #include <c10/core/Stream.h>
 #include <c10/core/StreamGuard.h>
 
 #include <memory>
 #include <optional>
 #include <span>
+#include <utility>
 #include <vector>
 
 namespace brigade {
@@ -34,8 +36,9 @@ class StreamPoint {
   void wait() const;
 
  private:
-  struct Events;
-  std::shared_ptr<const Events> events_;  // null: none
+  // Null: none.
+  std::shared_ptr<const std::vector<std::pair<c10::Stream, c10::Event>>>
+      events_;
 };
 
 // The streams that use some memory, or have written parts of it.
@@ -62,7 +65,7 @@ class StreamUses {
   void record_on(const at::Tensor& memory) const;
 
  private:
-  const c10::Device device_;
+  c10::Device device_;
   std::vector<c10::Stream> streams_;  // distinct
 };
 
@@ -70,32 +73,25 @@ class StreamUses {
 // for sums, so that neither waits for the program's computation nor for the
 // other.
 //
-// Thread safety: any thread; scopes belong to one.
+// Thread safety: any thread; guards belong to one.
 class ShardingStreams {
  public:
   explicit ShardingStreams(c10::Device device);
 
   c10::Device device() const { return device_; }
 
-  // While it lives the stream is the calling thread's current one.
-  class Scope {
-   public:
-    explicit Scope(const std::optional<c10::Stream>& stream) {
-      if (stream) guard_.emplace(*stream);
-    }
-    Scope(const Scope&) = delete;
-    Scope& operator=(const Scope&) = delete;
-
-   private:
-    std::optional<c10::StreamGuard> guard_;
-  };
-  Scope for_gathers() const { return Scope(gathers_); }
-  Scope for_sums() const { return Scope(sums_); }
+  // While the guard lives the stream is the calling thread's current one.
+  c10::OptionalStreamGuard for_gathers() const {
+    return c10::OptionalStreamGuard(gathers_);
+  }
+  c10::OptionalStreamGuard for_sums() const {
+    return c10::OptionalStreamGuard(sums_);
+  }
 
  private:
-  const c10::Device device_;
-  const std::optional<c10::Stream> gathers_;
-  const std::optional<c10::Stream> sums_;
+  c10::Device device_;
+  std::optional<c10::Stream> gathers_;
+  std::optional<c10::Stream> sums_;
 };
 
 // A stream that the process has for such purposes. None on the CPU.

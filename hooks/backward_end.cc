@@ -35,9 +35,7 @@ class Sentinel {
 
   void arm() { armed_ = true; }
 
-  // The callbacks of a graph task may add others to it, which run last: this
-  // one gets behind those that nodes have queued, and behind those that these
-  // queue.
+  // Callbacks of a graph task may add others to it, which run last.
   static void end_behind_others(std::shared_ptr<Sentinel> sentinel,
                                 int times = 2) {
     torch::autograd::Engine::get_default_engine().queue_callback(

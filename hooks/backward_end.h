@@ -1,11 +1,7 @@
-// Tells how the running backward ends.
+// The end of the running backward, successful or not.
 //
-// Autograd runs its end-of-backward callbacks only if backward succeeds. When
-// it throws, they are destroyed without having been run, and that is how
-// failure is noticed here.
-//
-// Whoever watches is told last: callbacks that others have queued during
-// backward, comm hooks that finish their work there for instance, have run.
+// When backward throws, autograd destroys its end-of-backward callbacks without
+// running them: that is how failure is noticed.
 //
 // Thread safety: call from inside a backward (a hook or a node).
 
@@ -17,12 +13,12 @@
 
 namespace brigade {
 
-// One of the two runs, unless `owner` has expired by then, and holds `owner`
-// meanwhile: `on_end` after all nodes of the running graph task, all callbacks
-// queued by them and all queued by these have been executed, on the thread that
-// executed the last one (what it throws comes out of backward()); or
-// `on_abandoned` when the task is dropped because of an exception. With several
-// devices that may be a little later than backward() throws.
+// Runs one of the two, unless `owner` has expired by then, and holds `owner`
+// meanwhile. `on_end`: after all nodes of the running graph task, the callbacks
+// that they queued and those that these queued, on the thread of the last one;
+// its exceptions come out of backward(). `on_abandoned`: when the task is
+// dropped because of an exception; with several devices a little later than
+// backward() throws.
 //
 // REQUIRES: `on_abandoned` does not throw.
 //

@@ -9,7 +9,6 @@
 
 #include <cstdint>
 #include <mutex>
-#include <optional>
 #include <set>
 #include <string>
 #include <vector>
@@ -25,103 +24,93 @@ using torch::autograd::SavedVariable;
 using torch::autograd::SavedVariableHooks;
 using Function = std::function<void(std::span<const at::Tensor>)>;
 
-// The states of generators at one moment.
-using RandomState = std::vector<std::pair<at::Generator, at::Tensor>>;
-
-void add_state(at::Generator generator, RandomState& states) {
-  const std::lock_guard<std::mutex> lock(generator.mutex());
-  at::Tensor state = generator.get_state();
-  states.emplace_back(generator, std::move(state));
-}
-
-// Of the CPU and of the accelerators that `inputs` are on.
-RandomState random_state_for(std::span<const at::Tensor> inputs) {
-  RandomState states;
-  add_state(at::globalContext().defaultGenerator(at::kCPU), states);
+std::vector<at::Generator> generators_for(std::span<const at::Tensor> inputs) {
+  std::vector<at::Generator> generators = {
+      at::globalContext().defaultGenerator(at::kCPU)};
   std::set<c10::DeviceIndex> devices;
   for (const at::Tensor& input : inputs) {
-    if (!input.defined() || !at::isAccelerator(input.device().type()) ||
-        !devices.insert(input.device().index()).second) {
-      continue;
+    if (input.defined() && at::isAccelerator(input.device().type()) &&
+        devices.insert(input.device().index()).second) {
+      generators.push_back(
+          at::globalContext().defaultGenerator(input.device()));
     }
-    add_state(at::globalContext().defaultGenerator(input.device()), states);
+  }
+  return generators;
+}
+
+std::vector<at::Tensor> states_of(std::vector<at::Generator> generators) {
+  std::vector<at::Tensor> states;
+  for (at::Generator& generator : generators) {
+    const std::lock_guard<std::mutex> lock(generator.mutex());
+    states.push_back(generator.get_state());
   }
   return states;
 }
 
-RandomState present_state(const RandomState& of) {
-  RandomState states;
-  for (const auto& [generator, _] : of) add_state(generator, states);
-  return states;
-}
-
-void restore(const RandomState& states) {
-  for (const auto& [generator, state] : states) {
-    at::Generator writable = generator;
-    const std::lock_guard<std::mutex> lock(writable.mutex());
-    writable.set_state(state);
+void set_states(std::vector<at::Generator> generators,
+                const std::vector<at::Tensor>& states) {
+  for (size_t i = 0; i < generators.size(); ++i) {
+    const std::lock_guard<std::mutex> lock(generators[i].mutex());
+    generators[i].set_state(states[i]);
   }
 }
 
 // This thread's autocast, for CPUs and the accelerator LibTorch was built for.
-class CastState {
- public:
-  static CastState now() {
-    CastState state;
-    std::vector<at::DeviceType> types = {at::kCPU};
-    if (const auto accelerator = at::getAccelerator()) {
-      types.push_back(*accelerator);
-    }
-    for (const at::DeviceType type : types) {
-      state.devices_.push_back(
-          {.type = type,
-           .is_enabled = at::autocast::is_autocast_enabled(type),
-           .dtype = at::autocast::get_autocast_dtype(type)});
-    }
-    state.has_cache_ = at::autocast::is_autocast_cache_enabled();
-    return state;
-  }
-
-  void restore() const {
-    for (const OfDevice& device : devices_) {
-      at::autocast::set_autocast_enabled(device.type, device.is_enabled);
-      at::autocast::set_autocast_dtype(device.type, device.dtype);
-    }
-    at::autocast::set_autocast_cache_enabled(has_cache_);
-  }
-
- private:
+struct CastState {
   struct OfDevice {
     at::DeviceType type;
     bool is_enabled;
     at::ScalarType dtype;
   };
-  std::vector<OfDevice> devices_;
-  bool has_cache_ = false;
+
+  CastState() {
+    std::vector<at::DeviceType> types = {at::kCPU};
+    if (const auto accelerator = at::getAccelerator()) {
+      types.push_back(*accelerator);
+    }
+    for (const at::DeviceType type : types) {
+      devices.push_back({type, at::autocast::is_autocast_enabled(type),
+                         at::autocast::get_autocast_dtype(type)});
+    }
+  }
+
+  void restore() const {
+    for (const auto& [type, is_enabled, dtype] : devices) {
+      at::autocast::set_autocast_enabled(type, is_enabled);
+      at::autocast::set_autocast_dtype(type, dtype);
+    }
+    at::autocast::set_autocast_cache_enabled(has_cache);
+  }
+
+  std::vector<OfDevice> devices;
+  bool has_cache = at::autocast::is_autocast_cache_enabled();
 };
 
-// Under which the first run ran. Grad mode is on in all runs; other
-// thread-local state is that of the thread which runs the function again.
+// Of the first run. Grad mode is on in all runs; other thread-local state is
+// that of the thread which runs the function again.
 struct Conditions {
-  const CastState casts = CastState::now();
-  const RandomState random;  // of no generator if it is not preserved
+  explicit Conditions(std::vector<at::Generator> preserved)
+      : generators(std::move(preserved)) {}
+
+  const CastState casts;
+  const std::vector<at::Generator> generators;
+  const std::vector<at::Tensor> random = states_of(generators);
   const std::shared_ptr<const ParameterCasts> parameters =
       ParameterCasts::current();  // or null
 };
 
-// While it lives, its thread runs under `conditions`. Random numbers that are
-// drawn meanwhile are not missed afterwards.
+// While it lives, its thread runs under `conditions`. The generators then go on
+// as if no numbers had been drawn meanwhile.
 class ConditionsGuard {
  public:
   explicit ConditionsGuard(const Conditions& conditions)
-      : random_before_(present_state(conditions.random)),
-        parameters_(conditions.parameters) {
+      : generators_(conditions.generators), parameters_(conditions.parameters) {
     conditions.casts.restore();
     at::autocast::increment_nesting();
-    restore(conditions.random);
+    set_states(generators_, conditions.random);
   }
   ~ConditionsGuard() {
-    restore(random_before_);
+    set_states(generators_, random_before_);
     // Casts that outlive the region would outlive the weights' values.
     if (at::autocast::decrement_nesting() == 0) at::autocast::clear_cache();
     casts_before_.restore();
@@ -131,59 +120,35 @@ class ConditionsGuard {
 
  private:
   const at::AutoGradMode grad_mode_{true};
-  const CastState casts_before_ = CastState::now();
-  const RandomState random_before_;
+  const CastState casts_before_;
+  const std::vector<at::Generator> generators_;
+  const std::vector<at::Tensor> random_before_ = states_of(generators_);
   const ParameterCasts::Scope parameters_;
 };
 
-// The inputs, kept as autograd keeps tensors, so that an enclosing checkpoint
-// need not hold them in memory.
-class KeptInputs {
- public:
-  explicit KeptInputs(std::span<const at::Tensor> inputs) {
-    inputs_.reserve(inputs.size());
-    for (const at::Tensor& input : inputs) {
-      inputs_.push_back(
-          {.saved = SavedVariable(input, /*is_output=*/false),
-           .version =
-               input.defined() ? static_cast<uint32_t>(input._version()) : 0,
-           .requires_grad = input.defined() && input.requires_grad()});
-    }
+// The inputs, kept as autograd keeps tensors: an enclosing checkpoint need not
+// hold them in memory, and unpack() throws if they were changed in place.
+std::vector<SavedVariable> kept(std::span<const at::Tensor> inputs) {
+  std::vector<SavedVariable> saved;
+  saved.reserve(inputs.size());
+  for (const at::Tensor& input : inputs) {
+    saved.emplace_back(input, /*is_output=*/false);
   }
+  return saved;
+}
 
-  // Leaves with the inputs' values, that require a gradient where those do.
-  std::vector<at::Tensor> leaves() const {
-    const at::NoGradGuard no_grad;
-    std::vector<at::Tensor> leaves;
-    leaves.reserve(inputs_.size());
-    for (size_t i = 0; i < inputs_.size(); ++i) {
-      const Input& input = inputs_[i];
-      const std::optional<at::Tensor> kept = input.saved.get_raw_data();
-      if (kept && kept->defined()) {
-        TORCH_CHECK(kept->_version() == input.version, "checkpoint: input ", i,
-                    ", ", kept->toString(), " ", kept->sizes(),
-                    ", was changed in place before backward: expected version ",
-                    input.version, ", found ", kept->_version(),
-                    ".\nChange a clone of it, or change it after backward.");
-      }
-      at::Tensor leaf = input.saved.unpack();
-      if (leaf.defined()) {
-        leaf = leaf.detach();
-        leaf.set_requires_grad(input.requires_grad);
-      }
-      leaves.push_back(std::move(leaf));
-    }
-    return leaves;
+// Leaves with the inputs' values, that require a gradient where those do.
+std::vector<at::Tensor> leaves_of(const std::vector<SavedVariable>& inputs) {
+  std::vector<at::Tensor> leaves;
+  leaves.reserve(inputs.size());
+  for (const SavedVariable& input : inputs) {
+    const at::Tensor tensor = input.unpack();
+    leaves.push_back(tensor.defined() ? tensor.detach().set_requires_grad(
+                                            tensor.requires_grad())
+                                      : tensor);
   }
-
- private:
-  struct Input {
-    SavedVariable saved;
-    uint32_t version = 0;
-    bool requires_grad = false;
-  };
-  std::vector<Input> inputs_;
-};
+  return leaves;
+}
 
 // A tensor at the moment when autograd saved it.
 struct Saved {
@@ -211,12 +176,9 @@ struct Saved {
 class Recomputation : public std::enable_shared_from_this<Recomputation> {
  public:
   // Made just before the first run, on its thread.
-  Recomputation(const CheckpointOptions& options,
-                std::span<const at::Tensor> inputs, Function function)
-      : inputs_(inputs),
-        conditions_{.random = options.preserve_rng_state
-                                  ? random_state_for(inputs)
-                                  : RandomState()},
+  Recomputation(std::span<const at::Tensor> inputs, Function function)
+      : inputs_(kept(inputs)),
+        conditions_(generators_for(inputs)),
         function_(std::move(function)) {}
 
   // The new place of a tensor that the first run saves.
@@ -243,7 +205,7 @@ class Recomputation : public std::enable_shared_from_this<Recomputation> {
     for (Place& place : places_) place.again.reset();
   }
 
-  const KeptInputs inputs_;
+  const std::vector<SavedVariable> inputs_;
   const Conditions conditions_;
   const Function function_;
 
@@ -334,7 +296,7 @@ at::Tensor Recomputation::take(size_t place) {
 }
 
 void Recomputation::recompute() {
-  const std::vector<at::Tensor> inputs = inputs_.leaves();
+  const std::vector<at::Tensor> inputs = leaves_of(inputs_);
   const auto again = std::make_shared<std::vector<Saved>>();
   {
     const ConditionsGuard as_before(conditions_);
@@ -394,11 +356,10 @@ class CheckpointedRun::Scope {
   const SavedTensorScope saved_tensors_;
 };
 
-CheckpointedRun::CheckpointedRun(const CheckpointOptions& options,
-                                 std::span<const at::Tensor> inputs,
+CheckpointedRun::CheckpointedRun(std::span<const at::Tensor> inputs,
                                  Function function)
-    : scope_(std::make_unique<Scope>(std::make_shared<Recomputation>(
-          options, inputs, std::move(function)))) {}
+    : scope_(std::make_unique<Scope>(
+          std::make_shared<Recomputation>(inputs, std::move(function)))) {}
 
 CheckpointedRun::~CheckpointedRun() = default;
 

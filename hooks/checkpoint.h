@@ -6,29 +6,25 @@
 //   at::Tensor hidden = checkpoint(
 //       [block](const at::Tensor& x) mutable { return block->forward(x); }, x);
 //
-// Autograd records the function as always, but what it would save is only
-// counted. The first saved tensor that backward asks for runs the function
-// again, which yields all of them. Everything that works without a checkpoint
-// works with it: autograd::grad, create_graph, retain_graph.
+// The first saved tensor that backward asks for runs the function again, which
+// yields all of them. autograd::grad, create_graph and retain_graph work as
+// without a checkpoint.
 //
-// To know:
-// - The function must do the same in both runs: save the same tensors in the
-//   same order. Autocast, random numbers and the precision of parameters
-//   (hooks/parameter_casts.h) are as in the first run. The function is copied
-//   (or moved), and what it holds lives until backward is over. Side effects
-//   happen twice.
+// - The function must save the same tensors in the same order in both runs.
+//   Autocast, random numbers and the precision of parameters are as in the
+//   first run. The function is copied (or moved), and lives until backward is
+//   over. Side effects happen twice.
 // - Inputs are kept. Changing one in place before backward is an error, and so
-//   is changing a tensor that the function captured; those get gradients like
-//   inputs. Activations of an enclosing checkpoint should be inputs: captured,
-//   they stay in memory.
-// - Checkpoints nest. A level of nesting costs another run of what is inside.
+//   is changing a captured tensor; those get gradients like inputs. Activations
+//   of an enclosing checkpoint should be inputs: captured, they stay in memory.
+// - Checkpoints nest. A level of nesting costs another run of the inner
+//   function.
 // - Without grad mode the function is just called.
 //
-// Source: torch.utils.checkpoint, the kind that is not reentrant. Differs:
-// takes tensors only, and the second run always goes to its end.
+// Source: torch.utils.checkpoint with use_reentrant=False. Differs: takes
+// tensors only, and the second run always goes to its end.
 //
-// Thread safety: any thread. The second run is on the thread that backward
-// uses.
+// Thread safety: any thread. The second run is on the thread of backward.
 
 #ifndef BRIGADE_HOOKS_CHECKPOINT_H_
 #define BRIGADE_HOOKS_CHECKPOINT_H_
@@ -45,18 +41,11 @@
 
 namespace brigade {
 
-struct CheckpointOptions {
-  // Gives the second run the random numbers of the first: those of the CPU and
-  // of the devices of the inputs. Costs a copy of the generators' states.
-  bool preserve_rng_state = true;
-};
-
-// While it lives, what this thread's autograd saves is got by running
-// `function` again.
+// While it lives, tensors that this thread's autograd saves are recomputed by
+// running `function` again.
 class CheckpointedRun {
  public:
-  CheckpointedRun(const CheckpointOptions& options,
-                  std::span<const at::Tensor> inputs,
+  CheckpointedRun(std::span<const at::Tensor> inputs,
                   std::function<void(std::span<const at::Tensor>)> function);
   ~CheckpointedRun();
   CheckpointedRun(const CheckpointedRun&) = delete;
@@ -75,8 +64,7 @@ class CheckpointedRun {
 // other threads during backward.
 // What `function` throws comes out of checkpoint() or of backward().
 template <typename Function, typename... Inputs>
-auto checkpoint(const CheckpointOptions& options, Function&& function,
-                const Inputs&... inputs) {
+auto checkpoint(Function&& function, const Inputs&... inputs) {
   static_assert(
       (std::is_convertible_v<const Inputs&, at::Tensor> && ...),
       "checkpoint() takes tensors: let the function capture the rest");
@@ -91,18 +79,8 @@ auto checkpoint(const CheckpointOptions& options, Function&& function,
   };
   if (!at::GradMode::is_enabled()) return call(tensors);
   const CheckpointedRun first_run(
-      options, tensors,
-      [call](std::span<const at::Tensor> again) { call(again); });
+      tensors, [call](std::span<const at::Tensor> again) { call(again); });
   return call(tensors);
-}
-
-template <typename Function, typename... Inputs>
-requires(!std::is_same_v<
-         std::decay_t<Function>,
-         CheckpointOptions>) auto checkpoint(Function&& function,
-                                             const Inputs&... inputs) {
-  return checkpoint(CheckpointOptions(), std::forward<Function>(function),
-                    inputs...);
 }
 
 }  // namespace brigade

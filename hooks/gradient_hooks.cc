@@ -51,9 +51,8 @@ void prefetch_after(std::span<const at::Tensor> tensors, size_t i) {
 }
 
 // Gradients become ready in much the same order in every backward, each long
-// after its accumulator was last used: an accumulator outlives its graphs here,
-// and what autograd would make anew, in memory it has just freed, is cold. So a
-// hook remembers which one was called after it, and prefetches for that one.
+// after its accumulator was last used, which is cold then. So a hook remembers
+// which one was called after it, and prefetches for that one.
 class ReadyHook final : public torch::autograd::FunctionPostHook {
  public:
   ReadyHook(GradientHooks& owner, VariableIndex variable,

@@ -1,11 +1,9 @@
-// Tells when the gradient of a parameter has been accumulated, or takes it in
-// place of `.grad`.
+// Hooks of gradient accumulators: call a listener after `.grad` holds a
+// parameter's gradient of this backward, or a sink has taken it instead.
 //
-// Each parameter's gradient accumulator gets a post-hook that calls the
-// listener after `.grad` holds the parameter's gradient of this backward, or a
-// sink has taken it. The accumulators are kept alive here: autograd holds them
-// weakly, and a hook dies with its accumulator. The destructor takes the hooks
-// off, even while a graph that leads to them is alive.
+// The accumulators are kept alive here: autograd holds them weakly, and a hook
+// dies with its accumulator. The destructor takes the hooks off, even while a
+// graph that leads to them is alive.
 //
 // Thread safety: listener and sink are called on whichever thread runs the
 // accumulator, on several at once for parameters of several devices. Construct
@@ -48,17 +46,14 @@ class GradientHooks {
   using Listener = std::function<void(VariableIndex variable, bool is_defined)>;
 
   // Takes a gradient in place of `.grad`, which stays as it is: summed over the
-  // uses of the parameter in this backward, in the accumulator's precision,
-  // after the user's hooks on the tensor. `gradient`: of the shape of the
-  // parameter, defined, of any layout, and with a history under create_graph.
-  // It may be part of a tensor of the user's: it is not to be written. Called
-  // on the thread that calls the listener next, with the accumulator's stream
-  // current. What it throws comes out of backward(), and the listener is not
-  // called then.
+  // uses of the parameter in this backward, after the user's hooks on the
+  // tensor. `gradient`: of the parameter's shape, of any layout, with a history
+  // under create_graph. Must not be written: it may be a tensor of the user's.
+  // Called before the listener, with the accumulator's stream current. What it
+  // throws comes out of backward(), and the listener is not called then.
   //
   // Not taken: undefined gradients, and those that autograd::grad returns.
-  // Hooks that users put on a tensor to run after accumulation still run, and
-  // find `.grad` without this gradient.
+  // Users' hooks after accumulation run, and find `.grad` without it.
   using Sink =
       std::function<void(VariableIndex variable, const at::Tensor& gradient)>;
 

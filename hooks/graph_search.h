@@ -1,8 +1,8 @@
 // Finds the parameters that a backward can't reach.
 //
 // Walks the autograd graph from the outputs of a forward towards its leaves,
-// without recursion. What is reached may still get no gradient: an output may
-// be left out of the loss, a function may return an undefined gradient. A
+// without recursion. A reached parameter may still get no gradient: an output
+// may be left out of the loss, a function may return an undefined gradient. A
 // reentrant checkpoint (torch.utils.checkpoint's) hides its graph until
 // backward runs it again: parameters used only inside of one are unreached.
 //
@@ -10,9 +10,8 @@
 //   at::Tensor output = net->forward(input);
 //   for (size_t parameter : search.unreached(std::array{output})) ...
 //
-// Each call walks, 0.03-0.1 us per parameter. Nodes are made anew by each
-// forward, and graphs that took another parameter may be alike in all else: a
-// result can't be reused for a graph that seems to be the last one again.
+// Nodes are made anew by each forward, and graphs that took another parameter
+// may be identical in all else: no result can be reused without a walk.
 //
 // Thread safety: none. Backwards through the graph may run at the same time.
 
@@ -23,49 +22,37 @@
 #include <torch/csrc/autograd/function.h>
 
 #include <cstddef>
-#include <cstdint>
-#include <memory>
 #include <span>
 #include <vector>
+
+#include "absl/container/flat_hash_map.h"
+#include "absl/container/flat_hash_set.h"
 
 namespace brigade {
 
 class GraphSearch {
  public:
   // `accumulators`: the gradient accumulator of each parameter, for instance
-  // GradientHooks::accumulators(). They are known by their address.
-  //
-  // REQUIRES: they outlive this object.
+  // GradientHooks::accumulators(). REQUIRES: they outlive this object.
   //
   // Errors: ValueError if one is null or listed twice.
   explicit GraphSearch(std::span<torch::autograd::Node* const> accumulators);
-  ~GraphSearch();
 
   // Parameters that no path from `outputs` leads to, ascending, as indices in
   // the list given to the constructor. A parameter that is an output itself is
-  // reached. Tensors without history are passed over. Valid until the next
-  // call.
-  std::span<const size_t> unreached(std::span<const at::Tensor> outputs);
-
-  // True if the last call's result equals that of the call before it; false
-  // after the first.
-  bool repeated() const { return repeated_; }
+  // reached. Tensors without history are passed over.
+  std::vector<size_t> unreached(std::span<const at::Tensor> outputs);
 
  private:
-  class NodeMarks;
+  void meet(torch::autograd::Node* node);
 
-  // These return whether all parameters have been reached.
-  bool meet(torch::autograd::Node* node);
-  bool walk();
-
-  const std::unique_ptr<NodeMarks> marks_;
-  std::vector<uint32_t> reached_in_walk_;  // by parameter: the last such walk
-  size_t num_unreached_ = 0;
+  // Of accumulators, known by their address: their memory is not touched.
+  absl::flat_hash_map<const torch::autograd::Node*, size_t> numbers_;
+  // Of the walk.
+  absl::flat_hash_set<const torch::autograd::Node*> visited_;
   std::vector<torch::autograd::Node*> to_visit_;
-  std::vector<size_t> unreached_;
-  std::vector<size_t> unreached_before_;
-  bool searched_ = false;
-  bool repeated_ = false;
+  std::vector<bool> is_reached_;  // by parameter
+  size_t num_unreached_ = 0;
 };
 
 }  // namespace brigade

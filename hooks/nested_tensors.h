@@ -1,10 +1,10 @@
 // Finds and casts the tensors in the arguments and results of a forward.
 //
-// A nest is a tensor, or any combination of vectors, arrays, spans, lists,
-// maps, pairs, tuples, optionals, variants and IValues of tensors; numbers and
-// text may be in it. LibTorch's own return types are tuples and vectors. A
-// result of another type does not compile until its namespace has an overload
-// that calls `visit` with each tensor, and changes nothing else:
+// A nest is a tensor, or any combination of vectors, arrays, spans, maps,
+// pairs, tuples, optionals and IValues of tensors; numbers and text may be in
+// it. LibTorch's own return types are tuples and vectors. A result of another
+// type does not compile until its namespace has an overload that calls `visit`
+// with each tensor, and changes nothing else:
 //
 //   namespace mine {
 //   struct Output { at::Tensor logits; at::Tensor features; };
@@ -22,6 +22,7 @@
 #include <ATen/core/Tensor.h>
 #include <ATen/core/ivalue.h>
 
+#include <algorithm>
 #include <functional>
 #include <optional>
 #include <ranges>
@@ -29,7 +30,6 @@
 #include <tuple>
 #include <type_traits>
 #include <utility>
-#include <variant>
 #include <vector>
 
 namespace brigade {
@@ -74,13 +74,6 @@ concept UserVisitable = requires(T& value, const TensorVisit& visit) {
   visit_tensors(value, visit);
 };
 
-// c10::List, whose elements are proxies.
-template <typename T>
-concept ProxyList = requires(T& list) {
-  list.set(0, list.get(0));
-  list.copy();
-};
-
 template <typename T>
 concept TupleLike = requires {
   std::tuple_size<T>::value;
@@ -90,11 +83,6 @@ template <typename T>
 inline constexpr bool kIsOptional = false;
 template <typename T>
 inline constexpr bool kIsOptional<std::optional<T>> = true;
-
-template <typename T>
-inline constexpr bool kIsVariant = false;
-template <typename... Ts>
-inline constexpr bool kIsVariant<std::variant<Ts...>> = true;
 
 // Whether a copy of a T owns tensors: they can be replaced there without the
 // original noticing.
@@ -145,27 +133,10 @@ void visit_nest(T& value, const Visit& visit) {
     });
   } else if constexpr (kIsOptional<Value>) {
     if (value.has_value()) visit_nest<kOwnedOnly>(*value, visit);
-  } else if constexpr (kIsVariant<Value>) {
-    std::visit([&visit](auto& held) { visit_nest<kOwnedOnly>(held, visit); },
-               value);
   } else if constexpr (std::is_convertible_v<T&, std::string_view>) {
     return;  // a range, but of no interest
-  } else if constexpr (ProxyList<Value>) {
-    if constexpr (!std::is_const_v<T>) value = value.copy();  // others hold it
-    for (size_t i = 0; i < value.size(); ++i) {
-      std::conditional_t<std::is_const_v<T>, const typename Value::value_type,
-                         typename Value::value_type>
-          element = value.get(i);
-      visit_nest<kOwnedOnly>(element, visit);
-      if constexpr (!std::is_const_v<T>) value.set(i, std::move(element));
-    }
   } else if constexpr (std::ranges::input_range<T>) {
-    if constexpr (std::is_lvalue_reference_v<
-                      std::ranges::range_reference_t<T>>) {
-      for (auto& element : value) visit_nest<kOwnedOnly>(element, visit);
-    } else {
-      for (const auto& element : value) visit_nest<kOwnedOnly>(element, visit);
-    }
+    for (auto&& element : value) visit_nest<kOwnedOnly>(element, visit);
   } else if constexpr (TupleLike<Value>) {
     std::apply(
         [&visit](auto&... parts) {
@@ -238,12 +209,9 @@ class ForwardArgument {
     std::vector<at::Tensor> tensors;
     nested_tensors_detail::visit_nest<true>(
         std::as_const(value_), nested_tensors_detail::Collect{tensors});
-    for (const at::Tensor& tensor : tensors) {
-      if (tensor.is_floating_point() && tensor.scalar_type() != dtype) {
-        return true;
-      }
-    }
-    return false;
+    return std::ranges::any_of(tensors, [&](const at::Tensor& tensor) {
+      return tensor.is_floating_point() && tensor.scalar_type() != dtype;
+    });
   }
 
   T&& value_;

@@ -20,10 +20,10 @@ namespace brigade {
 bool watch_outputs(std::span<const at::Tensor> outputs,
                    std::weak_ptr<void> owner, std::function<void()> on_reached);
 
-// Ties the outputs of a forward together: a backward that starts from some of
-// them goes through all. The parameters of an output that the loss leaves out
-// are reached then, with undefined gradients, instead of not at all, so that a
-// reducer that finds unused parameters waits for none in vain.
+// Ties the outputs of a forward together: a backward from some of them goes
+// through all. Parameters of an output that the loss leaves out get undefined
+// gradients then, so that a reducer that finds unused parameters waits for none
+// in vain.
 //
 //   auto [logits, features] = net->forward(input);
 //   std::vector<at::Tensor> outputs =
@@ -32,13 +32,12 @@ bool watch_outputs(std::span<const at::Tensor> outputs,
 //   loss(outputs[0]).backward();
 //
 // Returns stand-ins for `outputs`, in their order, with the same values.
-// Tensors without a history, undefined ones among them, are returned as they
-// are; so are all if fewer than two have one. A reducer takes one backward
-// through tied outputs: two losses on two of them are added up first.
+// Tensors without a history are returned as they are; so are all if fewer than
+// two have one. A reducer takes one backward through tied outputs: add up two
+// losses on two of them first.
 //
-// `copies`: each has memory of its own. If false, it shares the output's, and
-// must not be changed in place where another tensor shares that too: autograd
-// would take the other one for unchanged.
+// `copies`: each has memory of its own. If false, it shares the output's: a
+// write in place goes unnoticed by other tensors that share it.
 std::vector<at::Tensor> tie_outputs(std::span<const at::Tensor> outputs,
                                     bool copies = true);
 

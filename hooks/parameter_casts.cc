@@ -83,13 +83,9 @@ ParameterCasts::ParameterCasts(std::span<const at::Tensor> parameters,
   const at::NoGradGuard no_grad;
   std::vector<at::Tensor> originals;
   std::vector<at::Tensor> copies;
-  std::unordered_set<const at::TensorImpl*> known;
   for (size_t i = 0; i < parameters.size(); ++i) {
     const at::Tensor& parameter = parameters[i];
-    if (!can_be_cast(parameter, dtype) ||
-        !known.insert(parameter.unsafeGetTensorImpl()).second) {
-      continue;
-    }
+    if (!can_be_cast(parameter, dtype)) continue;
     originals.push_back(parameter);
     copies.push_back(
         at::empty_like(parameter, parameter.options().dtype(dtype)));

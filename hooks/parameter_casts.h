@@ -1,28 +1,22 @@
 // Runs a function with parameters in a lower precision than they are kept in.
 //
-// While a scope lives, the parameters hold copies in that precision; outside of
-// it they are what they always are. Backward works nevertheless:
-// - Autograd saves the copies, since the parameters will hold other data by
-//   then. Gradients are those at the copies' values, whatever happens to the
-//   parameters before backward.
-// - A parameter keeps its gradient accumulator, which knows its own precision:
-//   the engine casts each gradient on its way there, before gradients of
-//   several uses are added up.
-// - checkpoint() runs its function again with the same copies, in a scope of
-//   its own. (A parameter that changed before is an error there, as always.)
+// While a scope lives, the parameters hold copies in that precision. Autograd
+// saves the copies, so gradients are those at the copies' values, whatever
+// happens to the parameters before backward. A parameter keeps its gradient
+// accumulator: each gradient is cast to the parameter's own precision before
+// gradients of several uses are added up. checkpoint() runs its function again
+// with the same copies.
 //
 // Differs from torch.nn.parallel's native mixed precision, which leaves copies
 // in place until backward is over: a second forward, an evaluation in between
 // and a backward that never comes need no care here.
 //
-// To know:
-// - What is written to a parameter inside of a scope is lost; see
-//   first_changed(). Views of a parameter that leave the scope are of the copy.
-// - Threads other than the scope's own, and functions of the user's that keep a
-//   parameter for backward by other means than saving it, get the parameter
-//   itself in backward.
-// - Copies belong to the stream that is current when they are made. A function
-//   that uses parameters on a stream of its own records it on them.
+// Limits:
+// - A write to a parameter inside of a scope is lost; see first_changed().
+//   Views of a parameter that leave the scope are of the copy.
+// - Threads other than the scope's own, and functions that keep a parameter for
+//   backward by other means than saving it, get the parameter itself.
+// - Copies belong to the stream that is current when they are made.
 //
 // Thread safety: parameters may be in use on one thread at a time.
 
@@ -52,23 +46,23 @@ class ParameterCasts {
     kRefused,  // parameters may be in use on other threads during backward
   };
 
-  // Casts those leaves among `parameters` that are dense, floating-point and
-  // not in `dtype`.
+  // Casts those leaves among `parameters`, each given once, that are dense,
+  // floating-point and not in `dtype`.
   ParameterCasts(std::span<const at::Tensor> parameters, at::ScalarType dtype,
                  Checkpoints checkpoints = Checkpoints::kAllowed);
 
-  // Those of the innermost scope on this thread, to be used again in backward;
-  // null if there is none. Errors: RuntimeError if checkpoints are refused.
+  // Of the innermost scope on this thread, for use in backward; null: none.
+  // Errors: RuntimeError if checkpoints are refused.
   static std::shared_ptr<const ParameterCasts> current();
 
   class Scope {
    public:
-    // Makes exactly `casts` current, with those that were current when they
-    // were made; null: none.
+    // Makes `casts` current, with those that were current when they were made;
+    // null: none.
     //
     // Errors: RuntimeError if it would have to end an outer scope, if a
-    // parameter is not in the precision that it was cast from (in use on
-    // another thread, for instance), or if saved tensor hooks are disabled.
+    // parameter is not in the precision that it was cast from, or if saved
+    // tensor hooks are disabled.
     explicit Scope(std::shared_ptr<const ParameterCasts> casts);
     ~Scope();
 

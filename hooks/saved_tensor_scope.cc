@@ -117,8 +117,4 @@ SavedTensorScope::SavedTensorScope(MakeHooks make_hooks)
 
 SavedTensorScope::~SavedTensorScope() { innermost_scope = outer_; }
 
-bool has_saved_tensor_hooks() {
-  return innermost_scope != nullptr || num_python_hooks() > 0;
-}
-
 }  // namespace brigade

@@ -1,9 +1,9 @@
-// Decides how tensors are saved that autograd saves on this thread.
+// Default saved tensor hooks of C++, for the tensors that autograd saves on
+// this thread.
 //
-// LibTorch's own default hooks are Python objects. From C++ they are reached
-// where autograd asks for them, at its default engine: while the first scope is
-// made, an engine takes the default one's place that passes everything on to it
-// and answers this one question itself. It stays.
+// LibTorch's own default hooks are Python objects. Autograd asks its default
+// engine for them: the first scope puts an engine in its place, for good, that
+// passes everything else on.
 //
 // Thread safety: a scope concerns its own thread.
 
@@ -28,7 +28,7 @@ class SavedTensorScope {
   explicit SavedTensorScope(MakeHooks make_hooks);
   ~SavedTensorScope();
 
-  // What the scope around this one says; null if there is none.
+  // Of the scope around this one; null if there is none.
   std::unique_ptr<torch::autograd::SavedVariableHooks> outer_hooks() const {
     return outer_ == nullptr ? nullptr : outer_->make_hooks_();
   }
@@ -43,10 +43,6 @@ class SavedTensorScope {
   const SavedTensorScope* const outer_;
   const size_t num_python_hooks_;
 };
-
-// Whether somebody decides how tensors are saved that the calling thread saves,
-// as whoever recomputes them does: one of these, or one of Python's.
-bool has_saved_tensor_hooks();
 
 }  // namespace brigade
 

@@ -7,7 +7,6 @@
 #include <condition_variable>
 #include <cstddef>
 #include <exception>
-#include <map>
 #include <mutex>
 #include <sstream>
 #include <thread>
@@ -27,7 +26,7 @@ using Clock = std::chrono::steady_clock;
 
 constexpr milliseconds kLongestDefault{60'000};
 constexpr milliseconds kLongest = std::chrono::hours{24 * 365};
-constexpr int kChecksPerReport = 4;
+constexpr int kLooksPerReport = 4;
 // A store that works answers within this.
 constexpr milliseconds kPatienceWithStore{1'000};
 
@@ -56,18 +55,9 @@ Answer from_line(const std::string& line) {
   return answer;
 }
 
-std::string questions_key(const std::string& prefix) {
-  return absl::StrCat(prefix, "questions");
-}
-
 std::string since(Clock::time_point begin, Clock::time_point now) {
   return describe_seconds(
       std::chrono::duration_cast<milliseconds>(now - begin));
-}
-
-milliseconds period_of(milliseconds report_after) {
-  if (report_after.count() == 0) return report_after;
-  return std::max(report_after / kChecksPerReport, milliseconds{1});
 }
 
 }  // namespace
@@ -76,15 +66,19 @@ StallWatch::Check::Check(Place place, Names names,
                          std::shared_ptr<const Progress> progress,
                          std::function<std::string()> describe)
     : place_(std::move(place)),
+      questions_key_(absl::StrCat(place_.prefix, "questions")),
       names_(std::move(names)),
       progress_(std::move(progress)),
       describe_(std::move(describe)) {}
 
 std::optional<std::string> StallWatch::Check::look(Time now,
                                                    milliseconds report_after) {
-  const int64_t num_waits = progress_->num_waits;
-  if (num_waits != num_waits_) {
-    begin_anew(num_waits, now);
+  if (const int64_t num_waits = progress_->num_waits; num_waits != num_waits_) {
+    num_waits_ = num_waits;
+    since_ = words_since_ = now;
+    words_.clear();
+    question_ = 0;
+    reported_ = false;
     return std::nullopt;
   }
   if (std::string words = describe_(); words != words_) {
@@ -93,9 +87,9 @@ std::optional<std::string> StallWatch::Check::look(Time now,
   }
   const bool waiting = progress_->is_waiting();
   if (waiting && question_ == 0 && now - since_ >= report_after / 2) {
-    question_ = place_.store->add(questions_key(place_.prefix), 1);
+    question_ = place_.store->add(questions_key_, 1);
   }
-  answer(now);
+  answer(now, waiting);
   if (!waiting || reported_ || question_ == 0 || now - since_ < report_after) {
     return std::nullopt;
   }
@@ -103,25 +97,14 @@ std::optional<std::string> StallWatch::Check::look(Time now,
   return report(now);
 }
 
-void StallWatch::Check::begin_anew(int64_t num_waits, Time now) {
-  num_waits_ = num_waits;
-  since_ = now;
-  words_.clear();
-  words_since_ = now;
-  question_ = 0;
-  old_questions_ = seen_questions_;
-  reported_ = false;
-}
-
-void StallWatch::Check::answer(Time now) {
-  seen_questions_ = num_questions();
-  if (seen_questions_ <= old_questions_) return;
+void StallWatch::Check::answer(Time now, bool waiting) {
+  if (!place_.store->check({questions_key_})) return;  // nobody has ever asked
   place_.store->set(
       line_key(place_.rank),
-      to_line({.question = seen_questions_,
+      to_line({.question = place_.store->add(questions_key_, 0),
                .iteration = progress_->iteration,
                .launched = progress_->launched,
-               .waits = progress_->is_waiting(),
+               .waits = waiting,
                .words = absl::StrCat(words_, " (no change for ",
                                      since(words_since_, now), ")")}));
 }
@@ -170,11 +153,6 @@ std::string StallWatch::Check::report(Time now) {
       "s launched.\nLook there: ", absl::StrJoin(parts, "; "), ".");
 }
 
-int64_t StallWatch::Check::num_questions() {
-  const std::string key = questions_key(place_.prefix);
-  return place_.store->check({key}) ? place_.store->add(key, 0) : 0;
-}
-
 std::string StallWatch::Check::line_key(int rank) const {
   return absl::StrCat(place_.prefix, "line/", rank);
 }
@@ -183,139 +161,61 @@ struct StallWatch::State {
   State(Check::Place place, Names names, milliseconds time,
         std::shared_ptr<const Progress> progress,
         std::function<std::string()> source)
-      : describe(std::move(source)),
-        check(std::move(place), std::move(names), std::move(progress),
+      : check(std::move(place), std::move(names), std::move(progress),
               [this] {
-                const std::lock_guard<std::mutex> lock(describe_mutex);
+                const std::lock_guard<std::recursive_mutex> lock(mutex);
                 return describe ? describe() : "is being destroyed";
               }),
+        describe(std::move(source)),
         report_after(time) {}
 
-  void look() {
-    try {
-      if (const auto report = check.look(Clock::now(), report_after)) {
-        tell(*report);
+  // The thread's.
+  void run() {
+    std::unique_lock<std::recursive_mutex> lock(mutex);
+    while (!is_over) {
+      const milliseconds time = report_after;
+      if (time.count() == 0) {
+        changed.wait(lock);
+        continue;
       }
+      if (changed.wait_for(lock,
+                           std::max(time / kLooksPerReport, milliseconds{1})) ==
+          std::cv_status::no_timeout) {
+        continue;
+      }
+      is_looking = true;
+      lock.unlock();
+      look(time);
+      lock.lock();
+      is_looking = false;
+      changed.notify_all();
+    }
+  }
+
+  void look(milliseconds time) {
+    try {
+      const auto report = check.look(Clock::now(), time);
+      if (!report) return;
+      // The lock keeps the handler's owner alive while it runs.
+      const std::lock_guard<std::recursive_mutex> lock(mutex);
+      if (is_over) return;
+      if (const auto tell = handler) return tell(*report);
+      TORCH_WARN(*report);
     } catch (...) {
       // A store that fails can't be asked; the collective's own error follows.
     }
   }
 
-  // The lock keeps the handler's owner alive while it runs.
-  void tell(const std::string& report) {
-    const std::lock_guard<std::recursive_mutex> lock(telling);
-    if (is_over) return;
-    if (handler) {
-      handler(report);
-    } else {
-      TORCH_WARN(report);
-    }
-  }
+  Check check;  // the thread's own
 
-  std::mutex describe_mutex;
+  std::recursive_mutex mutex;  // a handler may set another one
+  std::condition_variable_any changed;
+  // Guarded by mutex.
   std::function<std::string()> describe;  // null once the watch is over
-  Check check;                            // the thread's own
-  std::atomic<milliseconds> report_after;
-
-  std::recursive_mutex telling;  // a handler may set another one
-  // Guarded by telling.
   std::function<void(const std::string&)> handler = nullptr;  // null: warn
+  milliseconds report_after;
+  bool is_looking = false;
   bool is_over = false;
-};
-
-// Runs the looks of all watches. A look that blocks delays the others; once its
-// owner has given up waiting for it, later watches get another thread.
-class StallWatch::Thread {
- public:
-  // Lives for good, as its thread may be blocked. A forked child gets its own.
-  static Thread& of_process() {
-    static std::mutex mutex;
-    static Thread* current = nullptr;
-    const std::lock_guard<std::mutex> lock(mutex);
-    if (current == nullptr || current->process_ != getpid() ||
-        current->is_blocked_) {
-      current = new Thread;
-    }
-    return *current;
-  }
-
-  // Runs `look` at most once in each `period` from now on; 0: never.
-  int64_t add(std::function<void()> look, milliseconds period) {
-    const std::lock_guard<std::mutex> lock(mutex_);
-    tasks_[++last_added_] = {.look = std::move(look)};
-    set_period_locked(last_added_, period);
-    return last_added_;
-  }
-
-  void set_period(int64_t task, milliseconds period) {
-    const std::lock_guard<std::mutex> lock(mutex_);
-    set_period_locked(task, period);
-  }
-
-  // Waits for a look in progress, `patience` at most.
-  void remove(int64_t task, milliseconds patience) {
-    std::unique_lock<std::mutex> lock(mutex_);
-    tasks_.erase(task);
-    if (std::this_thread::get_id() == thread_) return;  // the look itself
-    if (!changed_.wait_for(lock, patience, [&] { return running_ != task; })) {
-      is_blocked_ = true;
-    }
-  }
-
- private:
-  struct Task {
-    std::function<void()> look;
-    milliseconds period{0};
-    Clock::time_point due = {};
-  };
-
-  Thread() {
-    std::thread thread([this] { loop(); });
-    const std::lock_guard<std::mutex> lock(mutex_);
-    thread_ = thread.get_id();
-    thread.detach();
-  }
-
-  void set_period_locked(int64_t task, milliseconds period) {
-    tasks_.at(task).period = period;
-    tasks_.at(task).due =
-        period.count() == 0 ? Clock::time_point::max() : Clock::now() + period;
-    changed_.notify_all();
-  }
-
-  void loop() {
-    std::unique_lock<std::mutex> lock(mutex_);
-    while (true) {
-      const auto next = std::ranges::min_element(
-          tasks_, {}, [](const auto& task) { return task.second.due; });
-      if (next == tasks_.end() ||
-          next->second.due == Clock::time_point::max()) {
-        changed_.wait(lock);
-      } else if (Clock::now() < next->second.due) {
-        const Clock::time_point due = next->second.due;  // it may be removed
-        changed_.wait_until(lock, due);
-      } else {
-        next->second.due = Clock::now() + next->second.period;
-        running_ = next->first;
-        const std::function<void()> look = next->second.look;
-        lock.unlock();
-        look();
-        lock.lock();
-        running_ = 0;
-        changed_.notify_all();
-      }
-    }
-  }
-
-  const pid_t process_ = getpid();
-  std::mutex mutex_;
-  std::condition_variable changed_;
-  // Guarded by mutex_.
-  std::thread::id thread_;
-  std::map<int64_t, Task> tasks_;
-  int64_t last_added_ = 0;
-  int64_t running_ = 0;  // 0: none
-  std::atomic<bool> is_blocked_ = false;
 };
 
 std::unique_ptr<StallWatch> StallWatch::start(
@@ -344,34 +244,37 @@ std::unique_ptr<StallWatch> StallWatch::start(
 StallWatch::StallWatch(std::shared_ptr<State> state)
     : process_(getpid()),
       state_(std::move(state)),
-      thread_(Thread::of_process()),
-      task_(thread_.add([state = state_] { state->look(); },
-                        period_of(state_->report_after))) {}
+      thread_([state = state_] { state->run(); }) {}
 
 void StallWatch::set_report_after(milliseconds time) {
-  time = std::min(time, kLongest);
-  state_->report_after = time;
-  thread_.set_period(task_, period_of(time));
+  const std::lock_guard<std::recursive_mutex> lock(state_->mutex);
+  state_->report_after = std::min(time, kLongest);
+  state_->changed.notify_all();
 }
 
 void StallWatch::set_handler(
     std::function<void(const std::string& report)> handler) {
-  const std::lock_guard<std::recursive_mutex> lock(state_->telling);
+  const std::lock_guard<std::recursive_mutex> lock(state_->mutex);
   state_->handler = std::move(handler);
 }
 
 StallWatch::~StallWatch() {
-  if (getpid() != process_) return;
-  {
-    const std::lock_guard<std::mutex> lock(state_->describe_mutex);
-    state_->describe = nullptr;
+  if (getpid() != process_) {
+    new std::thread(std::move(thread_));  // of the parent: not to be joined
+    return;
   }
+  bool can_join = thread_.get_id() != std::this_thread::get_id();
   {
-    const std::lock_guard<std::recursive_mutex> lock(state_->telling);
+    std::unique_lock<std::recursive_mutex> lock(state_->mutex);
     state_->is_over = true;
+    state_->describe = nullptr;
     state_->handler = nullptr;
+    state_->changed.notify_all();
+    can_join = can_join &&
+               state_->changed.wait_for(lock, kPatienceWithStore,
+                                        [&] { return !state_->is_looking; });
   }
-  thread_.remove(task_, kPatienceWithStore);
+  can_join ? thread_.join() : thread_.detach();
 }
 
 }  // namespace brigade

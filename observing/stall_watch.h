@@ -1,7 +1,7 @@
-// Reports stalls: which rank an engine waits for, and what that rank does.
+// Stall reports: name the ranks that an engine waits for, and their progress.
 //
 // A late rank is busy and can't be asked while it works. So on every rank a
-// thread looks at the progress a few times within the time after which a stall
+// thread looks at the progress four times within the time after which a stall
 // is reported. A rank that waits asks the others halfway, in the group's store,
 // and reports at the end; ranks that have begun no wait since the previous look
 // answer there. While iterations go on, nobody reads or writes the store.
@@ -18,13 +18,13 @@
 #include <memory>
 #include <optional>
 #include <string>
+#include <thread>
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 #include <torch/csrc/distributed/c10d/Store.hpp>
 
 namespace brigade {
 
-// How far an engine has come, for the thread that looks, which must not wait
-// for the engine's lock.
+// Progress of an engine, read without the engine's lock.
 //
 // Thread safety: one thread at a time writes, any may read. A reader may see a
 // change of one field before that of another.
@@ -34,8 +34,8 @@ struct Progress {
   std::atomic<int64_t> num_units = 0;
   std::atomic<int64_t> num_waits = 0;  // that have begun, for peers
   std::atomic<int> num_waiting = 0;    // of these, in progress
-  // What the wait is for that began last: "the gather of unit 'a'"; null: the
-  // launched units. Lives as long as this.
+  // The object of the last wait: "the gather of unit 'a'"; null: the launched
+  // units. Lives as long as this.
   std::atomic<const std::string*> awaited = nullptr;
 
   bool is_waiting() const { return num_waiting > 0; }
@@ -63,9 +63,7 @@ class WaitForPeers {
   const std::string* const outer_;
 };
 
-// All watches of a process share one thread.
-//
-// Thread safety: made and destroyed by one thread.
+// Thread safety: made and destroyed by one thread; the setters by any.
 class StallWatch {
  public:
   class Check;
@@ -80,19 +78,19 @@ class StallWatch {
   // Reports after half of the group's timeout, 60 s at most. `store_prefix`: of
   // keys in the store, equal on all ranks, and of no other watch.
   //
-  // `describe` returns what this rank does, beginning with a verb; it is called
-  // on the watch's thread, and no more once the watch is being destroyed.
+  // `describe` returns this rank's activity, beginning with a verb; it is
+  // called on the watch's thread, and not after the destructor.
   static std::unique_ptr<StallWatch> start(
       const c10::intrusive_ptr<c10d::ProcessGroup>& group,
       const std::string& store_prefix, Names names,
       std::shared_ptr<const Progress> progress,
       std::function<std::string()> describe);
 
-  // 0: never; then this rank does not answer either. Any thread may call it.
+  // 0: never; then this rank does not answer either.
   void set_report_after(std::chrono::milliseconds time);
 
-  // Called on the watch's thread in place of a warning; null: warn again. Any
-  // thread may call it. Exceptions of the handler are dropped.
+  // Called on the watch's thread in place of a warning; null: warn again.
+  // Exceptions of the handler are dropped.
   void set_handler(std::function<void(const std::string& report)> handler);
 
   // Waits for a look in progress, unless the store blocks it. The handler is
@@ -105,14 +103,12 @@ class StallWatch {
 
  private:
   struct State;
-  class Thread;
 
   explicit StallWatch(std::shared_ptr<State> state);
 
   const pid_t process_;
   const std::shared_ptr<State> state_;  // shared with the thread
-  Thread& thread_;
-  const int64_t task_;  // of the thread
+  std::thread thread_;
 };
 
 // The logic of one look, with a clock of the caller's.
@@ -122,10 +118,10 @@ class StallWatch::Check {
  public:
   using Time = std::chrono::steady_clock::time_point;
 
-  // This rank, and where ranks ask each other.
+  // `prefix`: of keys in `store`, by which ranks ask each other.
   struct Place {
     c10::intrusive_ptr<c10d::Store> store;
-    std::string prefix;  // as for start()
+    std::string prefix;
     int rank = 0;
     int world_size = 0;
   };
@@ -139,26 +135,21 @@ class StallWatch::Check {
                                   std::chrono::milliseconds report_after);
 
  private:
-  void begin_anew(int64_t num_waits, Time now);
-  void answer(Time now);
+  void answer(Time now, bool waiting);
   std::string report(Time now);
-
-  // Of all ranks so far. One look into the store while nobody has ever asked.
-  int64_t num_questions();
   std::string line_key(int rank) const;  // of its last answer
 
   const Place place_;
+  const std::string questions_key_;  // a count of all ranks' questions
   const Names names_;
   const std::shared_ptr<const Progress> progress_;
   const std::function<std::string()> describe_;
 
-  int64_t num_waits_ = -1;     // seen by the last look
-  Time since_;                 // when that number changed
-  std::string words_;          // this rank's description
-  Time words_since_;           // when that changed
-  int64_t question_ = 0;       // of this rank in this stall; 0: not yet asked
-  int64_t old_questions_ = 0;  // nobody waits for an answer any more
-  int64_t seen_questions_ = 0;
+  int64_t num_waits_ = -1;  // seen by the last look
+  Time since_;              // when that number changed
+  std::string words_;       // this rank's description
+  Time words_since_;        // when that changed
+  int64_t question_ = 0;    // of this rank in this stall; 0: not yet asked
   bool reported_ = false;
 };
 

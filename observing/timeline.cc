@@ -17,6 +17,11 @@ int64_t span_ns(int64_t begin_ns, int64_t end_ns) {
 
 double ms(int64_t ns) { return static_cast<double>(ns) / 1e6; }
 
+// In ms after `begin_ns`.
+std::string time_of(int64_t time_ns, int64_t begin_ns) {
+  return time_ns == 0 ? "-" : absl::StrFormat("%.3f", ms(time_ns - begin_ns));
+}
+
 // By GatheredIn.
 constexpr std::string_view kGathers[] = {"gather forward", "gather backward",
                                          "gather"};
@@ -62,33 +67,21 @@ std::string describe(const Timeline& timeline) {
       ms(span_ns(timeline.backward_end_ns, timeline.finalize_end_ns)));
   absl::StrAppendFormat(&text, "%6s%12s%12s%12s%12s\n", "bucket", "packed",
                         "launched", "complete", "exposed");
-  const auto since_backward = [&](int64_t time_ns) {
-    return time_ns == 0 ? std::string("-")
-                        : absl::StrFormat(
-                              "%.3f", ms(time_ns - timeline.backward_begin_ns));
-  };
+  const int64_t begin_ns = timeline.backward_begin_ns;
   for (size_t b = 0; b < timeline.units.size(); ++b) {
     const UnitTimes& unit = timeline.units[b];
     absl::StrAppendFormat(
-        &text, "%6d%12s%12s%12s%12.3f\n", b, since_backward(unit.pack_end_ns),
-        since_backward(unit.launch_ns), since_backward(unit.complete_ns),
-        ms(summary.unit_exposed_ns[b]));
+        &text, "%6d%12s%12s%12s%12.3f\n", b,
+        time_of(unit.pack_end_ns, begin_ns), time_of(unit.launch_ns, begin_ns),
+        time_of(unit.complete_ns, begin_ns), ms(summary.unit_exposed_ns[b]));
   }
   return text;
-}
-
-int64_t GatherTimes::travel_ns() const {
-  return span_ns(launch_ns, complete_ns);
 }
 
 int64_t GatherTimes::exposed_ns() const {
   if (needed_ns == 0) return 0;
   return span_ns(std::max(launch_ns, needed_ns),
                  std::min(complete_ns, whole_ns));
-}
-
-int64_t ReductionTimes::travel_ns() const {
-  return span_ns(launch_ns, complete_ns);
 }
 
 int64_t ShardingTimeline::exposed_ns(size_t reduction) const {
@@ -111,18 +104,15 @@ std::string describe(const ShardingTimeline& timeline) {
       ms(span_ns(timeline.backward_begin_ns, timeline.backward_end_ns)),
       ms(span_ns(timeline.backward_end_ns, timeline.finalize_end_ns)), "",
       "launched", "complete", "overlapped", "exposed");
-  const auto append = [&](std::string_view what, const auto& times,
+  const auto append = [&](std::string_view name, const auto& times,
                           int64_t exposed_ns) {
-    const auto since_begin = [&](int64_t time_ns) {
-      return time_ns == 0
-                 ? std::string("-")
-                 : absl::StrFormat("%.3f",
-                                   ms(time_ns - timeline.forward_begin_ns));
-    };
+    const int64_t begin_ns = timeline.forward_begin_ns;
     absl::StrAppendFormat(
-        &text, "%-16s%12s%12s%12.3f%12.3f  '%s'\n", std::string(what),
-        since_begin(times.launch_ns), since_begin(times.complete_ns),
-        ms(times.travel_ns() - exposed_ns), ms(exposed_ns), times.unit);
+        &text, "%-16s%12s%12s%12.3f%12.3f  '%s'\n", name,
+        time_of(times.launch_ns, begin_ns),
+        time_of(times.complete_ns, begin_ns),
+        ms(span_ns(times.launch_ns, times.complete_ns) - exposed_ns),
+        ms(exposed_ns), times.unit);
   };
   for (const GatherTimes& gather : timeline.gathers) {
     append(kGathers[static_cast<size_t>(gather.pass)], gather,

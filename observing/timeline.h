@@ -79,8 +79,8 @@ struct GatherTimes {
   int64_t needed_ns = 0;  // first; 0: this rank did not need it
   int64_t whole_ns = 0;   // the host went on
 
-  int64_t travel_ns() const;
-  // Of that, what the host waited for; on devices it does not wait.
+  // The part between launch and completion that the host waited for; on devices
+  // it does not wait.
   int64_t exposed_ns() const;
 };
 
@@ -88,8 +88,6 @@ struct ReductionTimes {
   std::string unit = {};
   int64_t launch_ns = 0;
   int64_t complete_ns = 0;
-
-  int64_t travel_ns() const;
 };
 
 // A step: from the first forward after a reduced backward to the end of the

@@ -1,5 +1,6 @@
 #include "brigade/observing/timeline_recorder.h"
 
+#include <array>
 #include <atomic>
 #include <map>
 #include <utility>
@@ -9,43 +10,40 @@
 namespace brigade {
 namespace {
 
+// By DeviceTimes::Step.
+constexpr std::array<int64_t UnitTimes::*, 4> kTimes = {
+    &UnitTimes::pack_begin_ns, &UnitTimes::pack_end_ns, &UnitTimes::launch_ns,
+    &UnitTimes::complete_ns};
+
 int64_t elapsed_ns(const c10::Event& from, const c10::Event& to) {
   return static_cast<int64_t>(from.elapsedTime(to) * 1e6);
 }
 
-// Maps the events of one device to the steady clock. Times between them stay
-// exact to what the device tells of two events that are close to each other.
-class DeviceClock {
- public:
-  explicit DeviceClock(const c10::Event& reference) : reference_(reference) {
-    c10::Event now(reference.device_type(), c10::EventFlag::BACKEND_DEFAULT);
-    now.record(current_stream(reference.device()));
-    now.synchronize();
-    reference_time_ns_ = now_ns() - elapsed_ns(reference, now);
-  }
+// When the device passed `event`, by the steady clock.
+int64_t steady_time_ns(const c10::Event& event) {
+  c10::Event now(event.device_type(), c10::EventFlag::BACKEND_DEFAULT);
+  now.record(current_stream(event.device()));
+  now.synchronize();
+  return now_ns() - elapsed_ns(event, now);
+}
 
-  int64_t time_ns(const c10::Event& event) const {
-    return reference_time_ns_ + elapsed_ns(reference_, event);
-  }
-
- private:
-  const c10::Event& reference_;
-  int64_t reference_time_ns_ = 0;
-};
-
-class Clocks {
+// Maps events to the steady clock by the first one of each device, so that the
+// times between them stay exact.
+class DeviceClocks {
  public:
   // Leaves `time_ns` alone if nothing was recorded.
   void read(const std::optional<c10::Event>& event, int64_t& time_ns) {
     if (!event) return;
     event->synchronize();
-    const auto [clock, is_new] =
-        by_device_.try_emplace(event->device_index(), *event);
-    time_ns = clock->second.time_ns(*event);
+    const auto [known, is_new] =
+        first_.try_emplace(event->device_index(), &*event, 0);
+    auto& [first, first_time_ns] = known->second;
+    if (is_new) first_time_ns = steady_time_ns(*event);
+    time_ns = first_time_ns + elapsed_ns(*first, *event);
   }
 
  private:
-  std::map<c10::DeviceIndex, DeviceClock> by_device_;
+  std::map<c10::DeviceIndex, std::pair<const c10::Event*, int64_t>> first_;
 };
 
 }  // namespace
@@ -80,20 +78,18 @@ void DeviceTimes::record(Event& event, c10::Device device) noexcept {
 
 void DeviceTimes::resolve(Timeline& timeline) const {
   const std::lock_guard<std::mutex> lock(mutex_);
-  Clocks clocks;
+  DeviceClocks clocks;
   clocks.read(marks_[kForwardEnd], timeline.forward_end_ns);
   clocks.read(marks_[kBackwardBegin], timeline.backward_begin_ns);
   clocks.read(marks_[kBackwardEnd], timeline.backward_end_ns);
   for (size_t b = 0; b < by_unit_.size(); ++b) {
-    UnitTimes& unit = timeline.units[b];
-    clocks.read(by_unit_[b][kPackBegin], unit.pack_begin_ns);
-    clocks.read(by_unit_[b][kPackEnd], unit.pack_end_ns);
-    clocks.read(by_unit_[b][kLaunch], unit.launch_ns);
-    clocks.read(by_unit_[b][kComplete], unit.complete_ns);
+    for (size_t step = 0; step < kTimes.size(); ++step) {
+      clocks.read(by_unit_[b][step], timeline.units[b].*kTimes[step]);
+    }
   }
 }
 
-// What a callback may write when the iteration, or the engine, is gone.
+// Written by callbacks, also when the iteration, or the engine, is gone.
 struct TimelineRecorder::Completions {
   explicit Completions(size_t num_units) : complete_ns(num_units) {
     device_times.restart(num_units);
@@ -114,42 +110,21 @@ void TimelineRecorder::bind(std::vector<c10::Device> devices,
   if (devices != devices_) sampling_ = false;
   devices_ = std::move(devices);
   num_variables_ = num_variables;
-  if (sample_rate_ == 0) return;
-  for (Timeline* timeline : {&current_, &last_}) {
-    timeline->units.reserve(devices_.size());
-    timeline->gradients.reserve(num_variables);
-  }
-  current_completions_ = std::make_shared<Completions>(devices_.size());
-}
-
-bool TimelineRecorder::is_sampled(int64_t iteration, int64_t sample_rate) {
-  return sample_rate > 0 &&
-         (iteration <= kAlwaysSampled || iteration % sample_rate == 0);
 }
 
 void TimelineRecorder::forward_begins(int64_t iteration) {
-  if (is_sampled(iteration)) forward_begin_ns_ = now_ns();
+  if (is_sampled(iteration, sample_rate_)) forward_begin_ns_ = now_ns();
 }
 
 void TimelineRecorder::prepared(int64_t iteration) {
-  sampling_ = is_sampled(iteration);
+  sampling_ = is_sampled(iteration, sample_rate_);
   if (!sampling_) return;
-  current_.iteration = iteration;
-  current_.forward_begin_ns = std::exchange(forward_begin_ns_, 0);
-  current_.forward_end_ns = now_ns();
-  current_.backward_begin_ns = 0;
-  current_.gradients.clear();
+  current_ = {.iteration = iteration,
+              .forward_begin_ns = std::exchange(forward_begin_ns_, 0),
+              .forward_end_ns = now_ns(),
+              .units = std::vector<UnitTimes>(devices_.size())};
   current_.gradients.reserve(num_variables_);
-  current_.units.assign(devices_.size(), UnitTimes{});
-  // Not if futures of an iteration that was aborted may still write there.
-  if (!current_completions_ || current_completions_.use_count() > 1 ||
-      current_completions_->complete_ns.size() != devices_.size()) {
-    current_completions_ = std::make_shared<Completions>(devices_.size());
-  }
-  for (std::atomic<int64_t>& time_ns : current_completions_->complete_ns) {
-    time_ns.store(0, std::memory_order_relaxed);
-  }
-  current_completions_->device_times.restart(devices_.size());
+  current_completions_ = std::make_shared<Completions>(devices_.size());
   mark(DeviceTimes::kForwardEnd);
 }
 
@@ -159,35 +134,16 @@ void TimelineRecorder::mark(DeviceTimes::Mark mark) {
   }
 }
 
+void TimelineRecorder::stamp(size_t unit, DeviceTimes::Step step) {
+  if (!sampling_) return;
+  current_.units[unit].*kTimes[step] = now_ns();
+  current_completions_->device_times.record(unit, step, devices_[unit]);
+}
+
 void TimelineRecorder::stamp_backward() {
   current_.backward_begin_ns = now_ns();
   current_.host_backward_begin_ns = current_.backward_begin_ns;
   mark(DeviceTimes::kBackwardBegin);
-}
-
-void TimelineRecorder::stamp_gradient(VariableIndex variable) {
-  current_.gradients.push_back({.variable = variable, .ready_ns = now_ns()});
-}
-
-void TimelineRecorder::pack_begins(size_t unit) {
-  if (!sampling_) return;
-  current_.units[unit].pack_begin_ns = now_ns();
-  current_completions_->device_times.record(unit, DeviceTimes::kPackBegin,
-                                            devices_[unit]);
-}
-
-void TimelineRecorder::pack_ends(size_t unit) {
-  if (!sampling_) return;
-  current_.units[unit].pack_end_ns = now_ns();
-  current_completions_->device_times.record(unit, DeviceTimes::kPackEnd,
-                                            devices_[unit]);
-}
-
-void TimelineRecorder::launch_begins(size_t unit) {
-  if (!sampling_) return;
-  current_.units[unit].launch_ns = now_ns();
-  current_completions_->device_times.record(unit, DeviceTimes::kLaunch,
-                                            devices_[unit]);
 }
 
 void TimelineRecorder::launched(size_t unit, c10::ivalue::Future& future) {
@@ -221,15 +177,13 @@ void TimelineRecorder::finalized() {
     current_.units[b].complete_ns = current_completions_->complete_ns[b];
   }
   current_.finalize_end_ns = now_ns();
-  std::swap(current_, last_);
-  std::swap(current_completions_, last_completions_);
+  last_ = std::move(current_);
+  last_completions_ = std::move(current_completions_);
 }
 
 Timeline TimelineRecorder::last() const {
   Timeline timeline = last_;
-  if (last_completions_) {
-    last_completions_->device_times.resolve(timeline);
-  }
+  if (last_completions_) last_completions_->device_times.resolve(timeline);
   return timeline;
 }
 

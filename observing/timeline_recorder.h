@@ -61,8 +61,7 @@ class DeviceTimes {
 };
 
 // Records the first ten iterations, and every n-th after them. In the others
-// each call is one branch. The memory of a sampled iteration is allocated when
-// units are bound; a unit's future keeps a callback on top of that.
+// each call is one branch.
 //
 // Thread safety: none; the engine's lock covers it. Callbacks of futures write
 // into a state of their own, which outlives this object.
@@ -72,7 +71,10 @@ class TimelineRecorder {
   static constexpr int64_t kAlwaysSampled = 10;
   static constexpr int64_t kDefaultSampleRate = 100;
 
-  static bool is_sampled(int64_t iteration, int64_t sample_rate);
+  static bool is_sampled(int64_t iteration, int64_t sample_rate) {
+    return sample_rate > 0 &&
+           (iteration <= kAlwaysSampled || iteration % sample_rate == 0);
+  }
 
   // Every `sample_rate`-th iteration; 0: none at all. REQUIRES: not negative.
   void set_sample_rate(int64_t sample_rate) { sample_rate_ = sample_rate; }
@@ -94,11 +96,12 @@ class TimelineRecorder {
     if (sampling_ && current_.backward_begin_ns == 0) stamp_backward();
   }
   void gradient_ready(VariableIndex variable) {
-    if (sampling_) stamp_gradient(variable);
+    if (!sampling_) return;
+    current_.gradients.push_back({.variable = variable, .ready_ns = now_ns()});
   }
-  void pack_begins(size_t unit);
-  void pack_ends(size_t unit);
-  void launch_begins(size_t unit);
+  void pack_begins(size_t unit) { stamp(unit, DeviceTimes::kPackBegin); }
+  void pack_ends(size_t unit) { stamp(unit, DeviceTimes::kPackEnd); }
+  void launch_begins(size_t unit) { stamp(unit, DeviceTimes::kLaunch); }
   // `future`: of the launch.
   void launched(size_t unit, c10::ivalue::Future& future);
   // The future has been waited for. Its callback may come a little later.
@@ -113,12 +116,9 @@ class TimelineRecorder {
  private:
   struct Completions;
 
-  bool is_sampled(int64_t iteration) const {
-    return is_sampled(iteration, sample_rate_);
-  }
   void stamp_backward();
+  void stamp(size_t unit, DeviceTimes::Step step);
   void mark(DeviceTimes::Mark mark);
-  void stamp_gradient(VariableIndex variable);
 
   int64_t sample_rate_ = kDefaultSampleRate;
   bool sampling_ = false;

@@ -2,7 +2,6 @@
 
 #include <algorithm>
 #include <cstddef>
-#include <functional>
 #include <map>
 #include <numeric>
 #include <utility>
@@ -14,63 +13,47 @@
 namespace brigade {
 namespace {
 
-// The buckets of one kind: the one that still accepts parameters, and how many
-// have closed.
-struct KindState {
-  std::vector<size_t> members = {};
-  int64_t size_bytes = 0;
-  size_t last_position = 0;
-  size_t num_closed = 0;
-};
+template <typename... Parts>
+absl::Status invalid(const Parts&... parts) {
+  return absl::InvalidArgumentError(absl::StrCat(parts...));
+}
 
-struct ClosedBucket {
+struct FullBucket {
   size_t last_position = 0;  // in `order`: when the bucket becomes full
   std::vector<size_t> members = {};
 };
 
 // In the order in which they close.
-std::vector<ClosedBucket> fill_buckets(
-    std::span<const ParameterSpec> parameters, std::span<const size_t> order,
-    std::span<const int64_t> caps_bytes) {
-  std::vector<ClosedBucket> closed;
-  std::map<int, KindState> kinds;
-  auto last_kind = kinds.end();  // neighbours are mostly of one
+std::vector<FullBucket> fill_buckets(std::span<const ParameterSpec> parameters,
+                                     std::span<const size_t> order,
+                                     std::span<const int64_t> caps_bytes) {
+  struct Kind {
+    FullBucket open = {};
+    int64_t size_bytes = 0;
+    size_t num_closed = 0;
+  };
+  std::vector<FullBucket> closed;
+  std::map<int, Kind> kinds;
   for (size_t position = 0; position < order.size(); ++position) {
-    const size_t parameter = order[position];
-    const ParameterSpec& spec = parameters[parameter];
+    const ParameterSpec& spec = parameters[order[position]];
     if (spec.sparse) {
-      closed.push_back({position, {parameter}});
+      closed.push_back({position, {order[position]}});
       continue;
     }
-    if (last_kind == kinds.end() || last_kind->first != spec.kind) {
-      last_kind = kinds.try_emplace(spec.kind).first;
-    }
-    KindState& kind = last_kind->second;
-    kind.members.push_back(parameter);
+    Kind& kind = kinds[spec.kind];
+    kind.open.last_position = position;
+    kind.open.members.push_back(order[position]);
     kind.size_bytes += spec.size_bytes;
-    kind.last_position = position;
-    const int64_t cap_bytes =
-        caps_bytes[std::min(kind.num_closed, caps_bytes.size() - 1)];
-    if (kind.size_bytes >= cap_bytes) {
-      closed.push_back({position, std::move(kind.members)});
-      kind = KindState{.num_closed = kind.num_closed + 1};
+    if (kind.size_bytes >=
+        caps_bytes[std::min(kind.num_closed, caps_bytes.size() - 1)]) {
+      closed.push_back(std::move(kind.open));
+      kind = {.num_closed = kind.num_closed + 1};
     }
   }
   for (auto& [id, kind] : kinds) {
-    if (!kind.members.empty()) {
-      closed.push_back({kind.last_position, std::move(kind.members)});
-    }
+    if (!kind.open.members.empty()) closed.push_back(std::move(kind.open));
   }
   return closed;
-}
-
-std::vector<std::vector<size_t>> members_of(std::vector<ClosedBucket> closed) {
-  std::vector<std::vector<size_t>> buckets;
-  buckets.reserve(closed.size());
-  for (ClosedBucket& bucket : closed) {
-    buckets.push_back(std::move(bucket.members));
-  }
-  return buckets;
 }
 
 }  // namespace
@@ -78,39 +61,33 @@ std::vector<std::vector<size_t>> members_of(std::vector<ClosedBucket> closed) {
 absl::StatusOr<BucketPlan> BucketPlan::create(
     std::vector<std::vector<size_t>> buckets, size_t num_parameters) {
   if (num_parameters == 0) {
-    return absl::InvalidArgumentError(
-        "a bucket plan needs at least 1 parameter, got 0");
+    return invalid("a bucket plan needs at least 1 parameter, got 0");
   }
-  std::vector<VariableLocator> locators(num_parameters);
-  std::vector<bool> placed(num_parameters, false);
+  const VariableLocator nowhere = {.bucket = buckets.size()};
+  std::vector<VariableLocator> locators(num_parameters, nowhere);
   for (size_t b = 0; b < buckets.size(); ++b) {
     if (buckets[b].empty()) {
-      return absl::InvalidArgumentError(
-          absl::StrCat("bucket ", b, " of the plan is empty"));
+      return invalid("bucket ", b, " of the plan is empty");
     }
     for (size_t s = 0; s < buckets[b].size(); ++s) {
       const size_t parameter = buckets[b][s];
       if (parameter >= num_parameters) {
-        return absl::InvalidArgumentError(
-            absl::StrCat("bucket ", b, " of the plan lists parameter ",
-                         parameter, ", but there are only ", num_parameters));
+        return invalid("bucket ", b, " of the plan lists parameter ", parameter,
+                       ", but there are only ", num_parameters);
       }
-      if (placed[parameter]) {
-        return absl::InvalidArgumentError(
-            absl::StrCat("parameter ", parameter,
-                         " must be in exactly one bucket, found it in buckets ",
-                         locators[parameter].bucket, " and ", b));
+      VariableLocator& locator = locators[parameter];
+      if (locator != nowhere) {
+        return invalid("parameter ", parameter,
+                       " must be in exactly one bucket, found it in buckets ",
+                       locator.bucket, " and ", b);
       }
-      placed[parameter] = true;
-      locators[parameter] = {.bucket = b, .slot = s};
+      locator = {.bucket = b, .slot = s};
     }
   }
-  for (size_t parameter = 0; parameter < num_parameters; ++parameter) {
-    if (!placed[parameter]) {
-      return absl::InvalidArgumentError(
-          absl::StrCat("parameter ", parameter,
-                       " must be in exactly one bucket, found it in none"));
-    }
+  const auto missing = std::ranges::find(locators, nowhere);
+  if (missing != locators.end()) {
+    return invalid("parameter ", missing - locators.begin(),
+                   " must be in exactly one bucket, found it in none");
   }
   return BucketPlan(std::move(buckets), std::move(locators));
 }
@@ -122,15 +99,14 @@ absl::Status check_bucket_kinds(const BucketPlan& plan,
     const ParameterSpec& first = parameters[members.front()];
     for (size_t member : members) {
       if (parameters[member].kind != first.kind) {
-        return absl::InvalidArgumentError(absl::StrCat(
+        return invalid(
             "bucket ", b, " of the plan mixes dtypes or devices: parameters ",
-            members.front(), " and ", member, " differ; put them apart"));
+            members.front(), " and ", member, " differ; put them apart");
       }
       if (parameters[member].sparse && members.size() > 1) {
-        return absl::InvalidArgumentError(
-            absl::StrCat("bucket ", b, " of the plan holds parameter ", member,
-                         ", whose gradient is sparse, and ", members.size() - 1,
-                         " more; a sparse gradient needs a bucket to itself"));
+        return invalid("bucket ", b, " of the plan holds parameter ", member,
+                       ", whose gradient is sparse, and ", members.size() - 1,
+                       " more; a sparse gradient needs a bucket to itself");
       }
     }
   }
@@ -138,13 +114,11 @@ absl::Status check_bucket_kinds(const BucketPlan& plan,
 }
 
 absl::Status check_bucket_caps(std::span<const int64_t> caps_bytes) {
-  if (caps_bytes.empty()) {
-    return absl::InvalidArgumentError("bucket caps must not be empty");
-  }
+  if (caps_bytes.empty()) return invalid("bucket caps must not be empty");
   for (size_t k = 0; k < caps_bytes.size(); ++k) {
     if (caps_bytes[k] <= 0) {
-      return absl::InvalidArgumentError(absl::StrCat(
-          "bucket cap ", k, " must be > 0 bytes, got ", caps_bytes[k]));
+      return invalid("bucket cap ", k, " must be > 0 bytes, got ",
+                     caps_bytes[k]);
     }
   }
   return absl::OkStatus();
@@ -165,14 +139,15 @@ absl::StatusOr<BucketPlan> plan_by_size(
   const bool is_in_range = std::ranges::all_of(
       order, [&](size_t parameter) { return parameter < parameters.size(); });
   if (!is_in_range || order.size() != parameters.size()) {
-    return absl::InvalidArgumentError(absl::StrCat(
-        "order must list each of ", parameters.size(), " parameters once, got ",
-        order.size(), is_in_range ? "" : ", one of them out of range"));
+    return invalid("order must list each of ", parameters.size(),
+                   " parameters once, got ", order.size(),
+                   is_in_range ? "" : ", one of them out of range");
   }
-  std::vector<ClosedBucket> closed =
-      fill_buckets(parameters, order, caps_bytes);
-  std::ranges::sort(closed, {}, &ClosedBucket::last_position);
-  return BucketPlan::create(members_of(std::move(closed)), parameters.size());
+  std::vector<FullBucket> full = fill_buckets(parameters, order, caps_bytes);
+  std::ranges::sort(full, {}, &FullBucket::last_position);
+  std::vector<std::vector<size_t>> buckets;
+  for (FullBucket& bucket : full) buckets.push_back(std::move(bucket.members));
+  return BucketPlan::create(std::move(buckets), parameters.size());
 }
 
 }  // namespace brigade

@@ -98,19 +98,17 @@ absl::Status check_bucket_caps(std::span<const int64_t> caps_bytes);
 std::vector<size_t> reverse_registration_order(size_t num_parameters);
 
 // Walks `parameters` in `order`, in which their gradients become ready. A
-// bucket holds one kind and closes when its size reaches its cap, so it may
-// exceed the cap by less than one parameter. The k-th bucket of a kind to close
-// takes caps_bytes[k], later ones the last cap. Buckets are numbered in the
-// order in which they become full.
+// bucket holds one kind and closes when its size reaches its cap: caps_bytes[k]
+// for the k-th of a kind, the last cap for later ones. Buckets are numbered in
+// the order in which they become full.
 //
 // Errors:
 //   InvalidArgument  `parameters` is empty, caps are as check_bucket_caps()
 //                    refuses, or `order` does not list each parameter once.
 //
-// Source: Li et al., "PyTorch Distributed", VLDB 2020, section 3.2.3, for
-// reverse order and caps. Differs: buckets of several kinds are numbered by
-// their last member rather than their first, so that a bucket which fills late
-// does not hold back one that is full.
+// Source: Li et al., "PyTorch Distributed", VLDB 2020, section 3.2.3. Differs:
+// buckets of several kinds are numbered by their last member rather than their
+// first, so that a bucket which fills late does not hold back a full one.
 absl::StatusOr<BucketPlan> plan_by_size(
     std::span<const ParameterSpec> parameters, std::span<const size_t> order,
     std::span<const int64_t> caps_bytes);

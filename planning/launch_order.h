@@ -1,11 +1,9 @@
-// The entry of a sequence of collectives that may be launched next, while the
-// gradients that entries wait for become ready in any order.
+// The next collective of a fixed sequence, while the gradients that the entries
+// wait for become ready in any order.
 //
-// Every rank must launch the same collectives in the same order, although
-// gradients become ready in an order of their own on each rank. So an entry is
-// launched when nothing is pending that it waits for *and* all entries before
-// it have been launched. This class counts that for one iteration and launches
-// nothing itself.
+// Every rank must launch the same collectives in the same order. So an entry is
+// launched when its gradients are ready *and* all entries before it have been
+// launched. Counts for one iteration; launches nothing itself.
 //
 // Example: two buckets of two gradients, and a collective that waits for its
 // turn only.

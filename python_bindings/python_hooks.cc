@@ -104,8 +104,9 @@ class PythonCommHook final : public c10d::PythonCommHook,
       : c10d::PythonCommHook(std::move(state), std::move(hook)),
         name_(std::move(name)) {}
 
-  std::string hook_name() const override { return name_; }
-  bool throws_own_errors() const override { return true; }
+  HookTraits traits() const override {
+    return {.throws_own_errors = true, .name = name_};
+  }
 
   FuturePtr runHook(c10d::GradBucket& bucket) override {
     return awaited_at_exit(c10d::PythonCommHook::runHook(bucket));
@@ -146,8 +147,12 @@ class ReducedPrecisionHook final : public WrappingHook {
     return {.dtype =
                 c10::isFloatingType(gradient_dtype) ? dtype_ : gradient_dtype};
   }
-  bool sums_in_order() const override { return false; }
-  bool throws_own_errors() const override { return true; }
+  HookTraits traits() const override {
+    HookTraits traits = WrappingHook::traits();
+    traits.sums_in_order = false;
+    traits.throws_own_errors = true;
+    return traits;
+  }
 
  private:
   const at::ScalarType dtype_;

@@ -7,7 +7,6 @@
 #include "brigade/comm/agreement.h"
 #include "brigade/comm/errors/error_texts.h"
 #include "brigade/comm/group/group_info.h"
-#include "brigade/comm/recording_group.h"
 #include "brigade/python_bindings/registrations.h"
 
 namespace brigade {
@@ -40,13 +39,6 @@ void register_groups(py::module_& module) {
   module.def("describe_tensor", &describe_tensor, py::arg("name"),
              py::arg("tensor"),
              "Name, dtype, sizes, strides and kind of device, as text.");
-  module.def(
-      "recording_group",
-      [](int world_size) { return RecordingGroup(world_size).group(); },
-      py::arg("world_size"),
-      "A group of one process that answers at once, as if all ranks held what "
-      "this one holds: for what a program costs beside its network. This rank "
-      "is 0. Its log grows with each collective.");
 }
 
 }  // namespace brigade

@@ -1,7 +1,5 @@
-// Which backward belongs to the iteration that is prepared, and which runs
-// through one that is over.
-//
-// The outputs of a forward pass report here when a backward reaches them.
+// Membership of backwards in the prepared iteration, or in one that is over.
+// The outputs of a forward report here when a backward reaches them.
 //
 // Thread safety: none; the engine's lock covers it.
 
@@ -51,9 +49,9 @@ class BackwardMembership {
   // outputs.
   bool is_local(int backward_id) const;
 
-  // True if a backward's gradients may be of such a forward: this backward, or
-  // the one around it, which has an earlier id, has not been seen to go through
-  // the outputs. Asked while no backward of the iteration runs.
+  // True if a backward's gradients may be of such a forward: neither it nor the
+  // backward around it has reached the outputs. Asked while no backward of the
+  // iteration runs.
   bool is_undecided(int backward_id) const;
 
   // Until the next prepared(), or until its backward reaches the outputs.
@@ -63,10 +61,9 @@ class BackwardMembership {
   // outputs, and the backwards inside of it, which have later ids. Forgets all.
   std::vector<EarlyGradient> take_from(int backward_id);
 
-  // The iteration was reduced, or aborted after an error, and what was
-  // prepared before it too. `may_be_repeated`: its backward created a graph, so
-  // that a later one through the same outputs computes higher derivatives, and
-  // is not mistaken for a repetition.
+  // The iteration, and those prepared before it, was reduced or aborted.
+  // `may_be_repeated`: its backward created a graph, so that a later one
+  // through the same outputs computes higher derivatives.
   void mark_finished(Preparation preparation, bool may_be_repeated);
 
   bool is_finished(Preparation preparation) const {

@@ -8,8 +8,8 @@
 #include <utility>
 #include <vector>
 
+#include "absl/strings/str_cat.h"
 #include "brigade/reducer/bucket_replica.h"
-#include "brigade/reducer/error_texts.h"
 
 namespace brigade {
 namespace {
@@ -48,7 +48,7 @@ DimsList shapes_as_reals(const ParameterTable& table,
   return shapes;
 }
 
-// Memory that is to be let go of is not donated.
+// Memory that is released after delivery is not donated.
 bool may_donate(const ReducerOptions& options) {
   return !options.gradient_as_bucket_view && !options.lazy_bucket_allocation;
 }
@@ -67,14 +67,13 @@ DenseReplica::Delivery delivery_of(const ReducerOptions& options,
 Bucket::Bucket(const ParameterTable& table, const BucketPlan& plan,
                size_t index, const HookTraits& hook,
                const ReducerOptions& options, UsedParameters* used,
-               MemoryRanges& memory, ReducerStatistics& statistics)
+               MemoryRanges& memory)
     : table_(table),
       index_(index),
       num_buckets_(plan.num_buckets()),
       members_(plan.buckets()[index]),
       used_(used),
       memory_(memory),
-      statistics_(statistics),
       hook_(hook),
       devices_(devices_of(table, plan.buckets()[index].front())),
       dtype_(table.dtype(plan.buckets()[index].front())),
@@ -84,9 +83,6 @@ Bucket::Bucket(const ParameterTable& table, const BucketPlan& plan,
       may_donate_(may_donate(options)),
       streams_(devices_.begin(), devices_.end()) {
   const DenseReplica::Delivery delivery = delivery_of(options, hook);
-  const auto allocation = options.lazy_bucket_allocation
-                              ? DenseReplica::Allocation::kInPack
-                              : DenseReplica::Allocation::kAtConstruction;
   for (size_t replica = 0; replica < devices_.size(); ++replica) {
     if (sparse_) {
       replicas_.push_back(std::make_unique<SparseReplica>(
@@ -95,7 +91,7 @@ Bucket::Bucket(const ParameterTable& table, const BucketPlan& plan,
       continue;
     }
     auto dense = std::make_unique<DenseReplica>(
-        table, replica, members_, wire_dtype_, delivery, allocation);
+        table, replica, members_, wire_dtype_, delivery, is_lazy_);
     if (replica == 0) ranges_ = dense->ranges();
     replicas_.push_back(std::move(dense));
   }
@@ -131,7 +127,8 @@ bool Bucket::fits(const HookTraits& hook) const {
 }
 
 std::string Bucket::describe() const {
-  return describe_bucket(table_, members_, index_, num_buckets_);
+  return absl::StrCat("bucket ", index_, " of ", num_buckets_, " (",
+                      table_.name_of(members_), ")");
 }
 
 bool Bucket::is_skipped() {
@@ -169,7 +166,7 @@ void Bucket::pack_replica(size_t replica) {
   }
   std::vector<size_t> unused;
   if (used_ != nullptr) unused = used_->unused_slots(replica, members_);
-  statistics_.bytes_packed += replicas_[replica]->pack(scale(), unused);
+  replicas_[replica]->pack(scale(), unused);
   if (replica == 0 && !device().is_cpu()) {
     if (!packed_) packed_.emplace(device().type());
     packed_->record(current_stream(device()));
@@ -187,7 +184,8 @@ void Bucket::sum_replicas() {
 
 void Bucket::list_memory(MemoryRanges& memory) const {
   for (const std::unique_ptr<BucketReplica>& replica : replicas_) {
-    if (replica->views().defined()) memory.add(replica->views());
+    const at::Tensor views = replica->views();
+    if (views.defined()) memory.add(views);
   }
 }
 
@@ -253,16 +251,15 @@ void Bucket::deliver(const at::Tensor& result) {
     }
     return;
   }
-  int64_t bytes_copied = replicas_.front()->deliver(result, globally_unused);
+  replicas_.front()->deliver(result, globally_unused);
   for (size_t replica = 1; replica < replicas_.size(); ++replica) {
     const c10::DeviceGuard on_device(device_of(replica));
     // A sparse result is installed as it is, so each replica needs its own.
-    bytes_copied += replicas_[replica]->deliver(
+    replicas_[replica]->deliver(
         result.to(result.options().device(device_of(replica)),
                   /*non_blocking=*/true, /*copy=*/sparse_),
         globally_unused);
   }
-  statistics_.bytes_delivered += bytes_copied;
 }
 
 void Bucket::deliver_empty(std::span<const size_t> globally_unused_slots) {

@@ -1,4 +1,4 @@
-// One bucket of the plan: its storage, and what a comm hook gets to see of it.
+// One bucket of the plan: its storage, and the GradBucket of its comm hook.
 // A hook sees complex gradients as pairs of reals, twice as many, so that one
 // that casts or compresses does not lose their imaginary parts.
 //
@@ -32,7 +32,6 @@
 #include "brigade/reducer/packing/packer.h"
 #include "brigade/reducer/parameter_table.h"
 #include "brigade/reducer/reducer_options.h"
-#include "brigade/reducer/statistics.h"
 #include "brigade/reducer/used_parameters.h"
 
 namespace brigade {
@@ -40,30 +39,27 @@ namespace brigade {
 class Bucket final : public Collective {
  public:
   // `used`: which parameters have gradients; null: all. Buffers that are
-  // allocated in pack() are listed in `memory`; bytes of gradients that are
-  // copied are added to `statistics`.
+  // allocated in pack() are listed in `memory`.
   //
   // REQUIRES: `table`, the hook and all references outlive this object,
   // but for its destructor; `index` is in `plan`, and the parameters of a
   // bucket are of one dtype and device.
   Bucket(const ParameterTable& table, const BucketPlan& plan, size_t index,
          const HookTraits& hook, const ReducerOptions& options,
-         UsedParameters* used, MemoryRanges& memory,
-         ReducerStatistics& statistics);
+         UsedParameters* used, MemoryRanges& memory);
 
   std::optional<size_t> unit() const override { return index_; }
   size_t num_awaited() const override {
     return replicas_.size() * members_.size();
   }
 
-  // True if its collective is left out because no rank used its parameters.
-  // Waits for the sum that says so. Errors: what its collective throws.
+  // No rank used its parameters. Waits for the sum of the used map. Errors:
+  // those of that collective.
   bool is_skipped();
   bool is_left_out() override { return is_empty() || is_skipped(); }
   bool needs_pack() override { return !is_skipped(); }
 
-  // An iteration begins; who produced gradients of an unfinished one is
-  // forgotten.
+  // An iteration begins: forgets the streams of an unfinished one.
   void restart();
 
   // The calling thread's current stream has just produced one of its gradients.
@@ -71,26 +67,24 @@ class Bucket final : public Collective {
     streams_[replica].gradient_produced();
   }
 
-  // Packs the gradients of each local replica, and adds up what all have
-  // packed. Errors: see BucketReplica::pack.
+  // Packs the gradients of each local replica, and sums these. Errors:
+  // BucketReplica::pack()'s.
   void pack() override;
 
-  // Calls the comm hook on the packed buffer. Errors: RuntimeError if the hook
-  // returns no future; what the hook throws.
+  // Calls the comm hook on the buffer. Errors: RuntimeError if the hook returns
+  // no future; those of the hook.
   c10::intrusive_ptr<c10::ivalue::Future> launch() override;
 
-  // Calls the comm hook on zeros.
   c10::intrusive_ptr<c10::ivalue::Future> launch_substitute() override;
 
-  // The buffers, in all replicas: see BucketReplica::release_memory().
   void release_memory();
 
-  // Undefined if the value is None: the hook has seen to the gradients.
+  // Undefined if the value is None: the hook has set the gradients.
   at::Tensor result_of(const c10::IValue& value) override;
 
-  // Hands out a result to all replicas, or nothing if it is undefined.
-  // Gradients of parameters that no rank used stay as they were. If no element
-  // travels, gradients that other ranks have exist here too.
+  // To all replicas. Gradients of parameters that no rank used stay as they
+  // were. If no element travels, gradients that other ranks have exist here
+  // too.
   void deliver(const at::Tensor& result) override;
 
   // Buckets travel from that of replica 0.
@@ -101,7 +95,7 @@ class Bucket final : public Collective {
   }
   std::string describe() const override;
 
-  // Where gradients that are views lie. Empty tensors are left out.
+  // Adds the memory of gradients that are views.
   void list_memory(MemoryRanges& memory) const;
 
   bool is_view_in(size_t replica, size_t slot,
@@ -109,7 +103,7 @@ class Bucket final : public Collective {
     return replicas_[replica]->is_view_in(slot, gradient);
   }
 
-  // True if another hook would get the same buffers and be delivered alike.
+  // True if another hook would get the same buffers and be the same delivery.
   bool fits(const HookTraits& hook) const;
 
   // Travels by `hook` from here on. REQUIRES: it fits, and outlives this object
@@ -136,7 +130,6 @@ class Bucket final : public Collective {
   const std::vector<size_t> members_;  // parameters, by slot
   UsedParameters* const used_;         // null: all are
   MemoryRanges& memory_;
-  ReducerStatistics& statistics_;
   HookTraits hook_;
   const std::vector<c10::Device> devices_;  // by replica
   const at::ScalarType dtype_;              // of the gradients
@@ -146,9 +139,9 @@ class Bucket final : public Collective {
   const bool may_donate_;            // where the hook lets go of the buffer
   std::vector<std::unique_ptr<BucketReplica>> replicas_;  // never empty
   std::span<const SlotRange> ranges_;  // of replica 0's slots; none if sparse
-  DimsList shapes_of_reals_;         // what the hook sees of complex gradients
-  std::vector<StreamJoin> streams_;  // by replica: who produced gradients
-  // What the hook sees; null until it is called, since it is no small thing.
+  DimsList shapes_of_reals_;           // of complex gradients, for the hook
+  std::vector<StreamJoin> streams_;    // by replica: who produced gradients
+  // Made when the hook is first called, since it is large.
   std::optional<c10d::GradBucket> grad_bucket_;
   std::optional<c10::Event> packed_;  // null on the CPU
 };

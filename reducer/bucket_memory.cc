@@ -4,9 +4,6 @@
 #include <ATen/ops/empty.h>
 #include <ATen/ops/empty_strided.h>
 #include <ATen/ops/zeros.h>
-#include <c10/util/Exception.h>
-
-#include <algorithm>
 
 #include "brigade/comm/streams/streams.h"
 
@@ -22,19 +19,13 @@ BucketMemory::BucketMemory(const ParameterTable& table, size_t replica,
               .device(table.replicas()[replica][parameters.front()].device())),
       wire_options_(options_.dtype(wire_dtype)),
       views_(parameters.size()),
-      places_(parameters.size()) {
+      item_bytes_(static_cast<int64_t>(options_.dtype().itemsize())) {
   int64_t numel = 0;
   ranges_.reserve(parameters.size());
-  strides_.reserve(parameters.size());
-  follows_.reserve(parameters.size());
-  at::DimVector room;
   for (const size_t parameter : parameters) {
     // The table knows, and is warm; thousands of tensors are not.
     ranges_.push_back({.offset_numel = numel, .numel = table.numel(parameter)});
     numel += ranges_.back().numel;
-    strides_.add(table.gradient_strides(parameter, room));
-    follows_.push_back(table.shape(parameter).size() <= 1 &&
-                       table.is_dense(parameter));
   }
 }
 
@@ -43,7 +34,7 @@ void BucketMemory::allocate() {
   wire_ = wire_options_.dtype() == flat_.dtype()
               ? flat_
               : at::empty({numel()}, wire_options_);
-  note_place();
+  views_.assign(num_slots(), {});
   if (flat_.device().is_cpu()) return;
   allocated_on_ = current_stream(flat_.device());
   zeroed_.emplace(flat_.device().type());
@@ -55,36 +46,27 @@ void BucketMemory::release() {
   use_here();
   flat_.reset();
   wire_.reset();
-  std::fill(views_.begin(), views_.end(), at::Tensor());
+  views_.assign(num_slots(), {});
 }
 
 void BucketMemory::replace() {
   flat_ = at::empty(flat_.sizes(), flat_.options());
   wire_ = flat_;
-  note_place();
-}
-
-void BucketMemory::repair() {
-  const int64_t numel = this->numel();
-  for (at::Tensor* buffer : {&flat_, &wire_}) {
-    const int64_t there =
-        static_cast<int64_t>(buffer->storage().nbytes() / buffer->itemsize());
-    TORCH_CHECK_VALUE(there >= numel, "the bucket's buffer must have ", numel,
-                      " elements, it has ", there,
-                      ": a comm hook has made it smaller.\nLet the hook resize "
-                      "a copy.");
-    const bool as_made = buffer->numel() == numel && buffer->dim() == 1 &&
-                         buffer->is_contiguous() &&
-                         buffer->storage_offset() == 0;
-    if (!as_made) buffer->set_(buffer->storage(), 0, {numel}, {1});
-  }
-  if (flat_.const_data_ptr() != base_) note_place();
+  views_.assign(num_slots(), {});
 }
 
 // Buffers are zeroed on the stream that allocates them, and their memory goes
 // back to it. Others use them as well: where gradients are accumulated, and
 // where backward was called.
 void BucketMemory::use_here() {
+  for (at::Tensor* const buffer : {&flat_, &wire_}) {
+    const bool as_made = buffer->numel() == numel() &&
+                         buffer->storage_offset() == 0 &&
+                         buffer->is_contiguous();
+    // Makes the storage larger if it must.
+    if (!as_made) buffer->set_(buffer->storage(), 0, {numel()}, {1});
+  }
+  base_ = static_cast<const char*>(flat_.const_data_ptr());
   if (flat_.device().is_cpu()) return;
   const c10::Stream here = current_stream(flat_.device());
   if (here == *allocated_on_) return;
@@ -94,19 +76,7 @@ void BucketMemory::use_here() {
   if (!flat_travels()) wire_.record_stream(here);
 }
 
-// Views of another memory are of no use then.
-void BucketMemory::note_place() {
-  base_ = flat_.const_data_ptr();
-  end_ = static_cast<const char*>(base_) + flat_.nbytes();
-  const int64_t item_bytes = flat_.element_size();
-  for (size_t slot = 0; slot < num_slots(); ++slot) {
-    places_[slot] = static_cast<const char*>(base_) +
-                    ranges_[slot].offset_numel * item_bytes;
-    views_[slot].reset();
-  }
-}
-
-// What as_strided() makes on these devices, without the dispatcher: this is
+// As as_strided() on these devices, without the dispatcher: this is
 // half of the time that it takes to make a replica of tiny parameters.
 at::Tensor BucketMemory::make_view(size_t slot) const {
   if (!flat_.is_cpu() && !flat_.is_cuda()) {

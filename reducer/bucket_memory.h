@@ -1,8 +1,6 @@
 // The memory of a bucket of dense gradients: one flat buffer in their dtype,
-// the buffer that travels, and the place of each gradient in both.
-//
-// Knows when memory is allocated, repaired and let go of, and which streams use
-// it. What goes in and comes out is bucket_replica.h's business.
+// the buffer that travels, the place of each gradient in both, and the streams
+// that use them.
 //
 // Thread safety: none.
 
@@ -43,33 +41,25 @@ class BucketMemory {
   // Zeros, on the current stream.
   void allocate();
 
-  // Views keep what they lie in.
+  // Views keep their memory.
   void release();
 
   // Lets views keep what they lie in, and takes new memory, which holds
   // anything. REQUIRES: flat_travels(), on the CPU.
   void replace();
 
-  // To be called before buffers are read or written: a comm hook may have kept
-  // a tensor of them, and changed what it is.
-  //
-  // Errors: ValueError if it has made one smaller.
-  void repair();
-
-  // The current stream is about to use the buffers.
+  // The current stream is about to use the buffers, which a comm hook may have
+  // kept and resized.
   void use_here();
 
-  // On the current stream: they have travelled. Who uses them next is behind
-  // what it is behind, so behind the zeros too; a stream that a CUDA graph is
-  // captured on may not wait for an event of before.
+  // They have travelled, after the zero fill, so that no stream needs to wait
+  // for it any more: one that a CUDA graph is captured on may not.
   void have_travelled() { zeroed_.reset(); }
 
-  // Where the gradient of a slot lies in flat(): with the parameter's shape and
-  // the gradient's strides, but no view to autograd, so that optimizers may
-  // detach_() it. Made once per buffer, when it is first asked for.
+  // The gradient's place in flat(), with its shape and strides; no view to
+  // autograd, so that optimizers may detach_() it.
   const at::Tensor& view(size_t slot) {
-    // Whoever was given a view as a gradient may have assigned to its data.
-    // Then it is a gradient like any other.
+    // Whoever was given a view may have assigned to its data.
     at::Tensor& view = views_[slot];
     if (!view.defined() || !view.is_alias_of(flat_)) view = make_view(slot);
     return view;
@@ -89,23 +79,23 @@ class BucketMemory {
   // The slot's place in another tensor, 1D, [numel].
   at::Tensor view_of(const at::Tensor& buffer, size_t slot) const;
 
-  // Of view()'s first element.
-  const void* place(size_t slot) const { return places_[slot]; }
-
+  // Of view()'s first element. REQUIRES: use_here() since a hook had the
+  // buffer.
+  const void* place(size_t slot) const {
+    return base_ + ranges_[slot].offset_numel * item_bytes_;
+  }
   bool contains(const void* elements) const {
     return std::less_equal<>()(base_, elements) &&
-           std::less<>()(elements, end_);
+           std::less<>()(elements, base_ + numel() * item_bytes_);
   }
 
-  // What a slot's gradient is, whatever its parameter turns into.
+  // Of a slot's gradient, as at construction.
   at::IntArrayRef shape(size_t slot) const {
     return table_.shape(parameters_[slot]);
   }
-  at::IntArrayRef strides(size_t slot) const { return strides_[slot]; }
-
-  // True if its parameter has those strides at any time: it has no gaps and can
-  // not turn.
-  bool follows_parameter(size_t slot) const { return follows_[slot]; }
+  at::IntArrayRef strides(size_t slot) const {
+    return table_.gradient_strides(parameters_[slot]);
+  }
 
   at::Tensor empty_gradient(size_t slot) const;
 
@@ -120,30 +110,24 @@ class BucketMemory {
   size_t parameter_at(size_t slot) const { return parameters_[slot]; }
 
  private:
-  void note_place();
-
-  // Constant after construction, unless a hook changes its bucket.
+  // Constant after construction.
   const ParameterTable& table_;
   const std::vector<size_t> parameters_;  // by slot
   const at::TensorOptions options_;
   const at::TensorOptions wire_options_;
   std::vector<SlotRange> ranges_;  // by slot
-  DimsList strides_;               // by slot
-  std::vector<char> follows_;      // by slot
   at::Tensor flat_;
   at::Tensor wire_;
-  std::vector<at::Tensor> views_;    // by slot, into flat_
-  std::vector<const void*> places_;  // by slot
-  const void* base_ = nullptr;       // of flat_'s memory, when made
-  const void* end_ = nullptr;        // of flat_'s memory
+  std::vector<at::Tensor> views_;  // by slot, into flat_
+  const int64_t item_bytes_;       // of flat_
+  const char* base_ = nullptr;     // of flat_'s memory
 
   // On devices with streams.
   std::optional<c10::Stream> allocated_on_;
   std::optional<c10::Event> zeroed_;  // null: waited for
 };
 
-// The memory of some tensors, to be asked whether another one lies in it. It
-// compares addresses, so it does not matter how a tensor came by its memory.
+// The memory of some tensors, by address.
 class MemoryRanges {
  public:
   // REQUIRES: `tensor` has a storage, which overlaps none of those before.

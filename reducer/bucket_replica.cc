@@ -100,7 +100,7 @@ at::Tensor as_numbers(const at::Tensor& result, at::ScalarType dtype,
 DenseReplica::DenseReplica(const ParameterTable& table, size_t replica,
                            std::span<const size_t> parameters,
                            at::ScalarType wire_dtype, Delivery delivery,
-                           Allocation allocation)
+                           bool is_lazy)
     : table_(table),
       tensors_(tensors_of(table, replica, parameters)),
       gradients_as_views_(delivery == Delivery::kViews),
@@ -113,7 +113,7 @@ DenseReplica::DenseReplica(const ParameterTable& table, size_t replica,
   packer_ =
       make_packer(memory_.options().device(), table.dtype(parameters.front()),
                   {ranges.begin(), ranges.end()});
-  if (allocation == Allocation::kInPack) return;
+  if (is_lazy) return;
   const at::NoGradGuard no_grad;
   memory_.allocate();
   // Complex buckets are also seen as pairs of reals, which is one more tensor.
@@ -147,15 +147,13 @@ void DenseReplica::release_memory() {
   set_aside_.clear();
 }
 
-int64_t DenseReplica::pack(double scale, std::span<const size_t> unused_slots) {
+void DenseReplica::pack(double scale, std::span<const size_t> unused_slots) {
   const at::NoGradGuard no_grad;
   if (!memory_.is_allocated()) memory_.allocate();
   if (donation_.is_taken()) leave_memory_to_gradients();
-  memory_.repair();
   memory_.use_here();
   note_packing_stream();
   set_aside(unused_slots);
-  int64_t numel_copied = 0;
   for (size_t slot = 0; slot < num_slots(); ++slot) {
     const size_t ahead = slot + kPrefetchedSlots;
     if (ahead < num_slots()) {
@@ -166,9 +164,6 @@ int64_t DenseReplica::pack(double scale, std::span<const size_t> unused_slots) {
     gradients_[slot] = &parameter(slot).mutable_grad();
     keeps_graph_[slot] = false;
     sources_[slot] = source_of(slot, *gradients_[slot]);
-    const bool stays =
-        sources_[slot] == memory_.place(slot) && memory_.flat_travels();
-    if (!stays) numel_copied += numel(slot);
   }
   packer_->pack(sources_, memory_.wire(), scale);
   if (gradients_as_views_) {
@@ -182,7 +177,6 @@ int64_t DenseReplica::pack(double scale, std::span<const size_t> unused_slots) {
     }
   }
   rearranged_.clear();
-  return numel_copied * memory_.flat().element_size();
 }
 
 void DenseReplica::install(size_t slot, at::Tensor& gradient) {
@@ -214,17 +208,6 @@ void DenseReplica::leave_memory_to_gradients() {
   donation_.leave(memory_.flat());
 }
 
-// The parameter is warm where its gradient is. It says how the gradient should
-// be laid out unless it has gaps or may turn between forward and backward.
-bool DenseReplica::is_laid_out_as_gradient(size_t slot,
-                                           const at::Tensor& tensor) const {
-  if (memory_.follows_parameter(slot)) {
-    const at::Tensor& alike = parameter(slot);
-    return is_laid_out_as(tensor, alike.sizes(), alike.strides());
-  }
-  return is_laid_out_as(tensor, memory_.shape(slot), memory_.strides(slot));
-}
-
 // Where to read the gradient of a slot; null if there is none.
 const void* DenseReplica::source_of(size_t slot, const at::Tensor& gradient) {
   if (!gradient.defined()) return nullptr;
@@ -236,7 +219,7 @@ const void* DenseReplica::source_of(size_t slot, const at::Tensor& gradient) {
   // the user put it there; reading it while that place is written would mix
   // them up.
   if (same_kind(gradient, memory_.flat()) &&
-      is_laid_out_as_gradient(slot, gradient)) {
+      is_laid_out_as(gradient, memory_.shape(slot), memory_.strides(slot))) {
     const void* const elements = gradient.const_data_ptr();
     if (!memory_.contains(elements)) return elements;
   }
@@ -257,25 +240,24 @@ void DenseReplica::check_result(const at::Tensor& result) const {
               ".\nReturn the reduced bucket.");
 }
 
-int64_t DenseReplica::deliver(const at::Tensor& result,
-                              std::span<const size_t> globally_unused_slots) {
+void DenseReplica::deliver(const at::Tensor& result,
+                           std::span<const size_t> globally_unused_slots) {
   const at::NoGradGuard no_grad;
   memory_.use_here();
   memory_.have_travelled();
   if (packed_on_) delivered_on_ = current_stream(memory_.flat().device());
   const at::Tensor typed =
       as_numbers(result, memory_.flat().scalar_type(), memory_.flat().numel());
-  return gradients_as_views_ ? deliver_views(typed, globally_unused_slots)
-                             : deliver_copies(typed.reshape({-1}).contiguous(),
-                                              globally_unused_slots);
+  if (gradients_as_views_) return deliver_views(typed, globally_unused_slots);
+  const bool is_flat = typed.dim() == 1 && typed.is_contiguous();
+  deliver_copies(is_flat ? typed : typed.reshape({-1}).contiguous(),
+                 globally_unused_slots);
 }
 
-int64_t DenseReplica::deliver_views(
+void DenseReplica::deliver_views(
     const at::Tensor& result, std::span<const size_t> globally_unused_slots) {
-  int64_t bytes_copied = 0;
   if (result.const_data_ptr() != memory_.flat().const_data_ptr()) {
     memory_.flat().copy_(result.reshape({-1}));
-    bytes_copied += memory_.flat().nbytes();
   }
   put_back(globally_unused_slots);
   for (size_t slot = 0; slot < num_slots(); ++slot) {
@@ -283,14 +265,11 @@ int64_t DenseReplica::deliver_views(
     at::Tensor& gradient = *gradients_[slot];
     if (keeps_graph_[slot] && gradient.defined()) {
       record_delivery(gradient);
-      const at::Tensor& view = memory_.view(slot);
-      gradient.detach().copy_(view);
-      bytes_copied += view.nbytes();
+      gradient.detach().copy_(memory_.view(slot));
     } else {
       install(slot, gradient);  // the user may have taken it out
     }
   }
-  return bytes_copied;
 }
 
 void DenseReplica::deliver_nothing(
@@ -299,9 +278,8 @@ void DenseReplica::deliver_nothing(
   put_back(globally_unused_slots);
 }
 
-int64_t DenseReplica::deliver_copies(
+void DenseReplica::deliver_copies(
     const at::Tensor& result, std::span<const size_t> globally_unused_slots) {
-  int64_t numel_copied = 0;
   const int64_t item_bytes = memory_.flat().element_size();
   // Not the first time: buckets may be rebuilt after it, and would live on in
   // gradients.
@@ -319,12 +297,12 @@ int64_t DenseReplica::deliver_copies(
         gradient.scalar_type() != memory_.flat().scalar_type()) {
       gradient = memory_.empty_gradient(slot);
     }
-    const bool plain = unpackable && same_kind(gradient, memory_.flat()) &&
-                       !gradient.requires_grad() &&
-                       is_laid_out_as_gradient(slot, gradient);
+    const bool plain =
+        unpackable && same_kind(gradient, memory_.flat()) &&
+        !gradient.requires_grad() &&
+        is_laid_out_as(gradient, memory_.shape(slot), memory_.strides(slot));
     if (plain && may_donate &&
         donation_.is_worthwhile(numel(slot) * item_bytes) &&
-        is_laid_out_as(gradient, memory_.shape(slot), memory_.strides(slot)) &&
         donation_.give(gradient, memory_.make_view(slot))) {
       continue;
     }
@@ -332,10 +310,8 @@ int64_t DenseReplica::deliver_copies(
     destinations_[slot] = plain ? gradient.mutable_data_ptr() : nullptr;
     gradient.unsafeGetTensorImpl()->bump_version();
     if (!plain) gradient.detach().copy_(memory_.view_of(result, slot));
-    numel_copied += numel(slot);
   }
   if (unpackable) packer_->unpack(result, destinations_);
-  return numel_copied * item_bytes;
 }
 
 void DenseReplica::adopt_gradients() {
@@ -375,13 +351,13 @@ SparseReplica::SparseReplica(const ParameterTable& table,
                              VariableIndex variable)
     : table_(table), variable_(variable) {}
 
-int64_t SparseReplica::pack(double scale,
-                            std::span<const size_t> /*unused_slots*/) {
+void SparseReplica::pack(double scale,
+                         std::span<const size_t> /*unused_slots*/) {
   const at::NoGradGuard no_grad;
   const at::Tensor& gradient = table_[variable_].mutable_grad();
   if (!gradient.defined()) {
     buffer_ = zeros();
-    return 0;
+    return;
   }
   TORCH_CHECK(gradient.layout() == at::kSparse, "the gradient of ",
               table_.name_of(variable_.parameter),
@@ -389,7 +365,6 @@ int64_t SparseReplica::pack(double scale,
               ".\nClear its flag in ReducerOptions::expect_sparse_gradients.");
   sparse_dim_ = gradient.sparse_dim();
   buffer_ = at::mul(gradient, scale);
-  return static_cast<int64_t>(buffer_._values().nbytes());
 }
 
 void SparseReplica::check_result(const at::Tensor& result) const {
@@ -401,13 +376,12 @@ void SparseReplica::check_result(const at::Tensor& result) const {
               ".\nReturn the reduced bucket.");
 }
 
-int64_t SparseReplica::deliver(const at::Tensor& result,
-                               std::span<const size_t> globally_unused_slots) {
-  if (!globally_unused_slots.empty()) return 0;
+void SparseReplica::deliver(const at::Tensor& result,
+                            std::span<const size_t> globally_unused_slots) {
+  if (!globally_unused_slots.empty()) return;
   const at::NoGradGuard no_grad;
   const at::Tensor& parameter = table_[variable_];
   parameter.mutable_grad() = result.to(parameter.scalar_type());
-  return 0;
 }
 
 void SparseReplica::record_stream(c10::Stream stream) const {

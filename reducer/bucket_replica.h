@@ -30,67 +30,61 @@ class BucketReplica {
  public:
   virtual ~BucketReplica() = default;
 
-  // Moves the gradients of all slots into buffer(), multiplied by `scale`. A
-  // missing gradient counts as zero. `unused_slots`, ascending, got none in
-  // this iteration; deliver() may have to leave theirs as they are. Returns the
-  // bytes of gradients that were copied; gradients already in place are not.
+  // Moves the gradients of all slots into buffer(), multiplied by `scale`;
+  // zeros for a missing one. `unused_slots`, ascending, got none in this
+  // iteration.
   //
   // Errors: RuntimeError naming the parameter whose gradient does not fit.
-  virtual int64_t pack(double scale, std::span<const size_t> unused_slots) = 0;
+  virtual void pack(double scale, std::span<const size_t> unused_slots) = 0;
 
   // The gradients are read on `stream`, which is not where they were made.
   virtual void record_stream(c10::Stream stream) const = 0;
 
-  // Adds the buffer of another local replica to this one's, wherever it lies.
+  // Adds the buffer of another local replica, on any device.
   virtual void add(const at::Tensor& buffer) = 0;
 
-  // What travels. Dense: 1D, [numel], wire dtype, the same tensor until the
-  // next pack(); undefined while its memory is released.
+  // Travels. Dense: 1D, [numel], wire dtype; undefined while released.
   virtual const at::Tensor& buffer() const = 0;
 
   // Errors: RuntimeError if `result` can't be delivered.
   virtual void check_result(const at::Tensor& result) const = 0;
 
-  // Hands the reduced buffer out as gradients. `result` may be buffer() itself
-  // or another tensor on the same device. The gradients of
-  // `globally_unused_slots`, some of those that pack() was told are unused,
-  // stay as they were before it. Returns the bytes copied.
+  // Hands the reduced buffer out as gradients. `result` may be buffer() or
+  // another tensor on the same device. The gradients of
+  // `globally_unused_slots`, a subset of pack()'s `unused_slots`, stay as they
+  // were before it.
   //
   // Errors: RuntimeError if `result` does not have the bucket's numel or
   // device.
-  virtual int64_t deliver(const at::Tensor& result,
-                          std::span<const size_t> globally_unused_slots) = 0;
+  virtual void deliver(const at::Tensor& result,
+                       std::span<const size_t> globally_unused_slots) = 0;
 
-  // In place of deliver(): gradients are what the comm hook left, but those of
-  // `globally_unused_slots` are as they were before pack().
+  // In place of deliver(), where the comm hook has seen to the gradients.
   virtual void deliver_nothing(
-      std::span<const size_t> globally_unused_slots) = 0;
+      std::span<const size_t> /*globally_unused_slots*/) {}
 
-  // Copies gradients that exist into the bucket and lets them be views of it,
-  // so that the memory where they were is free. Only where gradients are views.
-  virtual void adopt_gradients() = 0;
+  // Moves gradients that exist into the bucket, if gradients are views.
+  virtual void adopt_gradients() {}
 
-  // Lets go of the buffer until the next pack(). Gradients that are views of it
-  // keep its memory, and are gradients like any other then.
+  // Frees the buffer until the next pack(). Gradients that are views keep it.
   virtual void release_memory() = 0;
 
-  // A stand-in for buffer() that holds zeros: for a collective whose result
-  // nobody wants.
+  // Zeros like buffer().
   virtual at::Tensor zeros() const = 0;
 
-  // Gradients that are views lie in this tensor's memory. Undefined if there
-  // are none.
-  virtual const at::Tensor& views() const = 0;
+  // The memory of gradients that are views; undefined if there are none.
+  virtual at::Tensor views() const { return {}; }
 
   // True if `gradient` is the view in the bucket that belongs to a slot.
-  virtual bool is_view_in(size_t slot, const at::Tensor& gradient) const = 0;
+  virtual bool is_view_in(size_t /*slot*/,
+                          const at::Tensor& /*gradient*/) const {
+    return false;
+  }
 };
 
-// Where gradients are views, the memory's views are `.grad`, whatever users put
-// there, drop or keep in between. An unused parameter's place in the bucket
-// travels as zeros: its gradient is set aside, and restored if no rank has used
-// it. Results are read from the same memory unless a comm hook returned another
-// tensor.
+// Where gradients are views, these are put into `.grad`, whatever users put
+// there in between. An unused parameter's place travels as zeros: its gradient
+// is set aside, and restored if no rank has used it.
 class DenseReplica final : public BucketReplica {
  public:
   // How results become gradients.
@@ -100,32 +94,26 @@ class DenseReplica final : public BucketReplica {
     kDonationOrCopy,  // gradients may get the buffer's memory, or copies
   };
 
-  // Since when there is a buffer.
-  enum class Allocation {
-    kAtConstruction,
-    kInPack,  // the first one, and each after release_memory()
-  };
-
   // REQUIRES: `parameters` index into `table`, are of one dtype and device, and
   // `table` outlives this object. With kDonationOrCopy, nobody who is given
-  // buffer() writes to it after the collective.
+  // buffer() writes to it after the collective. `is_lazy`: pack() allocates.
   DenseReplica(const ParameterTable& table, size_t replica,
                std::span<const size_t> parameters, at::ScalarType wire_dtype,
-               Delivery delivery, Allocation allocation);
+               Delivery delivery, bool is_lazy);
 
-  int64_t pack(double scale, std::span<const size_t> unused_slots) override;
+  void pack(double scale, std::span<const size_t> unused_slots) override;
   const at::Tensor& buffer() const override { return memory_.wire(); }
   void record_stream(c10::Stream stream) const override;
   void add(const at::Tensor& buffer) override;
   void check_result(const at::Tensor& result) const override;
-  int64_t deliver(const at::Tensor& result,
-                  std::span<const size_t> globally_unused_slots) override;
+  void deliver(const at::Tensor& result,
+               std::span<const size_t> globally_unused_slots) override;
   void deliver_nothing(std::span<const size_t> globally_unused_slots) override;
   void adopt_gradients() override;
   void release_memory() override;
   at::Tensor zeros() const override;
-  const at::Tensor& views() const override {
-    return gradients_as_views_ ? memory_.flat() : no_views_;
+  at::Tensor views() const override {
+    return gradients_as_views_ ? memory_.flat() : at::Tensor();
   }
   bool is_view_in(size_t slot, const at::Tensor& gradient) const override {
     return memory_.is_view(slot, gradient);
@@ -150,11 +138,10 @@ class DenseReplica final : public BucketReplica {
   // Restores the values of `slots`, ascending, and discards the others.
   void put_back(std::span<const size_t> slots);
   const void* source_of(size_t slot, const at::Tensor& gradient);
-  int64_t deliver_views(const at::Tensor& result,
-                        std::span<const size_t> globally_unused_slots);
-  int64_t deliver_copies(const at::Tensor& result,
-                         std::span<const size_t> globally_unused_slots);
-  bool is_laid_out_as_gradient(size_t slot, const at::Tensor& tensor) const;
+  void deliver_views(const at::Tensor& result,
+                     std::span<const size_t> globally_unused_slots);
+  void deliver_copies(const at::Tensor& result,
+                      std::span<const size_t> globally_unused_slots);
   int64_t numel(size_t slot) const { return memory_.ranges()[slot].numel; }
   size_t num_slots() const { return tensors_.size(); }
   const at::Tensor& parameter(size_t slot) const { return *tensors_[slot]; }
@@ -163,7 +150,6 @@ class DenseReplica final : public BucketReplica {
   const ParameterTable& table_;
   const std::vector<const at::Tensor*> tensors_;  // by slot, of this replica
   const bool gradients_as_views_;
-  const at::Tensor no_views_;  // undefined
 
   BucketMemory memory_;
   std::unique_ptr<Packer> packer_;
@@ -190,8 +176,7 @@ class SparseReplica final : public BucketReplica {
   // REQUIRES: `variable` is in `table`, which outlives this object.
   SparseReplica(const ParameterTable& table, VariableIndex variable);
 
-  // Always copies: scaling makes a tensor of its own.
-  int64_t pack(double scale, std::span<const size_t> unused_slots) override;
+  void pack(double scale, std::span<const size_t> unused_slots) override;
 
   // Sparse COO, parameter's sizes and dtype; undefined before the first pack.
   const at::Tensor& buffer() const override { return buffer_; }
@@ -199,21 +184,14 @@ class SparseReplica final : public BucketReplica {
   void add(const at::Tensor& buffer) override;
 
   void check_result(const at::Tensor& result) const override;
-  int64_t deliver(const at::Tensor& result,
-                  std::span<const size_t> globally_unused_slots) override;
-  void deliver_nothing(std::span<const size_t>) override {}
-  void adopt_gradients() override {}
+  void deliver(const at::Tensor& result,
+               std::span<const size_t> globally_unused_slots) override;
   void release_memory() override { buffer_.reset(); }
   at::Tensor zeros() const override;
-  const at::Tensor& views() const override { return no_views_; }
-  bool is_view_in(size_t /*slot*/, const at::Tensor&) const override {
-    return false;
-  }
 
  private:
   const ParameterTable& table_;
   const VariableIndex variable_;
-  const at::Tensor no_views_;
   at::Tensor buffer_;
   // Of the last gradient; until there is one, rows, as embeddings have. It must
   // be equal on all ranks, also on those that contribute nothing.

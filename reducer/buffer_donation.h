@@ -1,17 +1,11 @@
-// Gives reduced gradients the memory of their bucket, in place of a copy of the
-// result in theirs.
+// Gives reduced gradients the memory of their bucket in place of a copy back,
+// on the CPU. (On devices, streams may still read that memory.)
 //
-// That saves the pass over memory that copies results back, and the memory of
-// either. A gradient is given its place in the bucket only if it is as autograd
-// made it and nobody else holds it or its memory. It stays the same tensor, but
-// its storage is the bucket's: who resizes that resizes other gradients, as
-// with views. A bucket whose memory somebody still sees when it is packed again
-// leaves it to them; if that happens twice, its results are copied from then
-// on. Python keeps a storage that it has been shown once, which counts as
-// seeing it.
-//
-// On the CPU only: on other devices memory that streams still read would be
-// written anew.
+// A gradient is given its place in the bucket only if it is as autograd made it
+// and nobody else holds it or its memory. It stays the same tensor. A bucket
+// whose memory somebody still sees when it is packed again leaves it to them;
+// after the second time its results are copied. Python keeps a storage that it
+// has been shown once, which counts as seeing it.
 //
 // Example:
 //
@@ -41,26 +35,23 @@ class BufferDonation {
   // Below this a copy costs less.
   static constexpr int64_t kMinBytes = int64_t{64} << 10;
 
-  // So many buffers are left before copies are made instead: one gradient that
-  // is kept keeps its whole bucket.
+  // Buffers that are left before copies are made instead.
   static constexpr int kMaxLeft = 2;
 
   // Never gives anything.
   BufferDonation() = default;
 
-  // REQUIRES: until leave(), as many tensors share the memory of `flat` as do
-  // now, and nobody else holds one of them when is_taken() is asked.
+  // REQUIRES: until leave(), the owner's tensors in the memory of `flat` are as
+  // many as now whenever is_taken() is asked.
   explicit BufferDonation(const at::Tensor& flat);
 
-  // Whether a gradient of this size may be given memory at all.
   bool is_worthwhile(int64_t bytes) const {
     return own_references_ > 0 && bytes >= kMinBytes;
   }
 
-  // Lets `gradient` lie in the memory of `view`, with its values. False, and
-  // nothing has happened, if somebody else holds the gradient or its memory, or
-  // has written to it since autograd made it: accumulated gradients stay where
-  // they are.
+  // Lets `gradient` lie in the memory of `view`, with its values. Returns false
+  // without effect if somebody else holds the gradient or its memory, or has
+  // written to it since autograd made it.
   //
   // REQUIRES: both have the same sizes, memory order, dtype and device; it is
   // worthwhile.

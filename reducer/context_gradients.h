@@ -1,8 +1,5 @@
-// Gradients of a distributed-autograd backward: they lie in its context and not
-// in `.grad`, and their averages are to be found there too.
-//
-// While a reduction lasts, such gradients are lent to `.grad`, where the rest
-// of the reducer looks for them.
+// Gradients of a distributed-autograd backward, which lie in its context: while
+// a reduction lasts they are lent to `.grad`.
 //
 // Thread safety: none; the engine's lock covers it.
 
@@ -33,19 +30,18 @@ class ContextGradients {
   ContextGradients(const ContextGradients&) = delete;
   ContextGradients& operator=(const ContextGradients&) = delete;
 
-  // Called when a defined gradient of `parameter` has been accumulated: lends
-  // it to `.grad` if this thread runs a backward of distributed autograd. Costs
-  // one look at a thread-local variable otherwise. What `.grad` held by then is
-  // kept; a copy of it if it lies in `buckets`, which are about to be written.
+  // A defined gradient of `parameter` has been accumulated: lends it to `.grad`
+  // if this thread runs a backward of distributed autograd. Keeps the former
+  // `.grad`; a copy of it if it lies in `buckets`, which will be written.
   void take(const at::Tensor& parameter, const MemoryRanges& buckets);
 
-  // Puts what `.grad` holds by now into the context, and gives `.grad` back.
+  // Puts `.grad` into the context, and gives the former `.grad` back.
   void write_back();
 
  private:
   struct Lent {
     at::Tensor parameter;
-    at::Tensor own_gradient;  // what `.grad` was; may be undefined
+    at::Tensor own_gradient;  // the former `.grad`; may be undefined
   };
 
   std::shared_ptr<torch::distributed::autograd::DistAutogradContext> context_;

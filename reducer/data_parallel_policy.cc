@@ -8,7 +8,6 @@
 #include <tuple>
 #include <utility>
 
-#include "absl/strings/str_cat.h"
 #include "brigade/comm/backends/end_on_own_thread.h"
 #include "brigade/comm/errors/peer_error.h"
 #include "brigade/comm/ordered/host_sums.h"
@@ -49,7 +48,7 @@ std::unique_ptr<UsedParameters> used_parameters(const ReducerOptions& options,
       table, group, options.skip_all_reduce_unused_parameters ? kFirst : kLast);
 }
 
-// Equal on ranks whose buckets travel alike: the same parameters, lengths,
+// Equal on ranks with the same buckets: the same parameters, lengths,
 // strides and wire dtypes in the same order. The same in every process of the
 // same build.
 uint64_t plan_fingerprint(const BucketPlan& plan, const ParameterTable& table,
@@ -58,14 +57,13 @@ uint64_t plan_fingerprint(const BucketPlan& plan, const ParameterTable& table,
   const auto add = [&](uint64_t number) {
     fingerprint = c10::hash_combine(fingerprint, number);
   };
-  at::DimVector room;
   for (const std::vector<size_t>& bucket : plan.buckets()) {
     add(bucket.size());
     for (const size_t parameter : bucket) {
       add(parameter);
       add(table.numel(parameter));
       const at::IntArrayRef shape = table.shape(parameter);
-      const at::IntArrayRef strides = table.gradient_strides(parameter, room);
+      const at::IntArrayRef strides = table.gradient_strides(parameter);
       for (size_t d = 0; d < strides.size(); ++d) {
         if (shape[d] > 1) add(strides[d]);
       }
@@ -78,13 +76,11 @@ uint64_t plan_fingerprint(const BucketPlan& plan, const ParameterTable& table,
 
 }  // namespace
 
-DataParallelPolicy::DataParallelPolicy(ReducerSetup setup,
-                                       ReducerStatistics& statistics)
+DataParallelPolicy::DataParallelPolicy(ReducerSetup setup)
     : group_(std::move(setup.group)),
       table_(std::move(setup.table)),
       options_(std::move(setup.options)),
       hook_(traits_of(*options_.comm_hook)),
-      statistics_(statistics),
       ready_order_(observed_iterations(options_)),
       hook_counts_(hook_counts(options_, table_)),
       used_(brigade::used_parameters(options_, table_, *group_)),
@@ -141,16 +137,11 @@ bool DataParallelPolicy::is_learning() const {
          (hook_counts_ && hook_counts_->is_learning());
 }
 
-// The used map is last where it may be missing: a static graph is summed once.
+// The used map of a static graph is summed once; it is last.
 std::span<Collective* const> DataParallelPolicy::sequence() const {
   const bool sums_map = !hook_counts_ || hook_counts_->are_all_learning();
   return sums_map ? bound_.sequence
                   : std::span(bound_.sequence).first(bound_.buckets.size());
-}
-
-std::string DataParallelPolicy::describe_sequence() const {
-  return absl::StrCat(bound_.buckets.size(), " buckets, ", table_.size(),
-                      " parameters");
 }
 
 bool DataParallelPolicy::skips_unused_buckets() const {
@@ -173,21 +164,16 @@ bool DataParallelPolicy::replan() {
       table_.specs(), ready_order_.order(), options_.bucket_caps_bytes));
   const bool is_other = plan != bound_.plan;
   if (is_other) adopt(bind(std::move(plan), hook_));
-  ++statistics_.rebuilds;
   ready_order_.freeze();
   return is_other;
 }
 
-bool DataParallelPolicy::before_iteration() {
-  const bool is_restrided = table_.first_restrided().has_value();
-  if (is_restrided) follow_strides();
+void DataParallelPolicy::before_iteration() {
   ready_order_.restart();
   for (Bucket& bucket : bound_.buckets) bucket.restart();
-  if (used_) used_->restart();
   unused_.clear();
   none_reached_ = false;
   context_gradients_.emplace();
-  return is_restrided;
 }
 
 void DataParallelPolicy::check_variables() const {
@@ -220,23 +206,6 @@ void DataParallelPolicy::keep_out_of_buckets(VariableIndex variable) const {
   if (memory_.contains(gradient)) gradient = gradient.clone();
 }
 
-// Gradients lie in buckets as parameters do in memory.
-void DataParallelPolicy::follow_strides() {
-  if (const auto apart = table_.first_unlike_replica_0()) {
-    TORCH_CHECK(false, "Reducer: ", table_.name_of(apart->parameter),
-                " has strides ", table_[*apart].strides(), " in local replica ",
-                apart->replica, " and ", table_[apart->parameter].strides(),
-                " in replica 0.\nGive all replicas the same memory format.");
-  }
-  ParameterTable::Layout before = table_.adopt_layout();
-  try {
-    adopt(bind(bound_.plan, hook_));
-  } catch (...) {
-    table_.adopt_layout(std::move(before));
-    throw;
-  }
-}
-
 void DataParallelPolicy::on_prepared(std::span<const at::Tensor> outputs) {
   predict_unused(outputs);
   if (hook_counts_) hook_counts_->restart();
@@ -244,7 +213,7 @@ void DataParallelPolicy::on_prepared(std::span<const at::Tensor> outputs) {
 
 // The graph of every forward is searched, so that buckets need not wait for
 // gradients that will not come. A search left out while all parameters are used
-// would make the place of a launch depend on what this rank saw before: a rank
+// would make the place of a launch depend on earlier iterations: a rank
 // that then leaves a parameter out would launch later than its peers.
 void DataParallelPolicy::predict_unused(std::span<const at::Tensor> outputs) {
   if (unused_search_) {
@@ -252,17 +221,17 @@ void DataParallelPolicy::predict_unused(std::span<const at::Tensor> outputs) {
     static const std::string name =
         "torch.distributed.ddp.reducer::search_unused_parameters";
     const ProfilerRange searching(name, at::RecordScope::FUNCTION);
-    const std::span<const size_t> unused = unused_search_->unreached(outputs);
-    unused_.assign(unused.begin(), unused.end());
-    if (statistics_.graph_searches++ > 0) {
-      found_same_unused_ = found_same_unused_ && unused_search_->repeated();
+    unused_ = unused_search_->unreached(outputs);
+    if (std::exchange(has_searched_, true) && unused_ != last_found_unused_) {
+      found_same_unused_ = false;
     }
+    last_found_unused_ = unused_;
   } else if (!hook_counts_) {
     return;
   } else if (!hook_counts_->is_learning()) {
     unused_ = hook_counts_->silent();
   } else if (!hooks_->are_removed()) {
-    // No more than this: reentrant checkpoints hide what they use.
+    // No more than this: reentrant checkpoints hide their parameters.
     none_reached_ =
         GraphSearch(hooks_->accumulators()).unreached(outputs).size() ==
         table_.num_variables();
@@ -319,7 +288,6 @@ std::optional<Slot> DataParallelPolicy::on_gradient(VariableIndex variable,
 
 Slot DataParallelPolicy::ready_slot(VariableIndex variable, size_t number) {
   if (variable.replica == 0) ready_order_.note(variable.parameter);
-  if (used_) used_->count_if_unused(number);
   const size_t bucket = bound_.plan.locate(variable.parameter).bucket;
   return {.entry = static_cast<uint32_t>(bound_.first_bucket + bucket),
           .has_gradient = has_gradient(number)};
@@ -334,8 +302,6 @@ void DataParallelPolicy::mark_unused(Mark mark,
   }
 }
 
-// What only the end of a static graph's first backward tells: which gradients
-// have come, and which will not come.
 void DataParallelPolicy::on_backward_ends(Mark mark) {
   if (!hook_counts_ || !hook_counts_->is_learning()) return;
   for (const size_t number : hook_counts_->freeze()) {
@@ -421,8 +387,7 @@ BoundPlan DataParallelPolicy::bind(BucketPlan plan, const HookTraits& hook) {
   std::vector<Bucket> buckets;
   buckets.reserve(plan.num_buckets());
   for (size_t b = 0; b < plan.num_buckets(); ++b) {
-    buckets.emplace_back(table_, plan, b, hook, options_, used_.get(), memory_,
-                         statistics_);
+    buckets.emplace_back(table_, plan, b, hook, options_, used_.get(), memory_);
   }
   std::vector<Collective*> sequence;
   sequence.reserve(buckets.size() + 1);
@@ -436,27 +401,6 @@ BoundPlan DataParallelPolicy::bind(BucketPlan plan, const HookTraits& hook) {
           .sequence = std::move(sequence),
           .first_bucket = first_bucket,
           .fingerprint = fingerprint};
-}
-
-std::string DataParallelPolicy::name_of(
-    std::span<const size_t> variables) const {
-  return table_.name_of(table_.parameters_of(variables));
-}
-
-std::string DataParallelPolicy::describe_missing(
-    std::span<const size_t> variables, Occasion occasion) const {
-  return describe_missing_gradients(table_, table_.parameters_of(variables),
-                                    occasion, options_);
-}
-
-std::string DataParallelPolicy::describe_late(VariableIndex variable,
-                                              Occasion occasion) const {
-  return describe_late_gradient(table_, variable.parameter, occasion);
-}
-
-std::string DataParallelPolicy::describe_unannounced(VariableIndex variable,
-                                                     Occasion last) const {
-  return describe_gradient_without_forward(table_, variable.parameter, last);
 }
 
 void DataParallelPolicy::refuse(VariableIndex variable,

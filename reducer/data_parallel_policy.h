@@ -1,7 +1,5 @@
-// The policy of a Reducer's engine: the sequence of collectives, which
-// gradients will not come, and when buckets are planned anew.
-//
-// Variables go by their number where nothing else is said.
+// The buckets of a Reducer: the sequence of their collectives, the gradients
+// that will not come, and new plans. Variables go by their number.
 //
 // Thread safety: none; the engine's lock covers it, but for table().
 
@@ -35,7 +33,6 @@
 #include "brigade/reducer/ready_order.h"
 #include "brigade/reducer/reducer_options.h"
 #include "brigade/reducer/reducer_setup.h"
-#include "brigade/reducer/statistics.h"
 #include "brigade/reducer/used_parameters.h"
 
 namespace brigade {
@@ -55,8 +52,7 @@ struct Slot {
   bool has_gradient = true;  // false: it counts as ready without one
 };
 
-// A plan with the buckets that carry it out, and the sequence of collectives
-// that they and the used map make.
+// A plan, its buckets, and the sequence of collectives.
 struct BoundPlan {
   BucketPlan plan;
   std::vector<Bucket> buckets;
@@ -67,18 +63,17 @@ struct BoundPlan {
 
 class DataParallelPolicy {
  public:
-  // Counts rebuilds, searches and bytes in `statistics`, which outlives it.
-  DataParallelPolicy(ReducerSetup setup, ReducerStatistics& statistics);
+  explicit DataParallelPolicy(ReducerSetup setup);
   DataParallelPolicy(const DataParallelPolicy&) = delete;
   DataParallelPolicy& operator=(const DataParallelPolicy&) = delete;
 
-  // The hooks of the table's variables. Once, before anything is prepared.
-  // REQUIRES: they outlive this object but for its destructor.
+  // Once, before anything is prepared. REQUIRES: they outlive this object but
+  // for its destructor.
   void set_hooks(const GradientHooks& hooks);
 
   const c10::intrusive_ptr<c10d::ProcessGroup>& group() const { return group_; }
 
-  // Constant, but for strides and the comm hook.
+  // Constant, but for the comm hook.
   const ParameterTable& table() const { return table_; }
   const ReducerOptions& options() const { return options_; }
   const BucketPlan& plan() const { return bound_.plan; }
@@ -87,7 +82,7 @@ class DataParallelPolicy {
   // anything is prepared. REQUIRES: ranks have compared their options.
   void connect_on_host();
 
-  // Null: the default. Returns whether the sequence is another one.
+  // Null: the default. Returns whether the sequence has changed.
   bool set_hook(std::shared_ptr<c10d::CommHookInterface> hook);
 
   // Null unless unused parameters are looked for or the graph is static.
@@ -98,17 +93,12 @@ class DataParallelPolicy {
 
   std::span<Collective* const> sequence() const;
 
-  // Ranks compare it before they launch anything of a sequence.
   uint64_t fingerprint() const { return bound_.fingerprint; }
 
-  // Beside the fingerprint in errors: "3 buckets, 8 parameters".
-  std::string describe_sequence() const;
-
-  // The used map's sum decides which buckets are left out: it is the first
-  // entry, and ranks compare before the first launch of every iteration.
+  // The used map's sum is the first entry and decides which buckets are left
+  // out. Ranks compare before the first launch of every iteration.
   bool skips_unused_buckets() const;
 
-  // Of the hook that launches the buckets.
   const HookTraits& hook_traits() const { return hook_; }
 
   // ---- An iteration, in this order.
@@ -116,23 +106,20 @@ class DataParallelPolicy {
   // False: no backward brings gradients; nothing is prepared.
   bool expects_gradients() const;
 
-  // Looks after the variables. Errors: what is wrong with them.
+  // Errors: RuntimeError if a variable was moved, cast or resized.
   void check_variables() const;
 
-  // Buckets are to be planned anew, on all ranks at the same place: the order
-  // of gradients has been observed.
+  // On all ranks at the same place: the order of gradients has been observed.
   bool is_replan_due() const { return ready_order_.is_pending(); }
 
-  // Takes rank 0's order. Collective, once. Throws what the collective throws.
+  // Takes rank 0's order. Collective, once. Throws its errors.
   void agree_on_order() { ready_order_.agree(group_); }
 
-  // Plans in that order. Returns whether the sequence is another one, which is
+  // Plans in that order. Returns whether the sequence has changed, which is
   // equal on all ranks.
   bool replan();
 
-  // An iteration is prepared. Returns whether the sequence is another one,
-  // which ranks must compare.
-  bool before_iteration();
+  void before_iteration();
   void on_prepared(std::span<const at::Tensor> outputs);
 
   // True if something can be launched before any gradient has come.
@@ -141,12 +128,10 @@ class DataParallelPolicy {
   // The gradient of a variable is as ready as it will be.
   using Mark = c10::function_ref<void(size_t variable, Slot slot)>;
 
-  // A backward begins: marks the used parameters, before their sum is launched.
-  // `is_shadow`: this rank contributes nothing, and all entries will be
-  // launched as substitutes.
+  // A backward begins: marks the used parameters, before their sum is launched;
+  // then the gradients that will not come. `is_shadow`: this rank launches
+  // substitutes only.
   void mark_used_at_begin(bool is_shadow);
-
-  // Then marks the gradients that will not come.
   void on_backward_begins(bool is_shadow, Mark mark);
 
   // A gradient has been accumulated outside of an iteration, or before it is
@@ -156,7 +141,8 @@ class DataParallelPolicy {
   // Where a gradient of the iteration goes; none: more parts of it are to come.
   std::optional<Slot> on_gradient(VariableIndex variable, bool is_defined);
 
-  // A backward of the iteration is over: marks what only its end tells.
+  // Marks the gradients that only the end of a static graph's first backward
+  // tells.
   void on_backward_ends(Mark mark);
 
   // A backward that reached the outputs may bring no gradient at all.
@@ -172,32 +158,18 @@ class DataParallelPolicy {
   // In place of that: it has been delivered here, and not on all ranks.
   void on_end_refuted();
 
-  // It is over on this rank. Also of one that ranks aborted before it began.
-  // `is_shadow`: as on_backward_begins() was told. Must not throw unless all
+  // It is over on this rank, perhaps before it began. Must not throw unless all
   // was delivered.
   void on_iteration_over(Outcome outcome, bool is_shadow);
 
   // ---- A peer is lost.
 
-  // These may be written to for ever: goes on with other memory. What they held
-  // is lost. Returns what must be kept until they are done.
+  // Goes on with other memory than these may still write to; their contents are
+  // lost. Returns an owner of theirs, to be kept until they are done.
   std::shared_ptr<void> abandon(std::span<Collective* const> in_flight);
 
-  // The same where nothing goes on: the engine is being destroyed.
+  // The same at destruction.
   std::shared_ptr<void> let_go();
-
-  // ---- Words.
-
-  // "parameters 3 ('head.bias') and 4".
-  std::string name_of(std::span<const size_t> variables) const;
-
-  // The iteration ended without these gradients, at this occasion.
-  std::string describe_missing(std::span<const size_t> variables,
-                               Occasion occasion) const;
-
-  // A gradient came when its iteration was over.
-  std::string describe_late(VariableIndex variable, Occasion occasion) const;
-  std::string describe_unannounced(VariableIndex variable, Occasion last) const;
 
   // A gradient came that was ready already. Throws RuntimeError.
   [[noreturn]] void refuse(VariableIndex variable, Occasion occasion) const;
@@ -207,7 +179,6 @@ class DataParallelPolicy {
   void adopt(BoundPlan bound);
   std::shared_ptr<void> keep(BoundPlan bound);
   void keep_out_of_buckets(VariableIndex variable) const;
-  void follow_strides();
   void predict_unused(std::span<const at::Tensor> outputs);
   Slot ready_slot(VariableIndex variable, size_t number);
   void mark_unused(Mark mark, std::span<const size_t> variables);
@@ -217,20 +188,20 @@ class DataParallelPolicy {
   }
 
   const c10::intrusive_ptr<c10d::ProcessGroup> group_;
-  ParameterTable table_;
+  const ParameterTable table_;
   ReducerOptions options_;  // constant but for comm_hook, which is never null
   HookTraits hook_;         // of that one
   std::shared_ptr<HostSums> host_sums_;  // of default hooks; null: the group's
   const GradientHooks* hooks_ = nullptr;
-  ReducerStatistics& statistics_;
 
-  // What earlier iterations told of the graph. A static one needs no search;
-  // what ranks used is summed once.
+  // Of the graph, from earlier iterations.
   ReadyOrder ready_order_;
   std::optional<GraphSearch> unused_search_;  // if it may change
-  bool found_same_unused_ = true;             // in all searches
-  std::optional<HookCounts> hook_counts_;     // if it is static
-  std::unique_ptr<UsedParameters> used_;      // in both cases
+  bool has_searched_ = false;
+  bool found_same_unused_ = true;          // in all searches
+  std::vector<size_t> last_found_unused_;  // by the last search
+  std::optional<HookCounts> hook_counts_;  // if it is static
+  std::unique_ptr<UsedParameters> used_;   // in both cases
 
   MemoryRanges memory_;  // of the gradients that are views
   BoundPlan bound_;

@@ -14,6 +14,7 @@
 #include "brigade/comm/errors/peer_error.h"
 #include "brigade/hooks/backward_end.h"
 #include "brigade/hooks/output_hooks.h"
+#include "brigade/reducer/error_texts.h"
 
 namespace brigade {
 namespace {
@@ -35,7 +36,7 @@ auto Engine::noting_errors(const Work& work) {
 }
 
 Engine::Engine(ReducerSetup setup)
-    : policy_(std::move(setup), observations_.counts),
+    : policy_(std::move(setup)),
       peers_(policy_.group()),
       end_(policy_, peers_, observations_),
       watches_continuations_until_(kWatchedIterations),
@@ -63,7 +64,7 @@ Engine::~Engine() {
 // Ranks have compared everything that the plan follows from: it is agreed on.
 void Engine::connect() {
   const std::lock_guard<std::mutex> lock(mutex_);
-  if (!policy_.options().verify_across_ranks) return peers_.connect_later();
+  if (!policy_.options().verify_across_ranks) return;  // ranks connect later
   connect_ranks();
   peers_.set_agreed(policy_.fingerprint());
   policy_.connect_on_host();
@@ -102,7 +103,7 @@ void Engine::start_iteration() {
   end_.confirm_due_ends();
   policy_.check_variables();
   replan_if_due();
-  if (policy_.before_iteration()) end_.adopt_sequence(nullptr);
+  policy_.before_iteration();
 
   has_forward_ = true;
   ++observations_.counts.prepared;
@@ -130,7 +131,7 @@ void Engine::require_no_running_backward() const {
 void Engine::end_unfinished_iteration() {
   if (!has_begun()) return;
   Iteration& iteration = *iteration_;
-  // A backward whose end has not been told has thrown, on another thread.
+  // A backward whose end was not reported has thrown, on another thread.
   if (iteration.phase != Phase::kSuspended) return abort_iteration();
   TORCH_CHECK(
       !finalizes_manually_ || !iteration.order.all_launched(),
@@ -138,8 +139,7 @@ void Engine::end_unfinished_iteration() {
       describe(iteration.occasion),
       " was not.\nCall finalize_backward() once after each backward "
       "that is reduced.");
-  iteration.failure =
-      policy_.describe_missing(missing(iteration), iteration.occasion);
+  iteration.failure = describe_missing(iteration);
   const std::string text = iteration.failure;
   abort_iteration();
   TORCH_CHECK(false, text);
@@ -208,7 +208,7 @@ void Engine::finalize() {
         iteration_->order.all_launched(),
         "Reducer::finalize_backward: called before all DDP buckets were ready: "
         "gradients of ",
-        policy_.name_of(missing(*iteration_)),
+        policy_.table().name_of_variables(missing(*iteration_)),
         " are missing.\nCall it when all have come, at the latest after "
         "backward.");
     finish();
@@ -240,6 +240,11 @@ std::shared_ptr<Iteration> Engine::take_iteration() {
   return std::exchange(iteration_, nullptr);
 }
 
+std::string Engine::describe_missing(const Iteration& iteration) const {
+  return describe_missing_gradients(policy_.table(), missing(iteration),
+                                    iteration.occasion, policy_.options());
+}
+
 Occasion Engine::occasion(int64_t iteration) const {
   return {.iteration = iteration, .rank = policy_.group()->getRank()};
 }
@@ -258,7 +263,7 @@ void Engine::on_output_reached(Preparation preparation) {
     observations_.timeline.backward_begins();
     enter_backward(backward_id);
     try {
-      // What is launched without a gradient goes first: on a rank that leaves
+      // Launches that need no gradient go first: on a rank that leaves
       // out all but the last parameters the first gradient may come after
       // another collective of the backward, which its peers meet after their
       // first units.
@@ -294,7 +299,8 @@ void Engine::gradient_ready(VariableIndex variable, bool is_defined) {
       if (iteration_) return;
       if (const auto finished = membership_.passed_by(backward_id)) {
         TORCH_CHECK(false,
-                    policy_.describe_late(variable, occasion(*finished)));
+                    describe_late_gradient(policy_.table(), variable.parameter,
+                                           occasion(*finished)));
       }
       if (expects_forwards_ && !has_forward_ &&
           !membership_.is_local(backward_id)) {
@@ -319,8 +325,9 @@ void Engine::gradient_ready(VariableIndex variable, bool is_defined) {
 
 // The program called the wrapped module and not its wrapper, say.
 void Engine::report_unannounced(VariableIndex variable) {
-  const std::string text = policy_.describe_unannounced(
-      variable, occasion(observations_.counts.begun));
+  const std::string text =
+      describe_gradient_without_forward(policy_.table(), variable.parameter,
+                                        occasion(observations_.counts.begun));
   TORCH_CHECK(!policy_.options().one_backward_per_forward, text);
   if (!std::exchange(has_warned_, true)) TORCH_WARN(text);
 }
@@ -364,8 +371,7 @@ void Engine::accept_early_gradient(VariableIndex variable, bool is_defined,
   const Iteration& iteration = *iteration_;
   if (iteration.is_ready[policy_.table().number_of(variable)]) {
     // Its unit is on its way. The iteration should have been over.
-    TORCH_CHECK(false, policy_.describe_missing(missing(iteration),
-                                                iteration.occasion));
+    TORCH_CHECK(false, describe_missing(iteration));
   }
   membership_.keep({.variable = variable,
                     .is_defined = is_defined,
@@ -413,15 +419,25 @@ void Engine::deliver_used_map() {
   }
 }
 
-void Engine::mark(size_t variable, Slot slot) {
+// `then_launch`: the entries that are ready.
+void Engine::mark(size_t variable, Slot slot, bool then_launch) {
   if (slot.has_gradient) {
     observations_.timeline.gradient_ready(policy_.table().variable(variable));
   }
   iteration_->is_ready[variable] = true;
-  mark_and_pack(*iteration_, slot.entry, observations_);
+  if (!iteration_->order.mark(slot.entry)) return;
+  const HookScope scope(iteration_->preparer);
+  pack(*iteration_, slot.entry, observations_);
+  if (then_launch) launch_in_scope();
 }
 
 void Engine::launch_ready() {
+  if (!iteration_->order.next()) return;
+  const HookScope scope(iteration_->preparer);
+  launch_in_scope();
+}
+
+void Engine::launch_in_scope() {
   if (const auto failure =
           brigade::launch_ready(*iteration_, peers_, observations_)) {
     end_.raise(*iteration_, *failure);
@@ -431,15 +447,12 @@ void Engine::launch_ready() {
 void Engine::accept_gradient(VariableIndex variable, bool is_defined) {
   begin_reduction();
   const size_t number = policy_.table().number_of(variable);
-  char& is_ready = iteration_->is_ready[number];
-  if (is_ready) policy_.refuse(variable, iteration_->occasion);
-  const std::optional<Slot> slot = policy_.on_gradient(variable, is_defined);
-  if (!slot) return;
-  if (slot->has_gradient) {
-    observations_.timeline.gradient_ready(variable);
+  if (iteration_->is_ready[number]) {
+    policy_.refuse(variable, iteration_->occasion);
   }
-  is_ready = true;
-  if (mark_and_pack(*iteration_, slot->entry, observations_)) launch_ready();
+  if (const auto slot = policy_.on_gradient(variable, is_defined)) {
+    mark(number, *slot, /*then_launch=*/true);
+  }
 }
 
 void Engine::on_backward_end(int64_t preparation, int backward_id) {
@@ -474,8 +487,8 @@ void Engine::on_backward_end(int64_t preparation, int backward_id) {
     } else if (policy_.options().one_backward_per_forward) {
       end_unfinished_iteration();
     }
-    // Else another backward may bring what is missing. What has been launched
-    // is not waited for: a peer may have failed before it did.
+    // Otherwise another backward may bring the missing gradients. Launches are
+    // not waited for: a peer may have failed before its own.
   });
 }
 
@@ -526,7 +539,7 @@ void Engine::call_before_forward(std::string_view doing,
 bool Engine::replan() {
   return noting_errors([&] {
     if (has_begun()) return false;
-    // What was learnt counts when its end is confirmed.
+    // An observed order counts when the iteration's end is confirmed.
     if (policy_.is_learning()) end_.confirm_ends();
     return replan_if_due();
   });
@@ -537,6 +550,7 @@ bool Engine::replan_if_due() {
   const bool was_agreed = peers_.is_agreed(policy_.fingerprint());
   call_between_iterations("agreeing on the order of gradients",
                           [this] { policy_.agree_on_order(); });
+  ++observations_.counts.rebuilds;
   if (policy_.replan()) {
     end_.adopt_sequence(iteration_.get());
     if (was_agreed) peers_.set_agreed(policy_.fingerprint());
@@ -600,7 +614,7 @@ void Engine::stop_watching_gradients() {
   hooks_->remove();
 }
 
-// ---- A group that is lost, and what can be observed
+// ---- A lost group, and observation
 
 bool Engine::can_continue() const {
   const std::lock_guard<std::mutex> lock(mutex_);
@@ -696,7 +710,7 @@ std::string Engine::describe_progress() const {
   const std::vector<size_t> unready = missing(*iteration_);
   if (!unready.empty()) {
     absl::StrAppend(&words, " and waits for the gradients of ",
-                    policy_.name_of(unready));
+                    policy_.table().name_of_variables(unready));
   }
   return words;
 }

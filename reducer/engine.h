@@ -103,7 +103,7 @@ class Engine {
   bool can_continue() const;
   void abort_group();
 
-  // ---- What can be observed.
+  // ---- Observation.
   std::vector<size_t> missing_gradients() const;  // variables, by number
   ReducerStatistics statistics() const;
   void forward_begins();
@@ -116,7 +116,7 @@ class Engine {
   }
 
  private:
-  // Calls `work` under the lock; notes what it throws as the last error.
+  // Calls `work` under the lock; notes its exception as the last error.
   template <typename Work>
   auto noting_errors(const Work& work);
 
@@ -134,8 +134,9 @@ class Engine {
   void accept_gradient(VariableIndex variable, bool is_defined);
   void accept_early_gradient(VariableIndex variable, bool is_defined,
                              int backward_id);
-  void mark(size_t variable, Slot slot);
+  void mark(size_t variable, Slot slot, bool then_launch = false);
   void launch_ready();
+  void launch_in_scope();
   void deliver_used_map();
   void finish();
   void abort_iteration();
@@ -160,6 +161,7 @@ class Engine {
   // Whatever phase it was in, it is over on this rank. Null if there is none.
   std::shared_ptr<Iteration> take_iteration();
   Occasion occasion(int64_t iteration) const;
+  std::string describe_missing(const Iteration& iteration) const;
   bool has_begun() const { return iteration_ && iteration_->has_begun(); }
 
   // Takes the lock only if it is free.

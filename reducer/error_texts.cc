@@ -48,7 +48,7 @@ const char* cure_of_second(const ReducerOptions& options) {
          "times, set static_graph.";
 }
 
-// What programs look for in the error of torch's reducer.
+// Programs look for this text of torch's reducer.
 std::string torchs_words_of_second(size_t parameter,
                                    const ParameterTable& table) {
   return absl::StrCat(
@@ -63,9 +63,10 @@ std::string torchs_words_of_second(size_t parameter,
 }  // namespace
 
 std::string describe_missing_gradients(const ParameterTable& table,
-                                       std::span<const size_t> missing,
+                                       std::span<const size_t> variables,
                                        Occasion occasion,
                                        const ReducerOptions& options) {
+  const std::vector<size_t> missing = table.parameters_of(variables);
   const std::vector<size_t> frozen = frozen_of(table, missing);
   const bool all_frozen = frozen.size() == missing.size();
   return absl::StrCat(
@@ -130,13 +131,6 @@ std::string describe_gradient_without_forward(const ParameterTable& table,
       ": it stays on this rank, and replicas drift apart.\nCall the wrapper, "
       "and not the module that it wraps; under no_sync() for gradients of this "
       "rank alone.");
-}
-
-std::string describe_bucket(const ParameterTable& table,
-                            std::span<const size_t> parameters, size_t bucket,
-                            size_t num_buckets) {
-  return absl::StrCat("bucket ", bucket, " of ", num_buckets, " (",
-                      table.name_of(parameters), ")");
 }
 
 }  // namespace brigade

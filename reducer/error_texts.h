@@ -1,5 +1,4 @@
-// The texts of a reducer's errors: what was expected, what was found, where,
-// and one thing to do.
+// The texts of a reducer's errors: expected, found, where, and one thing to do.
 //
 // Thread safety: pure functions.
 
@@ -18,7 +17,7 @@
 namespace brigade {
 
 std::string describe_missing_gradients(const ParameterTable& table,
-                                       std::span<const size_t> missing,
+                                       std::span<const size_t> variables,
                                        Occasion occasion,
                                        const ReducerOptions& options);
 std::string describe_second_gradient(const ParameterTable& table,
@@ -37,11 +36,6 @@ std::string describe_late_gradient(const ParameterTable& table,
 // Of a backward when no forward has run since iteration `last`.
 std::string describe_gradient_without_forward(const ParameterTable& table,
                                               size_t parameter, Occasion last);
-
-// "bucket 2 of 5 (parameters 0 ('a'), 2 ('c'))".
-std::string describe_bucket(const ParameterTable& table,
-                            std::span<const size_t> parameters, size_t bucket,
-                            size_t num_buckets);
 
 }  // namespace brigade
 

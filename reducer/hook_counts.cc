@@ -17,7 +17,7 @@ bool HookCounts::count_run(size_t variable) {
 }
 
 std::vector<size_t> HookCounts::freeze() {
-  // What one rank learns alone, no other will count anew with it.
+  // No other rank will count again with one that learns alone.
   stage_ = stage_ == Stage::kLearning ? Stage::kCounted : Stage::kKnown;
   expected_ = counts_;
   std::vector<size_t> called;

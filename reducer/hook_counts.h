@@ -1,11 +1,8 @@
-// How often the gradient hook of each parameter runs in an iteration of a
-// static graph.
+// Number of runs of each gradient hook in an iteration of a static graph.
 //
 // A parameter that a reentrant checkpoint or shared weights reach several times
-// gets its gradient in several parts. The first iteration counts them; in later
-// ones a gradient is ready when its last part has come.
-//
-// Variables go by their number, replica by replica.
+// gets its gradient in several parts. The first iteration counts them; later a
+// gradient is ready with its last part. Variables go by their number.
 //
 // Thread safety: none; the engine's lock covers it.
 
@@ -28,24 +25,23 @@ class HookCounts {
   // True if all ranks learn in this iteration.
   bool are_all_learning() const { return stage_ == Stage::kLearning; }
 
-  // An iteration begins; what an unfinished one counted is forgotten.
+  // An iteration begins: forgets the counts of an unfinished one.
   void restart();
 
   // Counts a run of its hook. True if it was the last of this iteration; false
   // while learning. REQUIRES: it has not been the last before.
   bool count_run(size_t variable);
 
-  // The first iteration's backward is over: its counts hold from now on, unless
-  // it is aborted. Returns the variables whose hooks ran, in the order of the
-  // last runs. REQUIRES: is_learning().
+  // The first backward is over: its counts hold, unless it is aborted. Returns
+  // the variables whose hooks ran, in the order of the last runs. REQUIRES:
+  // is_learning().
   std::vector<size_t> freeze();
 
-  // The iteration has ended on all ranks, and well. If this one has frozen no
-  // counts in it, it shadowed the first, and learns alone in its own first one.
+  // The iteration has ended well on all ranks. A rank that has frozen no counts
+  // in it shadowed the first, and learns alone in its own first one.
   void confirm();
 
-  // The iteration has ended on no rank: if it was to be learnt from, the next
-  // one is.
+  // The iteration has ended on no rank: the next one is learnt from instead.
   void abort();
 
   // Variables whose hooks never run, ascending. REQUIRES: !is_learning().

@@ -11,15 +11,6 @@
 namespace brigade {
 namespace {
 
-void pack(const Iteration& iteration, Collective& entry,
-          Observations& observations) {
-  if (!entry.needs_pack()) return;
-  const HookScope scope(iteration.preparer);
-  std::optional<ObservedPack> packing;
-  if (entry.unit()) packing.emplace(observations, *entry.unit());
-  entry.pack();
-}
-
 std::optional<Failure> launch(Iteration& iteration, Collective& entry,
                               PeerStatus& peers, Observations& observations) {
   const std::optional<size_t> unit = entry.unit();
@@ -29,8 +20,11 @@ std::optional<Failure> launch(Iteration& iteration, Collective& entry,
   } else {
     try {
       peers.count([&] {
-        std::optional<ObservedLaunch> launching;
-        if (unit) launching.emplace(observations, *unit);
+        std::optional<ProfilerRange> range;
+        if (unit) {
+          range.emplace(observations.launch_names[*unit]);
+          observations.timeline.launch_begins(*unit);
+        }
         const ChainedCollectives::Scope chaining(iteration.chained);
         launch.future =
             iteration.is_shadow ? entry.launch_substitute() : entry.launch();
@@ -40,10 +34,8 @@ std::optional<Failure> launch(Iteration& iteration, Collective& entry,
     }
     if (unit) ++observations.counts.buckets_launched;
   }
-  launch.has_travelled = launch.future != nullptr;
+  if (unit) observations.launched(*unit, launch.future.get());
   iteration.launches.push_back(std::move(launch));
-  if (unit)
-    observations.launched(*unit, iteration.launches.back().future.get());
   return std::nullopt;
 }
 
@@ -113,18 +105,20 @@ int64_t next_unit(const Iteration& iteration) {
   return num_units(iteration.sequence);
 }
 
-bool mark_and_pack(Iteration& iteration, size_t entry,
-                   Observations& observations) {
-  if (!iteration.order.mark(entry)) return false;
-  pack(iteration, *iteration.sequence[entry], observations);
-  return true;
+void pack(const Iteration& iteration, size_t entry,
+          Observations& observations) {
+  Collective& collective = *iteration.sequence[entry];
+  if (!collective.needs_pack()) return;
+  const size_t unit = *collective.unit();
+  const ProfilerRange range(observations.pack_names[unit]);
+  observations.timeline.pack_begins(unit);
+  collective.pack();
+  observations.timeline.pack_ends(unit);
 }
 
 std::optional<Failure> launch_ready(Iteration& iteration, PeerStatus& peers,
                                     Observations& observations) {
   LaunchOrder& order = iteration.order;
-  if (!order.next()) return std::nullopt;
-  const HookScope scope(iteration.preparer);
   while (const auto next = order.next()) {
     if (auto failure = launch(iteration, *iteration.sequence[*next], peers,
                               observations)) {
@@ -146,7 +140,6 @@ void launch_rest(Iteration& iteration, PeerStatus& peers,
       const ChainedCollectives::Scope chaining(iteration.chained);
       launch.future = next.launch_substitute();
     });
-    launch.has_travelled = launch.future != nullptr;
     if (next.unit()) ++observations.counts.buckets_launched;
     iteration.launches.push_back(std::move(launch));
   }
@@ -161,7 +154,7 @@ std::optional<Failure> launch_chained(Iteration& iteration, PeerStatus& peers,
     });
     return std::nullopt;
   } catch (...) {
-    // Nothing can stand in for what its peers have launched.
+    // There is no substitute for the launches of its peers.
     peers.set_cannot_continue();
     return failure_of(iteration.occasion, ErrorSource::kFuture,
                       first_unit(iteration));

@@ -42,15 +42,14 @@ enum class Phase {
   kSuspended,  // between two such backwards, or waiting to be finalized
 
   // An error, which is on its way out, has ended it: nothing is launched.
-  kFailed,  // peers have not been told
-  kOver,    // peers know, or can't be told
+  kFailed,  // peers do not know yet
+  kOver,    // peers know, or the group is closed
 };
 
 struct Launch {
   Collective* collective = nullptr;
   c10::intrusive_ptr<c10::ivalue::Future> future;  // null: nothing to await
-  bool has_travelled = false;  // also when the future has been let go of
-  bool is_overdue = false;     // was waited for as long as anything is
+  bool is_overdue = false;  // was waited for as long as anything is
 };
 
 inline bool is_pending(const Launch& launch) {
@@ -69,13 +68,13 @@ struct Iteration {
   bool is_shadow = false;                 // this rank contributes nothing
   bool has_begun_together = false;        // ranks have compared where it begins
   const at::ThreadLocalState preparer;    // of the thread that prepared
-  std::span<Collective* const> sequence;  // what is launched
+  std::span<Collective* const> sequence;  // launched in this order
   LaunchOrder order;                      // of the sequence
   std::vector<char> is_ready;             // by number of the variable
   std::vector<Launch> launches;           // without the one that threw
   ChainedCollectives chained;
   std::optional<ContinuationWatch> continuations;  // of a user's new hook
-  std::string failure;  // the first error, told to the other ranks
+  std::string failure;  // the first error, sent to the other ranks
 
   bool has_begun() const { return phase >= Phase::kReducing; }
   bool is_ending() const { return phase >= Phase::kFailed; }
@@ -111,18 +110,17 @@ class HookScope {
   const c10::impl::ExcludeDispatchKeyGuard no_autocast_;
 };
 
-// One of those that `entry` waits for is there: packs it if that was the last.
-// Returns whether it was. Errors: what packing throws.
-bool mark_and_pack(Iteration& iteration, size_t entry,
-                   Observations& observations);
+// Packs an entry whose gradients are all there. REQUIRES: a HookScope. Errors:
+// the entry's.
+void pack(const Iteration& iteration, size_t entry, Observations& observations);
 
 // Launches the entries that are ready; substitutes if the iteration is a
-// shadow. Stops at one that throws, and returns why.
+// shadow. Stops at one that throws, and returns why. REQUIRES: a HookScope.
 std::optional<Failure> launch_ready(Iteration& iteration, PeerStatus& peers,
                                     Observations& observations);
 
 // Launches zeros for all of an aborted iteration that has not been launched,
-// and does not wait. Throws what a collective throws.
+// and does not wait. Throws a collective's errors.
 void launch_rest(Iteration& iteration, PeerStatus& peers,
                  Observations& observations);
 

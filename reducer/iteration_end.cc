@@ -4,6 +4,7 @@
 #include <c10/util/hash.h>
 
 #include <algorithm>
+#include <chrono>
 #include <exception>
 #include <ranges>
 #include <stdexcept>
@@ -20,6 +21,11 @@
 
 namespace brigade {
 namespace {
+
+// A rank whose backward fails waits so long, and at most the group's timeout,
+// for peers to hear it. Then it closes the group, which ends collectives that
+// they may be blocked in.
+constexpr std::chrono::seconds kFailurePatience(5);
 
 bool has_ended(const RankStatus& rank_status) {
   return rank_status.kind == StatusKind::kEnd;
@@ -108,7 +114,7 @@ void await_result(Launch& launch, const HookTraits& hook,
 }
 
 // Waits for all results, also after an error: nothing may write into a bucket's
-// memory behind the user's back. Delivers each as it comes up to the first
+// memory later. Delivers each as it comes up to the first
 // error, unless the iteration is a shadow.
 std::optional<Failure> deliver_as_results_come(Iteration& iteration,
                                                TimelineRecorder& timeline) {
@@ -159,7 +165,7 @@ std::optional<Failure> collect(Iteration& iteration, const HookTraits& hook,
   return failure;
 }
 
-// Delivers what collect() has returned, up to the first error.
+// Delivers the results of collect(), up to the first error.
 std::optional<Failure> deliver(const Iteration& iteration,
                                const Results& results) {
   if (iteration.is_shadow) return std::nullopt;
@@ -178,13 +184,11 @@ std::optional<Failure> deliver(const Iteration& iteration,
 void drain(Iteration& iteration, std::chrono::milliseconds timeout) {
   iteration.chained.cancel(timeout);
   for (Launch& launch : iteration.launches) {
-    if (!launch.has_travelled || launch.is_overdue) continue;
+    if (!launch.future || launch.is_overdue) continue;
     try {
-      if (launch.future) {
-        launch.is_overdue = !wait_for(*launch.future, timeout);
-        if (launch.is_overdue) continue;
-        launch.future->wait();
-      }
+      launch.is_overdue = !wait_for(*launch.future, timeout);
+      if (launch.is_overdue) continue;
+      launch.future->wait();
       const c10::Device device = launch.collective->device();
       // Waiting orders streams only, and not the ones that the user works on.
       if (!device.is_cpu()) current_stream(device).synchronize();
@@ -217,8 +221,8 @@ void IterationEnd::let_go(const Iteration& iteration) {
     keep_until_done(policy_.let_go(), iteration);
     return;
   }
-  // A device may be busy with what is complete on the host: the current stream
-  // waits for it before the memory goes.
+  // A device may still work on a completed future: the current stream waits for
+  // it before the memory goes.
   for (const Launch& launch : iteration.launches) {
     if (launch.future) launch.future->wait();
   }
@@ -227,7 +231,7 @@ void IterationEnd::let_go(const Iteration& iteration) {
 void IterationEnd::raise(Iteration& iteration, const Failure& failure) {
   const Collective& collective = *failure.collective;
   iteration.fail(failure.error);
-  // What an entry without a unit throws is no hook's.
+  // An entry without a unit has no hook.
   if (collective.unit() && policy_.hook_traits().throws_own_errors) {
     std::rethrow_exception(failure.error);
   }
@@ -257,7 +261,8 @@ void IterationEnd::begin_together(Iteration& iteration) {
 }
 
 RankStatus IterationEnd::begin_status() const {
-  std::string words = policy_.describe_sequence();
+  std::string words = absl::StrCat(policy_.plan().num_buckets(), " buckets, ",
+                                   policy_.table().size(), " parameters");
   if (const std::string& hook = policy_.hook_traits().name; !hook.empty()) {
     absl::StrAppend(&words, ", comm hook ", hook);
   }
@@ -324,7 +329,7 @@ StatusComparison IterationEnd::exchange(Iteration& iteration,
                                         Patience patience) {
   try {
     StatusComparison found = peers_.await(send(iteration, own), patience);
-    // Peers have delivered what this rank has not launched.
+    // Peers have delivered buckets that this rank has not launched.
     found.must_close |= !found.status.ok() && runs_ahead() && !has_ended(own) &&
                         std::ranges::any_of(found.by_rank, has_ended);
     catch_up(iteration, own, found, patience);
@@ -419,8 +424,7 @@ void IterationEnd::abort(Iteration& iteration) {
           absl::StrCat("This rank ", describe_status(sent), "."));
       return drop_results(iteration);
     }
-    const StatusComparison found =
-        compare(iteration, status, policy_.options().failure_patience);
+    const StatusComparison found = compare(iteration, status, kFailurePatience);
     if (!found.must_close) return;
     if (problem.empty()) problem = "another rank can't go on";
   } catch (...) {
@@ -451,7 +455,9 @@ void IterationEnd::abandon_buffers(Iteration& iteration) {
 // ---- Delivery
 
 void IterationEnd::finish(const std::shared_ptr<Iteration>& iteration) {
-  const ObservedFinalize finalizing(observations_);
+  const WaitForPeers waiting(*observations_.progress);
+  const ProfilerRange range(observations_.finalize_name);
+  observations_.timeline.backward_ends();
   const RankStatus end = {.kind = StatusKind::kEnd,
                           .text = status_text(policy_.hook_traits().name)};
   const bool is_deferred = may_defer_status(*iteration);
@@ -495,7 +501,8 @@ void IterationEnd::deliver_together(Iteration& iteration) {
 }
 
 // Sends `end` and does not wait for the peers' status. A user's hook's results
-// come first; if they fail, peers are told of that instead, and waited for.
+// come first; if they fail, that status is sent instead, and peers are waited
+// for.
 void IterationEnd::deliver_unconfirmed(
     const std::shared_ptr<Iteration>& iteration, const RankStatus& end) {
   const HookTraits& hook = policy_.hook_traits();
@@ -528,7 +535,7 @@ void IterationEnd::exchange_results(Iteration& iteration, StatusKind kind,
   agree(iteration, {.kind = kind});
 }
 
-// Throws it when peers know, or can't be told.
+// Throws it after the peers know, or can't be reached.
 void IterationEnd::tell_of_failure(Iteration& iteration,
                                    const Failure& failure) {
   try {

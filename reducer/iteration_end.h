@@ -1,5 +1,5 @@
-// The end of an iteration on all ranks: they agree on what has happened, and
-// its results are delivered or dropped.
+// The end of an iteration on all ranks: they agree on its outcome, and its
+// results are delivered or dropped.
 //
 // A rank that fails sends its status. When all ranks have sent theirs, it
 // launches zeros for the rest of its sequence. Earlier, zeros could meet a
@@ -38,8 +38,8 @@ class IterationEnd {
                Observations& observations)
       : policy_(policy), peers_(peers), observations_(observations) {}
 
-  // The policy has another sequence. `iteration`, if there is one: takes it,
-  // and goes on if it has begun, with entries that wait for the same gradients.
+  // The policy's sequence has changed. `iteration`, if not null, goes on with
+  // it; if it has begun, its entries wait for the same gradients.
   void adopt_sequence(Iteration* iteration);
 
   // ---- Ranks compare. Throws on all ranks unless they agree: RuntimeError if
@@ -52,7 +52,7 @@ class IterationEnd {
   // Elsewhere. The iteration is aborted if it throws.
   void agree(Iteration& iteration, const RankStatus& own);
 
-  // The status of a rank that begins an iteration or has another sequence.
+  // Of a rank that begins an iteration or has changed its sequence.
   RankStatus begin_status() const;
 
   // ---- Ends.
@@ -60,12 +60,11 @@ class IterationEnd {
   // All is launched: ranks end the iteration together, and deliver.
   void finish(const std::shared_ptr<Iteration>& iteration);
 
-  // After an error: tells the peers, unless they know. Does not throw, since an
-  // error is on its way already.
+  // After an error: tells the peers, unless they know. Does not throw.
   void abort(Iteration& iteration);
 
-  // Throws `failure` with its place in front. A peer's failure closes the group
-  // and is told to those that still answer. REQUIRES: its collective is there.
+  // Throws `failure` with its place in front. A peer's failure closes the
+  // group. REQUIRES: its collective exists.
   [[noreturn]] void raise(Iteration& iteration, const Failure& failure);
 
   // The engine is destroyed: buffers live until collectives in flight are done.
@@ -76,18 +75,15 @@ class IterationEnd {
   // True if the host does not wait for results: all of them are on devices.
   bool runs_ahead() const;
 
-  // Awaits the statuses of all iterations that were delivered before. Throws
-  // PeerError or RuntimeError if one of them has failed; the group is closed
-  // then.
+  // Awaits the statuses of all delivered iterations. Throws PeerError or
+  // RuntimeError if one has failed; the group is closed then.
   void confirm_ends();
 
-  // Awaits them down to the number that may be unconfirmed when an iteration
-  // begins, and takes the statuses that have come already. Throws as
-  // confirm_ends().
+  // Awaits them down to the number that may be unconfirmed, and takes those
+  // that have come. Throws as confirm_ends().
   void confirm_due_ends();
 
-  // The reason why results that were delivered are wrong; empty: they are
-  // right.
+  // Why delivered results are wrong; empty: they are right.
   const std::string& late_failure() const { return late_failure_; }
 
  private:
@@ -98,8 +94,7 @@ class IterationEnd {
     RankStatus sent;
   };
 
-  // True if results are delivered before peers are known to have ended the
-  // iteration: on devices, whose collectives don't block the host.
+  // On devices, whose collectives don't block the host.
   bool may_defer_status(const Iteration& iteration) const {
     return runs_ahead() && iteration.chained.empty();
   }
@@ -107,21 +102,19 @@ class IterationEnd {
   // Sends `own` of this iteration, and does not wait.
   RankStatus send(const Iteration& iteration, RankStatus own);
 
-  // Sends `own` and awaits all. If ranks do not agree, they have come to the
-  // same place when this returns, or `must_close` is set. Throws PeerError,
-  // after it has closed the group, if peers do not answer within `patience`.
+  // Sends `own` and awaits all. If ranks differ, all have launched the same
+  // when this returns, or `must_close` is set. Closes the group and throws
+  // PeerError if peers do not answer within `patience`.
   StatusComparison exchange(Iteration& iteration, const RankStatus& own,
                             Patience patience);
   void catch_up(Iteration& iteration, const RankStatus& own,
                 StatusComparison& found, Patience patience);
 
-  // As exchange(); if ranks do not agree, waits for the iteration's launches
-  // and drops its results.
+  // As exchange(); if ranks differ, waits for the launches and drops results.
   StatusComparison compare(Iteration& iteration, RankStatus own,
                            Patience patience = std::nullopt);
 
-  // Launches zeros for the rest of a sequence. Returns why that can't be done;
-  // empty: it is done.
+  // Launches zeros for the rest of the sequence. Returns an error; empty: none.
   std::string launch_substitutes(Iteration& iteration);
 
   void deliver_together(Iteration& iteration);
@@ -136,8 +129,7 @@ class IterationEnd {
   void over(const Iteration& iteration, Outcome outcome);
 
   void drop_results(Iteration& iteration);
-  // Keeps the memory of collectives that may never end, and gives the gradients
-  // other memory.
+  // Gives gradients other memory than collectives that may never end.
   void abandon_buffers(Iteration& iteration);
   void confirm_oldest_end();
 

@@ -1,9 +1,5 @@
 // Observations of an engine's work: counts, the timeline, ranges for profilers,
-// the last error, and how far it has come. Each event of an iteration is one
-// call here; the ends of a step are those of a scope:
-//
-//   const ObservedPack packing(observations_, unit);
-//   ... packs it ...
+// the last error, and how far it has come.
 //
 // Thread safety: the engine's lock covers it, but for the last error, progress
 // and the stall watch, which any thread may use.
@@ -74,54 +70,13 @@ struct Observations {
   std::shared_ptr<Progress> progress = std::make_shared<Progress>();
   // Null: ranks are not connected, nobody to wait for, or no store.
   std::unique_ptr<StallWatch> stall_watch = {};
-  // What it is told once it is there.
+  // Settings for it, given before it exists.
   std::optional<std::chrono::milliseconds> stall_report_after = {};
   std::function<void(const std::string& report)> stall_handler = {};
 
  private:
   mutable std::mutex error_mutex_;
   std::optional<ReductionError> last_error_;  // guarded by error_mutex_
-};
-
-class ObservedPack {
- public:
-  ObservedPack(Observations& observations, size_t unit)
-      : timeline_(observations.timeline),
-        unit_(unit),
-        range_(observations.pack_names[unit]) {
-    timeline_.pack_begins(unit_);
-  }
-  ~ObservedPack() { timeline_.pack_ends(unit_); }
-  ObservedPack(const ObservedPack&) = delete;
-  ObservedPack& operator=(const ObservedPack&) = delete;
-
- private:
-  TimelineRecorder& timeline_;
-  const size_t unit_;
-  const ProfilerRange range_;
-};
-
-class ObservedLaunch {
- public:
-  ObservedLaunch(Observations& observations, size_t unit)
-      : range_(observations.launch_names[unit]) {
-    observations.timeline.launch_begins(unit);
-  }
-
- private:
-  const ProfilerRange range_;
-};
-
-class ObservedFinalize {
- public:
-  explicit ObservedFinalize(Observations& observations)
-      : waiting_(*observations.progress), range_(observations.finalize_name) {
-    observations.timeline.backward_ends();
-  }
-
- private:
-  const WaitForPeers waiting_;
-  const ProfilerRange range_;
 };
 
 }  // namespace brigade

@@ -1,8 +1,5 @@
-// Whether a module still has the parameters that are reduced.
-//
-// When to look is the business of whoever knows the module: its registrations
-// change seldom, and looking costs a walk over all of it. Shapes, dtypes and
-// devices are the reducer's.
+// Check that a module still has the parameters that are reduced. The reducer
+// checks shapes, dtypes and devices.
 //
 // Thread safety: reads the tensors.
 
@@ -21,12 +18,11 @@ namespace brigade {
 struct RegisteredParameter {
   std::string name;
   at::Tensor tensor;
-  // Is there for the time of a call, in place of the parameter: as what
-  // torch.func.functional_call is given.
+  // In place of the parameter for one call, by torch.func.functional_call.
   bool stands_in = false;
 };
 
-// What there was when the module was wrapped.
+// When the module was wrapped.
 struct WrappedParameters {
   std::vector<RegisteredParameter> reduced;
   std::vector<RegisteredParameter> frozen;  // and to stay so
@@ -34,8 +30,8 @@ struct WrappedParameters {
   std::vector<std::string> ignored;         // names
 };
 
-// `present`: what the module has now, each tensor once. False: something stands
-// in for parameters, so what is there will change again.
+// `present`: of the module now, each tensor once. False: something stands in
+// for parameters, so that they will change again.
 //
 // Errors: RuntimeError naming parameters that require gradients and were added,
 // replaced, removed or unfrozen: nobody would average their gradients.

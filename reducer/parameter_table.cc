@@ -1,5 +1,6 @@
 #include "brigade/reducer/parameter_table.h"
 
+#include <ATen/core/DimVector.h>
 #include <torch/csrc/autograd/function.h>
 
 #include <algorithm>
@@ -69,34 +70,6 @@ absl::Status check_alike(const at::Tensor& first, const at::Tensor& tensor,
       describe_tensor("", first), "; it is ", describe_tensor("", tensor)));
 }
 
-// A dtype, and the device of each replica.
-struct Kind {
-  at::ScalarType dtype;
-  std::vector<at::Device> devices;
-};
-
-class Kinds {
- public:
-  // In order of first appearance.
-  int number_of(at::ScalarType dtype, std::span<const at::Device> devices) {
-    const auto known = std::ranges::find_if(kinds_, [&](const Kind& kind) {
-      return kind.dtype == dtype && std::ranges::equal(kind.devices, devices);
-    });
-    if (known != kinds_.end()) return static_cast<int>(known - kinds_.begin());
-    kinds_.push_back(
-        {.dtype = dtype, .devices = {devices.begin(), devices.end()}});
-    return static_cast<int>(kinds_.size() - 1);
-  }
-
- private:
-  std::vector<Kind> kinds_;  // a few
-};
-
-void note_layout(const at::Tensor& tensor, ParameterTable::Layout& layout) {
-  layout.strides.add(tensor.strides());
-  layout.is_dense.push_back(tensor.is_non_overlapping_and_dense());
-}
-
 // Replica by replica; nullopt if there is none.
 template <typename Predicate>
 std::optional<VariableIndex> first_variable(const ParameterTable& table,
@@ -143,8 +116,7 @@ ParameterTable::ParameterTable(std::vector<std::vector<at::Tensor>> replicas,
   dtypes_.reserve(size());
   specs_.reserve(size());
   shapes_.reserve(size());
-  layout_.strides.reserve(size());
-  layout_.is_dense.reserve(size());
+  gradient_strides_.reserve(size());
 }
 
 // Thousands of tensors don't stay in a cache: all that is asked of one is asked
@@ -155,6 +127,7 @@ absl::Status ParameterTable::check_and_note(
   seen.reserve(num_variables());
   // Of a parameter's variables, side by side.
   std::vector<at::Device> devices(num_variables(), at::kCPU);
+  at::DimVector room;
   for (size_t r = 0; r < num_replicas(); ++r) {
     const std::vector<at::Tensor>& replica = replicas_[r];
     if (replica.size() != size()) {
@@ -188,17 +161,23 @@ absl::Status ParameterTable::check_and_note(
       devices[i * num_replicas() + r] = tensor.device();
       if (r > 0) continue;
       shapes_.add(tensor.sizes());
-      note_layout(tensor, layout_);
+      gradient_strides_.add(brigade::gradient_strides(tensor, room));
       dtypes_.push_back(tensor.scalar_type());
       specs_.push_back({.size_bytes = static_cast<int64_t>(tensor.nbytes()),
                         .sparse = !expect_sparse.empty() && expect_sparse[i]});
     }
   }
-  Kinds kinds;
+  const auto devices_of = [&](size_t i) {
+    return std::span(devices).subspan(i * num_replicas(), num_replicas());
+  };
+  std::vector<size_t> first_of_kind;  // a few
   for (size_t i = 0; i < size(); ++i) {
-    specs_[i].kind = kinds.number_of(
-        dtypes_[i],
-        std::span(devices).subspan(i * num_replicas(), num_replicas()));
+    const auto known = std::ranges::find_if(first_of_kind, [&](size_t k) {
+      return dtypes_[k] == dtypes_[i] &&
+             std::ranges::equal(devices_of(k), devices_of(i));
+    });
+    specs_[i].kind = static_cast<int>(known - first_of_kind.begin());
+    if (known == first_of_kind.end()) first_of_kind.push_back(i);
   }
   return absl::OkStatus();
 }
@@ -219,30 +198,6 @@ std::optional<VariableIndex> ParameterTable::first_resized() const {
   return first_variable(*this, [this](VariableIndex v) {
     return differ((*this)[v].sizes(), shapes_[v.parameter]);
   });
-}
-
-std::optional<VariableIndex> ParameterTable::first_restrided() const {
-  return first_variable(*this, [this](VariableIndex v) {
-    return differ((*this)[v].strides(), layout_.strides[v.parameter]);
-  });
-}
-
-std::optional<VariableIndex> ParameterTable::first_unlike_replica_0() const {
-  return first_variable(*this, [this](VariableIndex v) {
-    return (*this)[v].strides() != tensors()[v.parameter].strides();
-  });
-}
-
-ParameterTable::Layout ParameterTable::adopt_layout() {
-  Layout layout;
-  for (const at::Tensor& tensor : tensors()) note_layout(tensor, layout);
-  return adopt_layout(std::move(layout));
-}
-
-at::IntArrayRef ParameterTable::gradient_strides(size_t i,
-                                                 at::DimVector& room) const {
-  return brigade::gradient_strides(shape(i), layout_.strides[i], is_dense(i),
-                                   room);
 }
 
 std::string ParameterTable::describe_resized(VariableIndex variable) const {

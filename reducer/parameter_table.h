@@ -8,7 +8,6 @@
 #ifndef BRIGADE_REDUCER_PARAMETER_TABLE_H_
 #define BRIGADE_REDUCER_PARAMETER_TABLE_H_
 
-#include <ATen/core/DimVector.h>
 #include <ATen/core/Tensor.h>
 #include <c10/util/ArrayRef.h>
 #include <c10/util/accumulate.h>
@@ -18,7 +17,6 @@
 #include <optional>
 #include <span>
 #include <string>
-#include <utility>
 #include <vector>
 
 #include "absl/status/statusor.h"
@@ -102,9 +100,13 @@ class ParameterTable {
 
   // As they were at create().
   at::IntArrayRef shape(size_t i) const { return shapes_[i]; }
+  // See comm_hooks/gradient_layout.h.
+  at::IntArrayRef gradient_strides(size_t i) const {
+    return gradient_strides_[i];
+  }
   int64_t numel(size_t i) const { return c10::multiply_integers(shape(i)); }
 
-  // What the planner sees. Kinds number the (dtype, devices of the replicas)
+  // For the planner. Kinds number the (dtype, devices of the replicas)
   // pairs in order of first appearance.
   std::span<const ParameterSpec> specs() const { return specs_; }
 
@@ -112,37 +114,18 @@ class ParameterTable {
   std::optional<VariableIndex> first_resized() const;
   std::string describe_resized(VariableIndex variable) const;
 
-  // How parameters lie in memory: at create(), or the last adopt_layout().
-  struct Layout {
-    DimsList strides;
-    std::vector<char> is_dense;  // by parameter: without gaps or overlap
-  };
-  bool is_dense(size_t i) const { return layout_.is_dense[i]; }
-
-  // What gradients are laid out by: see comm_hooks/gradient_layout.h.
-  at::IntArrayRef gradient_strides(size_t i, at::DimVector& room) const;
-
-  // The first parameter that lies in memory in another order than that:
-  // module.to(memory_format), say.
-  std::optional<VariableIndex> first_restrided() const;
-
-  // Takes the layout that replica 0 has, or another; returns the one before.
-  Layout adopt_layout();
-  Layout adopt_layout(Layout layout) {
-    return std::exchange(layout_, std::move(layout));
-  }
-
-  // The first parameter that lies in another order than in replica 0.
-  std::optional<VariableIndex> first_unlike_replica_0() const;
-
   // "parameter 3 ('head.bias')", or "parameter 3" if it has no name.
   std::string name_of(size_t i) const;
 
   // "parameters 3 ('head.bias'), 4 ('head.weight') and 7 more": five at most.
   std::string name_of(std::span<const size_t> parameters) const;
 
+  std::string name_of_variables(std::span<const size_t> variables) const {
+    return name_of(parameters_of(variables));
+  }
+
   // "'head.bias' Float [10] strides [1] on cpu, kind 0": equal on two ranks iff
-  // the parameters fit each other and share buckets alike.
+  // the parameters fit each other and may share the same buckets.
   std::vector<std::string> describe_all() const;
 
  private:
@@ -156,7 +139,7 @@ class ParameterTable {
   std::vector<at::ScalarType> dtypes_;
   std::vector<ParameterSpec> specs_;
   DimsList shapes_;
-  Layout layout_;
+  DimsList gradient_strides_;
 };
 
 }  // namespace brigade

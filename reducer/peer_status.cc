@@ -30,26 +30,26 @@ void throw_if_apart(const StatusComparison& comparison,
   TORCH_CHECK(false, where, ": ", text);
 }
 
-GroupAccount::GroupAccount(c10::intrusive_ptr<c10d::ProcessGroup> group,
-                           bool is_compared)
-    : group_(std::move(group)), group_counts_(is_compared) {}
+PeerStatus::PeerStatus(c10::intrusive_ptr<c10d::ProcessGroup> group)
+    : group_(std::move(group)), group_counts_(has_peers(*group_)) {}
 
-std::optional<int64_t> GroupAccount::group_count() {
+std::optional<int64_t> PeerStatus::group_count() {
   if (!group_counts_) return std::nullopt;
   const std::optional<int64_t> count = count_collectives(*group_);
   group_counts_ = count.has_value();  // not to be asked again: slow
   return count;
 }
 
-void GroupAccount::begin() {
+void PeerStatus::backward_begins() {
   last_count_ = group_count();
   num_launches_ = 0;
   has_others_ = false;
   hash_ = 0;
 }
 
-uint64_t GroupAccount::end() {
-  // What continuations have launched by now depends on timing.
+// 0: nothing to compare.
+uint64_t PeerStatus::hash_of_others() {
+  // Launches by continuations depend on timing.
   if (last_count_) note_if_others(group_count());
   last_count_.reset();
   const uint64_t hash = std::exchange(hash_, 0);
@@ -57,38 +57,30 @@ uint64_t GroupAccount::end() {
 }
 
 // Before the first launch nothing is compared: forwards may differ in number.
-void GroupAccount::note_others(std::optional<int64_t> count) {
+void PeerStatus::note_others(std::optional<int64_t> count) {
   if (!count || !last_count_) return;
   note_if_others(count);
   if (num_launches_ > 0) add_to_hash(*count - *last_count_);
 }
 
-void GroupAccount::note_if_others(std::optional<int64_t> count) {
+void PeerStatus::note_if_others(std::optional<int64_t> count) {
   has_others_ |= count && *count != *last_count_;
 }
 
-void GroupAccount::add_to_hash(int64_t num_collectives) {
+void PeerStatus::add_to_hash(int64_t num_collectives) {
   if (!compares_others_) return;
   hash_ = c10::hash_combine(hash_, num_collectives + 1);
 }
 
-PeerStatus::PeerStatus(c10::intrusive_ptr<c10d::ProcessGroup> group)
-    : group_(std::move(group)),
-      account_(group_, /*is_compared=*/has_peers(*group_)) {}
-
 void PeerStatus::connect() {
   if (is_connected()) return;
-  channel_ = std::make_unique<StatusChannel>(group_, identity_);
-}
-
-void PeerStatus::connect_later() {
-  identity_ = ChannelIdentity::made_alone(group_);
+  channel_ = std::make_unique<StatusChannel>(group_);
 }
 
 RankStatus PeerStatus::send(RankStatus own, bool ends_iteration) {
-  if (account_.cannot_continue()) own.cannot_continue = 1;
-  if (ends_iteration) own.others = account_.end();
-  if (account_.has_others()) own.has_others = 1;
+  if (cannot_continue_) own.cannot_continue = 1;
+  if (ends_iteration) own.others = hash_of_others();
+  if (has_others_) own.has_others = 1;
   return channel_ ? channel_->exchange(own) : own;
 }
 

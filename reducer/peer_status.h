@@ -17,13 +17,12 @@
 
 #include "absl/status/status.h"
 #include "brigade/comm/errors/liveness_probe.h"
-#include "brigade/comm/group/group_info.h"
 #include "brigade/comm/status/rank_status.h"
 #include "brigade/comm/status/status_channel.h"
 
 namespace brigade {
 
-// What the statuses of all ranks say together; the same on every rank.
+// Summary of the statuses of all ranks, equal on every rank.
 struct StatusComparison {
   // OK: all ranks agree, none has failed. Aborted: ranks have failed.
   // FailedPrecondition: ranks differ.
@@ -32,23 +31,31 @@ struct StatusComparison {
   std::vector<RankStatus> by_rank = {};
 };
 
-// Throws on all ranks alike, unless they agree: PeerError if ranks have failed,
+// Throws on all ranks, unless they agree: PeerError if ranks have failed,
 // RuntimeError if they differ. `where` begins the text.
 void throw_if_apart(const StatusComparison& comparison,
                     const std::string& where = "Reducer");
 
-// Counter of the other collectives that a process group launches between an
-// engine's own in a backward. Zeros for a failed iteration would meet them.
-class GroupAccount {
+class PeerStatus {
  public:
-  // `is_compared` is false where there are no peers: the group's count is not
-  // read then.
-  GroupAccount(c10::intrusive_ptr<c10d::ProcessGroup> group, bool is_compared);
+  explicit PeerStatus(c10::intrusive_ptr<c10d::ProcessGroup> group);
+
+  // Collective, once, before the first exchange. Not in backward, where peers
+  // may wait for something else. Throws PeerError.
+  void connect();
+  bool is_connected() const { return channel_ != nullptr; }
+
+  // Prefix of keys in the group's store, equal on all ranks; empty: there is
+  // nobody to talk to. REQUIRES: is_connected().
+  const std::string& store_prefix() const { return channel_->store_prefix(); }
+
+  // ---- Other collectives that the group launches between the reducer's in a
+  // backward: zeros for a failed iteration would meet them.
 
   // A backward of an iteration begins: other collectives count from here.
-  void begin();
+  void backward_begins();
 
-  // Calls `launch`, which launches an engine's own collectives. If it throws
+  // Calls `launch`, which launches the reducer's own collectives. If it throws
   // after it has launched something, nothing can be launched in its place.
   template <typename Launch>
   void count(const Launch& launch) {
@@ -70,62 +77,13 @@ class GroupAccount {
   // that may launch some when others are complete.
   void compare_others(bool value) { compares_others_ = value; }
 
-  // The iteration ends. Returns the hash that ranks compare; 0: none.
-  uint64_t end();
-
-  // Other collectives have been seen in the running or last backward.
-  bool has_others() const { return has_others_; }
-
-  void set_cannot_continue() { cannot_continue_ = true; }
-  bool cannot_continue() const { return cannot_continue_; }
-
- private:
-  std::optional<int64_t> group_count();
-  void note_others(std::optional<int64_t> count);
-  void note_if_others(std::optional<int64_t> count);
-  void add_to_hash(int64_t num_collectives);
-
-  const c10::intrusive_ptr<c10d::ProcessGroup> group_;
-  bool group_counts_;
-  bool compares_others_ = false;
-  bool cannot_continue_ = false;
-  bool has_others_ = false;
-  // Of the running iteration.
-  int num_launches_ = 0;
-  uint64_t hash_ = 0;
-  std::optional<int64_t> last_count_;  // the group's, after the last launch
-};
-
-class PeerStatus {
- public:
-  explicit PeerStatus(c10::intrusive_ptr<c10d::ProcessGroup> group);
-
-  // Collective, once, before the first exchange. Not in backward, where peers
-  // may wait for something else. Throws PeerError.
-  void connect();
-
-  // In place of connect(), where ranks don't construct this together: they
-  // connect later, and meet whatever the others have constructed here.
-  void connect_later();
-  bool is_connected() const { return channel_ != nullptr; }
-
-  // Prefix of keys in the group's store, equal on all ranks; empty: there is
-  // nobody to talk to. REQUIRES: is_connected().
-  const std::string& store_prefix() const { return channel_->store_prefix(); }
-
-  // The group's other collectives: see GroupAccount.
-  void backward_begins() { account_.begin(); }
-  void compare_others(bool value) { account_.compare_others(value); }
-  template <typename Launch>
-  void count(const Launch& launch) {
-    account_.count(launch);
-  }
-
   // True while this rank can launch on the group.
-  bool can_continue() const { return !account_.cannot_continue(); }
-  void set_cannot_continue() { account_.set_cannot_continue(); }
+  bool can_continue() const { return !cannot_continue_; }
+  void set_cannot_continue() { cannot_continue_ = true; }
 
-  // Sends `own` and returns what was sent, at once. `ends_iteration`: with the
+  // ---- Statuses
+
+  // Sends `own`, completed, and returns it at once. `ends_iteration`: with the
   // hash of other collectives. Throws PeerError if the channel has failed
   // before; RuntimeError in a forked child. Sends nothing before connect().
   RankStatus send(RankStatus own, bool ends_iteration);
@@ -143,7 +101,7 @@ class PeerStatus {
   // Closes the group's connections. Later calls throw the first reason.
   void close(std::string_view reason);
 
-  // The same, after `last` has told the peers.
+  // Sends `last` to the peers, then closes.
   void leave(const RankStatus& last);
 
   // As close(), but for the connections: peers may still be in collectives.
@@ -163,11 +121,24 @@ class PeerStatus {
   std::optional<LivenessProbe> find_survivors(const std::string& occasion);
 
  private:
+  std::optional<int64_t> group_count();
+  void note_others(std::optional<int64_t> count);
+  void note_if_others(std::optional<int64_t> count);
+  void add_to_hash(int64_t num_collectives);
+  uint64_t hash_of_others();
+
   const c10::intrusive_ptr<c10d::ProcessGroup> group_;
-  GroupAccount account_;
-  std::optional<ChannelIdentity> identity_;  // if ranks connect later
-  std::unique_ptr<StatusChannel> channel_;   // null until ranks connect
-  std::string closed_because_;               // empty: the group is open
+  bool group_counts_;  // false without peers, or if the group can't tell
+  bool compares_others_ = false;
+  bool cannot_continue_ = false;
+  bool has_others_ = false;  // in the running or last backward
+  // Of the running iteration.
+  int num_launches_ = 0;
+  uint64_t hash_ = 0;
+  std::optional<int64_t> last_count_;  // the group's, after the last launch
+
+  std::unique_ptr<StatusChannel> channel_;  // null until ranks connect
+  std::string closed_because_;              // empty: the group is open
   std::optional<uint64_t> agreed_;
 };
 

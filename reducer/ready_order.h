@@ -43,7 +43,7 @@ class ReadyOrder {
   }
 
   // Takes rank 0's order on every rank. One broadcast, the first time;
-  // collective. REQUIRES: is_pending(). Errors: what the collective throws; the
+  // collective. REQUIRES: is_pending(). Errors: those of the collective; the
   // order is to be agreed on again then.
   void agree(const c10::intrusive_ptr<c10d::ProcessGroup>& group);
 

@@ -19,8 +19,8 @@
 //
 // Move and cast parameters before a reducer is made of them. A tensor taken
 // from `.grad` changes with the next step while gradients are views. An
-// exception in one rank's backward is an error on all; docs/protocol.md tells
-// what is launched when, and what follows from a failure.
+// exception in one rank's backward is an error on all; docs/protocol.md says
+// when each collective is launched, and the consequences of a failure.
 //
 // Thread safety: methods may be called from any thread, one at a time;
 // gradients may arrive on several threads at once.
@@ -70,10 +70,10 @@ class Reducer {
           ReducerOptions options = {});
 
   // The same for local replicas of a module, one per device for instance:
-  // `replicas[r]` lists the parameters of replica r, alike in number, shapes,
-  // strides and dtypes; every rank has equally many. An iteration is a forward
-  // of each, one prepare_for_backward on all their outputs and one backward;
-  // every replica gets the average over all. One collective runs per bucket.
+  // `replicas[r]` lists the parameters of replica r; every rank has the same
+  // number of replicas. An iteration is a forward of each, one
+  // prepare_for_backward() on all their outputs and one backward; every replica
+  // gets the average over all. One collective runs per bucket.
   Reducer(std::vector<std::vector<at::Tensor>> replicas,
           c10::intrusive_ptr<c10d::ProcessGroup> group,
           ReducerOptions options = {});
@@ -85,12 +85,13 @@ class Reducer {
   Reducer(const Reducer&) = delete;
   Reducer& operator=(const Reducer&) = delete;
 
-  // The next backward will be reduced. Call it on what forward returned, any
-  // nest of tensors, on every rank the same number of times: collective where
-  // ranks connect or lay out buckets anew. May be called again without a
-  // backward in between. Does nothing while no parameter requires a gradient.
-  // Several backwards may share one preparation, as long as each parameter gets
-  // its gradient once; the reduction ends with the last of them.
+  // ---- An iteration
+
+  // The next backward will be reduced. Call it on the outputs of forward, any
+  // nest of tensors, on every rank the same number of times. May be called
+  // again without a backward in between. Several backwards may share one
+  // preparation, as long as each parameter gets its gradient once; the
+  // reduction ends with the last of them.
   //
   // Errors: RuntimeError if the last prepared backward left parameters without
   // gradients, or was not finalized; if a parameter was moved, cast or resized;
@@ -105,19 +106,24 @@ class Reducer {
   // prepare_for_backward() was given, if these have a history.
   void note_local_forward(const std::vector<at::Tensor>& outputs);
 
-  // For wrappers, whose forwards all end in prepare_for_backward() or
-  // note_local_forward(): from here on a gradient that comes when neither was
-  // called since the last reduction, as where the wrapped module is called in
-  // place of its wrapper, gets a warning, once. With one_backward_per_forward
+  // For wrappers, whose forwards all end in one of the two above. From here on
+  // a gradient without either since the last reduction (the program called the
+  // wrapped module itself) gets a warning, once; with one_backward_per_forward
   // backward throws RuntimeError.
   void expect_forwards();
 
-  // Launches what peers that reduce an iteration launch, on zeros, and delivers
-  // nothing: for a rank that has run out of data. Counts as a prepared
-  // iteration. Gradients here are left as they are; marks of parameters used
-  // since the last reduction are lost. Errors: as prepare_for_backward(), and
-  // what the peers' backward raises on them.
+  // For a rank that has run out of data: launches what peers launch in their
+  // iteration, on zeros, and delivers nothing. Gradients here stay as they are;
+  // marks of used parameters are lost. Errors: as prepare_for_backward(), and
+  // those of the peers' backward.
   void shadow_iteration();
+
+  // The iteration that has begun, if any, gets no more gradients: ends it and
+  // tells the peers. Errors: RuntimeError naming the missing gradients, or if
+  // finalize_backward() should have been called. None if backward has thrown.
+  void end_iteration();
+
+  // ---- Between iterations
 
   // Compares with all ranks that each is about to do `deed`, such as "came to a
   // forward": before a collective that a rank might miss after an exception.
@@ -125,9 +131,9 @@ class Reducer {
   // ranks: RuntimeError if they differ, DistBackendError if one has failed.
   void meet_peers(std::string_view deed);
 
-  // Gives all ranks these tensors of rank `source` before a forward: a module's
-  // buffers. Collective. Throws as meet_peers() and await_statuses();
-  // DistBackendError if it fails, and can_continue() is false then.
+  // Broadcasts buffers of rank `source` before a forward. Collective. Throws as
+  // meet_peers() and await_statuses(); DistBackendError if the broadcast fails,
+  // and can_continue() is false then.
   void broadcast_before_forward(std::vector<at::Tensor> tensors, int source);
 
   // Blocks until all ranks are known to have ended the iterations so far
@@ -135,21 +141,15 @@ class Reducer {
   // DistBackendError if one has failed: its gradients were not averaged.
   void await_statuses();
 
-  // An iteration that has begun gets no more gradients: ends it, if there is
-  // one, and tells the peers. Errors: RuntimeError naming those that are
-  // missing, or if finalize_backward() should have been called. None if
-  // backward has thrown.
-  void end_iteration();
-
   // Rebuilds the plan now, if prepare_for_backward() would. Collective then.
   // Returns whether it did. Errors: as prepare_for_backward().
   bool rebuild_buckets();
 
   // From the next iteration on, buckets travel by this hook; null: the default.
-  // Collective. Errors: ValueError beside `reproducible` unless it sums in
-  // order; RuntimeError in an iteration, and on all ranks alike if they differ
-  // in the hook's name or what it puts on the wire; DistBackendError if a peer
-  // fails. The hook stays set after these.
+  // Collective. Errors: ValueError with `reproducible` unless it sums in order;
+  // RuntimeError in an iteration, and on all ranks if they differ in the hook's
+  // name or wire dtype; DistBackendError if a peer fails. The hook stays set
+  // after the last two.
   void set_comm_hook(std::shared_ptr<c10d::CommHookInterface> hook);
   std::shared_ptr<const c10d::CommHookInterface> comm_hook() const;
 
@@ -159,16 +159,17 @@ class Reducer {
   // Parameters by bucket, in launch order. Changes once, when it is rebuilt.
   BucketPlan plan() const;
 
+  // ---- Manual readiness and finalization
+
   // From here on the caller tells when a gradient is ready: for parameters
   // whose data is swapped around each forward, say for a lower precision. Their
   // gradients are cast to the dtype of construction. Errors: ValueError with
   // find_unused_parameters; RuntimeError in the middle of an iteration.
   void stop_watching_gradients();
 
-  // `.grad` of a parameter holds its gradient of the running backward; to be
-  // called inside of it, after the accumulation. Errors: RuntimeError if the
-  // reducer watches gradients itself, or there is no backward; ValueError if
-  // there is no such parameter; what a gradient that comes by a hook may raise.
+  // `.grad` of a parameter holds its gradient of the running backward. Errors:
+  // RuntimeError if the reducer watches gradients itself, or no backward runs;
+  // ValueError if there is no such parameter; those of a watched gradient.
   void gradient_ready(size_t parameter, size_t replica = 0);
 
   // While set, on all ranks alike, an iteration ends in finalize_backward():
@@ -176,64 +177,66 @@ class Reducer {
   // between a forward and the end of its iteration.
   void set_manual_finalization(bool required);
 
-  // Whether finalize_backward() must come behind the backward: while the order
-  // of gradients is observed or a static graph is learnt. If not, a hook in
-  // backward may call it, once all gradients are there.
+  // True while the order of gradients is observed or a static graph is learnt:
+  // finalize_backward() must be called after backward then, and not in it.
   bool must_finalize_after_backward() const;
 
   // Waits for the collectives of the iteration, and delivers. Errors:
   // RuntimeError if it is not to be called, there is nothing to finalize, or
-  // gradients are missing; what the end of a backward throws otherwise.
+  // gradients are missing; those of the end of a backward.
   void finalize_backward();
 
-  // What an iteration that has begun still waits for: parameters, ascending.
+  // ---- Failures
+
+  // False once the group is closed: after a peer has died, left or not
+  // answered. A new group is needed then, and a new reducer on it.
+  bool can_continue() const;
+
+  // Closes the group after the network failed in a collective of the caller's.
+  void abort_group();
+
+  // The text and time of the last method or backward that failed.
+  std::optional<ReductionError> last_error() const;
+
+  // ---- Observation
+
+  // Parameters whose gradients an iteration that has begun waits for,
+  // ascending.
   std::vector<size_t> missing_gradients() const;
 
   ReducerStatistics statistics() const;
 
-  // Forward begins: for the timeline, which else has none.
+  // Forward begins: for the timeline, which has no forward otherwise.
   void forward_begins();
 
   // Of the last iteration that was sampled and reduced to the end. With buckets
   // on devices with streams, waits for these.
   Timeline timeline() const;
 
-  // Samples the first 10 iterations, and then every one whose number is a
-  // multiple of this; 0: none. At first 100. Others cost a branch per gradient.
-  // Errors: ValueError if it is negative.
+  // Samples the first 10 iterations, and then every multiple of this (default
+  // 100); 0: none. Errors: ValueError if it is negative.
   void set_timeline_sample_rate(int64_t sample_rate);
 
-  // A rank that has waited so long for its peers warns, naming those that are
-  // late and what they wait for (docs/timeline.md). At first half of the
-  // group's timeout, 60 s at most. 0: never. Errors: ValueError if negative.
+  // A rank that has waited so long for its peers warns, naming the late ranks
+  // (docs/timeline.md). Default: half of the group's timeout, at most 60 s. 0:
+  // never. Errors: ValueError if negative.
   void set_stall_report_after(std::chrono::milliseconds time);
 
   // Gets the text of that warning instead; null: warn again. Called on another
   // thread, while the reducer's lock is held: it may call only last_error() and
-  // these two. What it throws is dropped. The destructor waits for it.
+  // these two. Its exceptions are dropped. The destructor waits for it.
   void set_stall_handler(
       std::function<void(const std::string& report)> handler);
 
-  // What the last method or backward that failed said, and when.
-  std::optional<ReductionError> last_error() const;
-
-  // How many replicas of all ranks had a gradient of each parameter when it was
-  // last reduced: int32, [num_parameters], on the CPU; zeros before. Undefined
-  // unless unused parameters are looked for or the graph is static; of a static
-  // graph the first iteration's. Waits for the sum.
-  // Errors: what the collective throws.
+  // The number of replicas of all ranks that had a gradient of each parameter
+  // in the last reduction (of a static graph: the first): int32,
+  // [num_parameters], on the CPU; zeros before. Undefined unless unused
+  // parameters are looked for or the graph is static. Waits for the sum.
+  // Errors: those of the collective.
   at::Tensor used_parameter_counts();
 
-  // False once the group's connections are closed: after a peer has died, left
-  // or not answered. A new group is needed then, and a new reducer on it.
-  bool can_continue() const;
-
-  // A collective of the caller's own has failed by the network: closes the
-  // group's connections, which ends what peers may be blocked in.
-  void abort_group();
-
   // The graph is declared static, or all iterations so far left the same
-  // parameters unused: static_graph = true would save the search.
+  // parameters unused: static_graph would save the search.
   bool is_graph_static() const;
 
  private:

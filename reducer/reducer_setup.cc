@@ -112,7 +112,7 @@ std::string describe(const char* flag, std::optional<bool> value) {
   return absl::StrCat(flag, *value ? " = true" : " = false");
 }
 
-// What ranks must have set alike, one line each.
+// Options that must be equal on all ranks, one line each.
 std::vector<std::string> describe(const ReducerOptions& options,
                                   const ParameterTable& table) {
   std::vector<std::string> buckets;

@@ -1,5 +1,4 @@
-// What a reducer is made of, checked on this rank and agreed on with the
-// others.
+// The parts of a reducer, checked on this rank and compared with the others.
 
 #ifndef BRIGADE_REDUCER_REDUCER_SETUP_H_
 #define BRIGADE_REDUCER_REDUCER_SETUP_H_
@@ -22,8 +21,7 @@ struct ReducerSetup {
   BucketPlan plan;
 };
 
-// Collective. A rank with bad arguments takes part, so that all ranks fail
-// alike.
+// Collective. A rank with bad arguments takes part, so that all ranks fail.
 //
 // Errors: ValueError on every rank; see Reducer's constructor.
 ReducerSetup checked_setup(std::vector<std::vector<at::Tensor>> replicas,

@@ -14,11 +14,8 @@ struct ReducerStatistics {
   int64_t reduced = 0;           // iterations reduced to the end
   int64_t aborted = 0;           // iterations that an error ended
   int64_t buckets_launched = 0;  // comm hook calls that returned
-  int64_t bytes_packed = 0;      // of gradients copied into buckets
-  int64_t bytes_delivered = 0;   // of gradients copied out of buckets
   int64_t rebuilds = 0;          // of the plan, from the observed order
   int64_t buckets_skipped = 0;   // unused on all ranks, or without elements
-  int64_t graph_searches = 0;    // for unused parameters
 };
 
 struct ReductionError {

@@ -38,7 +38,6 @@ UsedParameters::UsedParameters(const ParameterTable& table,
 std::vector<size_t> UsedParameters::unused_slots(
     size_t replica, std::span<const size_t> members) const {
   std::vector<size_t> slots;
-  if (num_unused_ == 0) return slots;
   for (size_t slot = 0; slot < members.size(); ++slot) {
     const size_t variable =
         table_.number_of({.replica = replica, .parameter = members[slot]});
@@ -75,7 +74,7 @@ bool UsedParameters::is_any_used_anywhere(std::span<const size_t> members) {
       members, [this](size_t member) { return is_used_anywhere(member); });
 }
 
-// Copied at once: only the stream that has waited is behind the collective.
+// Copied at once: only the stream that has waited follows the collective.
 const at::Tensor& UsedParameters::counts() {
   finish();
   if (!host_sum_.defined()) host_sum_ = sum_.cpu();
@@ -113,7 +112,7 @@ c10::intrusive_ptr<c10::ivalue::Future> UsedParameters::launch() {
         at::empty_like(used, used.options().pinned_memory(true));
     staging.copy_(used);
     // New memory: that of the last sum belongs to the stream that launched it,
-    // and this one may not be behind it.
+    // and this one may not follow it.
     sum_ = staging.to(sum_.device(), /*non_blocking=*/true);
   }
   host_sum_.reset();

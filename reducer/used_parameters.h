@@ -1,17 +1,14 @@
 // The used-parameter map: parameters that have got gradients on this rank since
 // the last reduction, and on any rank.
 //
-// A parameter that no rank and no local replica used keeps its gradient, and
-// only a sum over all ranks tells which those are. The sum is an entry of an
-// iteration's sequence of collectives; only its readers wait for it. Marks
-// accumulate over iterations that are not reduced.
+// A parameter that no rank and no local replica used keeps its gradient. The
+// sum over all ranks is an entry of an iteration's sequence of collectives;
+// only its readers wait for it. Marks accumulate over iterations that are not
+// reduced.
 //
-// The map is a CPU tensor that hooks write. A copy of it travels, on the device
-// where buckets travel; on devices with streams the copy goes through a pinned
-// buffer of its own, so that the host neither waits for the device nor changes
-// a buffer that is still being copied.
-//
-// Variables go by their number, replica by replica.
+// The map is a CPU tensor; a copy of it travels on the buckets' device, through
+// pinned memory of its own, so that the host does not wait. Variables go by
+// their number.
 //
 // Thread safety: none; the engine's lock covers it.
 
@@ -54,33 +51,25 @@ class UsedParameters final : public Collective {
   bool is_marked(size_t variable) const { return marks_[variable] != 0; }
   void clear_marks() { local_.zero_(); }
 
-  // An iteration begins; what was ready in an unfinished one is forgotten.
-  void restart() { num_unused_ = 0; }
-
-  // Its gradient is ready: unless it is marked, there is none.
-  void count_if_unused(size_t variable) {
-    num_unused_ += is_marked(variable) ? 0 : 1;
-  }
-
   // By slot, ascending: those of a bucket's parameters that got no gradient on
-  // this replica. REQUIRES: count_if_unused() of all of them since restart().
+  // this replica.
   std::vector<size_t> unused_slots(size_t replica,
                                    std::span<const size_t> members) const;
 
   // Likewise: those that got none on any replica of any rank. Waits for the sum
-  // if there are unused ones here. Errors: what the collective throws.
+  // if there are unused ones here. Errors: those of the collective.
   std::vector<size_t> globally_unused_slots(std::span<const size_t> members);
 
-  // Waits for the sum. Errors: what the collective throws.
+  // Waits for the sum. Errors: those of the collective.
   bool is_any_used_anywhere(std::span<const size_t> members);
 
-  // How many replicas of all ranks had marked each parameter when the last sum
-  // was launched; zeros before. Int32, [num_parameters], on the CPU; the next
-  // launch() changes it. Waits for the sum. Errors: what the collective throws.
+  // The number of replicas of all ranks that had marked each parameter at the
+  // last launch; zeros before. Int32, [num_parameters], on the CPU, until the
+  // next launch(). Waits for the sum. Errors: those of the collective.
   const at::Tensor& counts();
 
-  // Does not wait any more for the sum, which may never come: the next one is
-  // taken elsewhere. Returns the memory that this one may still be written to.
+  // Waits no more for the sum, which may never come. Returns the memory that it
+  // may still be written to; the next one is taken elsewhere.
   at::Tensor abandon();
 
   std::optional<size_t> unit() const override { return std::nullopt; }
@@ -114,7 +103,6 @@ class UsedParameters final : public Collective {
   at::Tensor sum_;        // int32, [num_parameters], on the buckets' device
   at::Tensor host_sum_;  // the last sum, on the CPU; undefined: not awaited yet
   c10::intrusive_ptr<c10d::Work> work_;  // null: nothing to wait for
-  size_t num_unused_ = 0;  // of those that are ready in this iteration
 };
 
 }  // namespace brigade

@@ -6,27 +6,15 @@
 
 #include <c10/core/DeviceType.h>
 
-#include <chrono>
-#include <functional>
-#include <string>
 #include <torch/csrc/distributed/c10d/Backend.hpp>
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 #include <torch/csrc/distributed/c10d/Store.hpp>
 
+#include "brigade/comm/backends/backend_place.h"
+
 namespace brigade {
 
-// The group of a backend and this rank's place in it. The store is the
-// backend's own.
-struct BackendPlace {
-  c10::intrusive_ptr<c10d::Store> store;
-  int rank = 0;
-  int world_size = 1;
-  std::chrono::milliseconds timeout;
-  std::string group_name;
-};
-
-using MakeBackend =
-    std::function<c10::intrusive_ptr<c10d::Backend>(const BackendPlace&)>;
+struct ProcessGroupOptions;
 
 // Makes device `local_rank` the calling thread's current one; nothing for the
 // CPU. Errors: ValueError if there is no such device; RuntimeError for CUDA in
@@ -45,6 +33,13 @@ c10::intrusive_ptr<c10d::Backend> make_device_backend(
 //
 // Errors: c10::Error when there is no GPU or brigade was built without CUDA.
 c10::intrusive_ptr<c10d::Backend> make_nccl_backend(const BackendPlace& place);
+
+// make_process_group(), with Gloo for CPU tensors only if `serves_cpu`.
+// Without, ranks meet at the store only, and collectives open the connections
+// of the device's backend alone. REQUIRES: `serves_cpu` for the CPU.
+c10::intrusive_ptr<c10d::ProcessGroup> connect_process_group(
+    c10::intrusive_ptr<c10d::Store> store, int rank, int world_size,
+    const ProcessGroupOptions& options, bool serves_cpu);
 
 // For the group's subgroups.
 void remember_make_backend(const c10::intrusive_ptr<c10d::ProcessGroup>& group,

@@ -23,7 +23,6 @@ namespace {
 
 using c10d::ProcessGroupGloo;
 using GlooDevices = std::vector<std::shared_ptr<::gloo::transport::Device>>;
-using GlooContexts = std::vector<std::shared_ptr<::gloo::Context>>;
 
 GlooDevices open_devices() {
   constexpr const char* kInterfaces = "GLOO_SOCKET_IFNAME";
@@ -43,27 +42,6 @@ GlooDevices open_devices() {
   return devices;
 }
 
-// Lets a wait time out, which ends all operations of its context. Closing the
-// connections alone would end those of the peers only.
-void end_operations(const GlooContexts& contexts) {
-  for (const auto& context : contexts) {
-    char unused = 0;
-    auto buffer = context->createUnboundBuffer(&unused, sizeof(unused));
-    try {
-      buffer->waitRecv(std::chrono::milliseconds(1));
-    } catch (const std::exception&) {
-      // The timeout.
-    }
-  }
-}
-
-class GlooBackend final : public ProcessGroupGloo {
- public:
-  using ProcessGroupGloo::ProcessGroupGloo;
-
-  void abort() override { end_operations(contexts_); }
-};
-
 // Names a member that only derived classes may name.
 struct OpenGloo : ProcessGroupGloo {
   static constexpr auto kContexts = &OpenGloo::contexts_;
@@ -79,7 +57,8 @@ c10::intrusive_ptr<c10d::Backend> make_backend(
   auto options = ProcessGroupGloo::Options::create(timeout);
   options->threads = static_cast<int>(devices.size()) * 2;
   options->devices = std::move(devices);
-  return c10::make_intrusive<GlooBackend>(store, rank, world_size, options);
+  return c10::make_intrusive<ProcessGroupGloo>(store, rank, world_size,
+                                               options);
 }
 
 sigset_t only_sigpipe() {
@@ -120,7 +99,15 @@ bool has_gloo_backend(c10d::ProcessGroup& group) {
 bool end_gloo_operations_of(c10d::Backend& backend) {
   auto* const gloo = dynamic_cast<ProcessGroupGloo*>(&backend);
   if (gloo == nullptr) return false;
-  end_operations(gloo->*OpenGloo::kContexts);
+  for (const auto& context : gloo->*OpenGloo::kContexts) {
+    char unused = 0;
+    auto buffer = context->createUnboundBuffer(&unused, sizeof(unused));
+    try {
+      buffer->waitRecv(std::chrono::milliseconds(1));
+    } catch (const std::exception&) {
+      // The timeout.
+    }
+  }
   return true;
 }
 

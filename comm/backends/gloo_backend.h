@@ -16,12 +16,8 @@
 
 namespace brigade {
 
-// Collective: connects to every other rank through `store`.
-//
-// Its abort() ends all collectives in flight with an error, here and at the
-// peers, instead of at the timeout. (A message of which a part has arrived is
-// still waited for here.) Here the error speaks of an "application timeout".
-// Its threads get no SIGPIPE, so that a peer's death is an error.
+// Collective: connects to every other rank through `store`. Its threads get no
+// SIGPIPE, so that a peer's death is an error.
 //
 // Errors: c10::ValueError for an empty name in GLOO_SOCKET_IFNAME; whatever
 // Gloo throws when an interface or a peer can't be found.
@@ -40,8 +36,10 @@ c10::intrusive_ptr<c10d::Backend> make_gloo_backend_beside(
 // it.
 bool has_gloo_backend(c10d::ProcessGroup& group);
 
-// Ends all operations in flight with an error, here and at the peers, and later
-// ones, if the backend is Gloo's; otherwise returns false.
+// If the backend is Gloo's, ends all operations in flight with an error, here
+// and at the peers, and later ones: lets a wait time out, so that the error
+// speaks of an "application timeout". (A message of which a part has arrived is
+// still waited for here.) Otherwise returns false.
 bool end_gloo_operations_of(c10d::Backend& backend);
 
 // Blocks SIGPIPE for the calling thread and for threads that it starts

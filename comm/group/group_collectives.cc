@@ -5,6 +5,7 @@
 #include <ATen/ops/view_as_real.h>
 #include <c10/core/GradMode.h>
 
+#include <atomic>
 #include <cstddef>
 #include <exception>
 #include <string_view>
@@ -39,6 +40,12 @@ std::vector<int64_t> numbers_of_ranks(
     numbers.insert(numbers.end(), begin, begin + own.size());
   }
   return numbers;
+}
+
+int64_t channel_number(const c10::intrusive_ptr<c10d::ProcessGroup>& group) {
+  // Of this rank; rank 0's is that of all.
+  const int64_t own = ++*per_group<std::atomic<int64_t>>(group);
+  return numbers_of_ranks(group, {own}, "could not number a channel").front();
 }
 
 void broadcast_tensors(const c10::intrusive_ptr<c10d::ProcessGroup>& group,

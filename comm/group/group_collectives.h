@@ -25,6 +25,10 @@ std::vector<int64_t> numbers_of_ranks(
     const c10::intrusive_ptr<c10d::ProcessGroup>& group,
     const std::vector<int64_t>& own, const std::string& doing);
 
+// Collective. Returns a number, equal on all ranks, that the group's earlier
+// calls have not returned: for keys in its store. Throws PeerError.
+int64_t channel_number(const c10::intrusive_ptr<c10d::ProcessGroup>& group);
+
 // Collective. Copies the tensors of rank `source`, complex ones too, into every
 // rank's. Small ones travel together, in pieces of at most 250 MiB. Ends before
 // it returns where the backend blocks the host, otherwise in the order of the

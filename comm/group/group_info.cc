@@ -3,7 +3,6 @@
 #include <c10/core/impl/VirtualGuardImpl.h>
 
 #include <algorithm>
-#include <atomic>
 #include <exception>
 #include <optional>
 #include <torch/csrc/distributed/c10d/PrefixStore.hpp>
@@ -18,15 +17,6 @@ namespace {
 struct SuggestedDevice {
   std::mutex mutex;
   std::optional<c10::Device> device;  // guarded by `mutex`
-};
-
-struct RememberedTimeout {
-  std::chrono::milliseconds timeout = kBackendDefaultTimeout;
-};
-
-struct ChannelCounts {
-  std::atomic<uint64_t> together = 0;
-  std::atomic<uint64_t> alone = 0;
 };
 
 }  // namespace
@@ -89,34 +79,17 @@ c10::intrusive_ptr<c10d::Store> control_store(c10d::ProcessGroup& group) {
 }
 
 std::chrono::milliseconds group_timeout(c10d::ProcessGroup& group) {
-  std::optional<std::chrono::milliseconds> shortest;
+  std::chrono::milliseconds shortest = kBackendDefaultTimeout;
   for (const c10::Device device : group.getDeviceTypes()) {
     try {
-      const std::chrono::milliseconds timeout =
-          group.getBackend(device.type())->getBackendOptions()->timeout;
-      shortest = std::min(shortest.value_or(kBackendDefaultTimeout), timeout);
+      shortest = std::min(
+          shortest,
+          group.getBackend(device.type())->getBackendOptions()->timeout);
     } catch (const std::exception&) {
       // This backend has no options to tell.
     }
   }
-  if (shortest) return *shortest;
-  const auto remembered = find_per_group<RememberedTimeout>(group);
-  return remembered ? remembered->timeout : kBackendDefaultTimeout;
-}
-
-void remember_timeout(const c10::intrusive_ptr<c10d::ProcessGroup>& group,
-                      std::chrono::milliseconds timeout) {
-  per_group<RememberedTimeout>(group)->timeout = timeout;
-}
-
-ChannelIdentity ChannelIdentity::made_together(
-    const c10::intrusive_ptr<c10d::ProcessGroup>& group) {
-  return ChannelIdentity(2 * ++per_group<ChannelCounts>(group)->together - 1);
-}
-
-ChannelIdentity ChannelIdentity::made_alone(
-    const c10::intrusive_ptr<c10d::ProcessGroup>& group) {
-  return ChannelIdentity(2 * ++per_group<ChannelCounts>(group)->alone);
+  return shortest;
 }
 
 RankNames RankNames::of(const c10d::ProcessGroup& group) {

@@ -57,11 +57,9 @@ void suggest_control_device(const c10::intrusive_ptr<c10d::ProcessGroup>& group,
 // thread's peers may need the lock to set the key. Null if the group has none.
 c10::intrusive_ptr<c10d::Store> control_store(c10d::ProcessGroup& group);
 
-// The shortest timeout among the group's backends; if none tells its own, the
-// remembered one, or c10d's default, 30 minutes.
+// The shortest timeout among the group's backends; c10d's default, 30 minutes,
+// if none tells its own.
 std::chrono::milliseconds group_timeout(c10d::ProcessGroup& group);
-void remember_timeout(const c10::intrusive_ptr<c10d::ProcessGroup>& group,
-                      std::chrono::milliseconds timeout);
 
 // One value of type T for each process group of this process, for as long as
 // the group lives.
@@ -114,28 +112,6 @@ std::shared_ptr<T> find_per_group(const c10d::ProcessGroup& group) {
   return ValuesByGroup<T>::of_process().find(group);
 }
 
-// Number of a channel of a group, equal on all ranks: it names keys in the
-// store.
-class ChannelIdentity {
- public:
-  // For a channel that all ranks make at the same place of their programs.
-  static ChannelIdentity made_together(
-      const c10::intrusive_ptr<c10d::ProcessGroup>& group);
-
-  // For a channel that each rank makes by itself, in any order with respect to
-  // the others' channels of the first kind. A rank that makes one more puts
-  // only its later ones out of step.
-  static ChannelIdentity made_alone(
-      const c10::intrusive_ptr<c10d::ProcessGroup>& group);
-
-  uint64_t number() const { return number_; }  // > 0
-
- private:
-  explicit ChannelIdentity(uint64_t number) : number_(number) {}
-
-  uint64_t number_;
-};
-
 // Numbers of a group's ranks in errors: a subgroup's ranks have the numbers of
 // the whole group, which are those that users know.
 class RankNames {
@@ -164,7 +140,7 @@ class RankNames {
 class StatusTransport;
 
 // A backend that answers for all ranks by itself, because its peers do not
-// exist: the recording group's.
+// exist: that of tests/support/recording_group.h.
 class AnswersForAllRanks {
  public:
   // A group of `world_size` of the ranks, in which this one has number `rank`.

@@ -2,24 +2,25 @@
 // ranks, and where they meet.
 //
 //   torchrun   RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, MASTER_PORT
-//   Open MPI   OMPI_COMM_WORLD_RANK, _SIZE, _LOCAL_RANK; MASTER_ADDR and
-//              MASTER_PORT must be set by hand (mpirun -x MASTER_ADDR=...)
-//   Slurm      SLURM_PROCID, SLURM_NTASKS, SLURM_LOCALID; the rendezvous is
-//              the first host of the step's (or job's) node list and a port
-//              made of SLURM_JOB_ID, unless MASTER_ADDR or MASTER_PORT is set
+//   Open MPI   OMPI_COMM_WORLD_RANK, _SIZE, _LOCAL_RANK
+//   Slurm      SLURM_PROCID, SLURM_NTASKS, SLURM_LOCALID
 //
-// The first of the three whose rank or world size is set is believed: torchrun
-// may run inside the others, and mpirun inside a Slurm job, where Slurm's
-// variables describe the script and not the ranks. An empty variable counts as
-// one that is not set.
+// For the last two, export the host name of rank 0 as MASTER_ADDR and a free
+// port of it as MASTER_PORT. The first of the three whose rank or world size is
+// set is believed: torchrun may run inside the others, and mpirun inside a
+// Slurm job, where Slurm's variables describe the script and not the ranks. An
+// empty variable counts as one that is not set.
 
 #ifndef BRIGADE_COMM_GROUP_LAUNCH_ENVIRONMENT_H_
 #define BRIGADE_COMM_GROUP_LAUNCH_ENVIRONMENT_H_
 
 #include <cstdint>
 #include <string>
+#include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 
 namespace brigade {
+
+struct ProcessGroupOptions;
 
 struct LaunchEnvironment {
   int rank = 0;
@@ -44,6 +45,10 @@ struct LaunchEnvironment {
 // the variable, its value, the launcher and why that launcher was believed. A
 // world of 1 is never assumed: a mistyped launch would train N separate models.
 LaunchEnvironment read_launch_environment();
+
+// init_process_group() with these in place of the environment's.
+c10::intrusive_ptr<c10d::ProcessGroup> init_process_group(
+    const LaunchEnvironment& environment, const ProcessGroupOptions& options);
 
 }  // namespace brigade
 

@@ -23,7 +23,6 @@
 
 #include "absl/cleanup/cleanup.h"
 #include "absl/strings/str_cat.h"
-#include "absl/strings/str_format.h"
 #include "brigade/comm/group/group_collectives.h"
 
 namespace brigade {
@@ -55,49 +54,19 @@ std::optional<std::string> target_of(const std::string& link) {
   return std::string(target.data(), static_cast<size_t>(length));
 }
 
-// A memfd of rank 0, as it travels to the others.
-struct Address {
-  int64_t process = 0;
-  int64_t descriptor = -1;
-  std::array<int64_t, 2> nonce = {};
-  int64_t bytes_per_rank = 0;
+std::string memory_name(int64_t nonce) {
+  return absl::StrCat("brigade-", nonce);
+}
 
-  std::string name() const {
-    return absl::StrFormat("brigade-%016x%016x",
-                           static_cast<uint64_t>(nonce[0]),
-                           static_cast<uint64_t>(nonce[1]));
-  }
-
-  // The descriptor, or -1. Checks the name: another process may have got the
-  // number.
-  int open() const {
-    const std::string path =
-        absl::StrCat("/proc/", process, "/fd/", descriptor);
-    if (target_of(path) != absl::StrCat("/memfd:", name(), " (deleted)")) {
-      return -1;
-    }
-    return ::open(path.c_str(), O_RDWR | O_CLOEXEC);
-  }
-};
-
-// Makes a memfd of so many bytes. The descriptor is -1 if the system refuses.
-Address make_memory(size_t bytes, size_t bytes_per_rank) {
-  std::random_device random;
-  const auto draw = [&] {
-    return static_cast<int64_t>(static_cast<uint64_t>(random()) << 32 |
-                                random());
-  };
-  Address address = {.process = getpid(),
-                     .nonce = {draw(), draw()},
-                     .bytes_per_rank = static_cast<int64_t>(bytes_per_rank)};
-  const int descriptor = memfd_create(address.name().c_str(), MFD_CLOEXEC);
-  if (descriptor < 0) return address;
-  if (ftruncate(descriptor, static_cast<off_t>(bytes)) == 0) {
-    address.descriptor = descriptor;
-  } else {
+// A memfd, or -1.
+int make_memory(int64_t nonce, size_t bytes) {
+  const int descriptor = memfd_create(memory_name(nonce).c_str(), MFD_CLOEXEC);
+  if (descriptor >= 0 &&
+      ftruncate(descriptor, static_cast<off_t>(bytes)) != 0) {
     close(descriptor);
+    return -1;
   }
-  return address;
+  return descriptor;
 }
 
 }  // namespace
@@ -143,8 +112,17 @@ struct SharedSegment::Mapping {
     }
   }
 
-  bool map(const Address& address, size_t bytes_to_map) {
-    const int descriptor = address.open();
+  // Maps the memory that `owner` has made. Containers that look alike may have
+  // another process of this number: its name tells.
+  bool map(int64_t owner, int64_t its_descriptor, int64_t nonce,
+           size_t bytes_to_map) {
+    const std::string path =
+        absl::StrCat("/proc/", owner, "/fd/", its_descriptor);
+    if (target_of(path) !=
+        absl::StrCat("/memfd:", memory_name(nonce), " (deleted)")) {
+      return false;
+    }
+    const int descriptor = open(path.c_str(), O_RDWR | O_CLOEXEC);
     if (descriptor < 0) return false;
     const absl::Cleanup close_it = [&] { ::close(descriptor); };
     struct stat status = {};
@@ -175,7 +153,7 @@ struct SharedSegment::Mapping {
   }
 
   // Ranks whose processes have ended. poll() skips descriptors below 0.
-  std::vector<int> dead_ranks() const {
+  std::vector<int> ended_ranks() const {
     std::vector<pollfd> peers = pidfds;
     std::vector<int> dead;
     if (poll(peers.data(), peers.size(), 0) <= 0) return dead;
@@ -202,35 +180,29 @@ std::shared_ptr<SharedSegment> SharedSegment::make(
   const int size = group->getSize();
   if (size == 1) return nullptr;
   const size_t bytes = Layout::bytes(size, bytes_per_rank);
-  Address own = {.process = getpid(),
-                 .bytes_per_rank = static_cast<int64_t>(bytes_per_rank)};
-  if (group->getRank() == 0 && host != 0) {
-    own = make_memory(bytes, bytes_per_rank);
-  }
+  const int64_t nonce = std::random_device()();
+  const int descriptor =
+      group->getRank() == 0 && host != 0 ? make_memory(nonce, bytes) : -1;
   const absl::Cleanup close_it = [&] {
-    if (own.descriptor >= 0) ::close(static_cast<int>(own.descriptor));
+    if (descriptor >= 0) ::close(descriptor);
   };
-  const std::vector<int64_t> numbers =
-      numbers_of_ranks(group,
-                       {host, own.process, own.bytes_per_rank, own.descriptor,
-                        own.nonce[0], own.nonce[1]},
-                       "could not tell the others its host");
+  const std::vector<int64_t> numbers = numbers_of_ranks(
+      group,
+      {host, getpid(), static_cast<int64_t>(bytes_per_rank), descriptor, nonce},
+      "could not tell the others its host");
   std::vector<int64_t> processes;
   for (int rank = 0; rank < size; ++rank) {
-    const int64_t* const of_rank = &numbers[rank * 6];
+    const int64_t* const of_rank = &numbers[rank * 5];
     if (of_rank[0] == 0 || of_rank[0] != numbers[0] ||
         of_rank[2] != numbers[2]) {
       return nullptr;
     }
     processes.push_back(of_rank[1]);
   }
-  const Address address = {.process = numbers[1],
-                           .descriptor = numbers[3],
-                           .nonce = {numbers[4], numbers[5]},
-                           .bytes_per_rank = numbers[2]};
-  if (address.descriptor < 0) return nullptr;
+  if (numbers[3] < 0) return nullptr;
   auto map = std::make_unique<Mapping>();
-  const bool is_ready = map->map(address, bytes) && map->watch(processes);
+  const bool is_ready = map->map(processes[0], numbers[3], numbers[4], bytes) &&
+                        map->watch(processes);
   // A peer that takes part was alive when watch() found its process.
   const std::vector<int64_t> ready =
       numbers_of_ranks(group, {is_ready ? 1 : 0},
@@ -329,9 +301,15 @@ bool SharedSegment::sleep(int rank, const Seen& seen, Deadline deadline) {
   return true;
 }
 
+std::vector<int> SharedSegment::dead_ranks() const {
+  std::vector<int> dead = map_->ended_ranks();
+  std::erase_if(
+      dead, [&](int rank) { return layout().of(rank).has_left.load() != 0; });
+  return dead;
+}
+
 void SharedSegment::close_if_a_rank_is_dead() {
-  for (const int rank : map_->dead_ranks()) {
-    if (layout().of(rank).has_left.load() != 0) continue;
+  for (const int rank : dead_ranks()) {
     const std::string reason =
         absl::StrCat("rank ", names_[rank], " (process ", map_->processes[rank],
                      ") has ended");

@@ -48,7 +48,7 @@ class SharedSegment {
   // memory. A rank that wants none passes 0; tests pass other numbers to play
   // several hosts.
   //
-  // One all-gather of 48 bytes on the group's control device, and one of 8
+  // One all-gather of 40 bytes on the group's control device, and one of 8
   // bytes if all hosts are equal. Null and no collective for a group of one
   // rank. Errors: PeerError.
   static std::shared_ptr<SharedSegment> make(
@@ -92,6 +92,9 @@ class SharedSegment {
 
   // Whether the process of `rank` exists and has not destroyed its segment.
   bool is_alive(int rank) const;
+
+  // Ranks whose processes have ended before they destroyed their segment.
+  std::vector<int> dead_ranks() const;
 
   // Ends all waits whose condition is false, on all ranks, now and later. The
   // first reason (at most 500 bytes are kept) is the one that all ranks report.

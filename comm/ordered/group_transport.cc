@@ -5,8 +5,8 @@
 
 #include <atomic>
 #include <cstdint>
+#include <map>
 #include <mutex>
-#include <set>
 #include <string>
 #include <thread>
 #include <torch/csrc/distributed/c10d/Work.hpp>
@@ -59,6 +59,10 @@ class GroupTransport final : public OrderedTransport {
 
  private:
   class Operation;
+  struct Message {
+    int peer;
+    WorkPtr work;
+  };
 
   int next() const { return (ranks_.rank + 1) % ranks_.size; }
 
@@ -95,7 +99,7 @@ class GroupTransport final : public OrderedTransport {
   std::mutex mutex_;
   // Guarded by mutex_.
   std::string abort_reason_;
-  std::set<Operation*> operations_;
+  std::map<const Operation*, std::vector<Message>> messages_;  // in flight
 };
 
 class GroupTransport::Operation final : public OrderedOperation {
@@ -105,49 +109,13 @@ class GroupTransport::Operation final : public OrderedOperation {
       : transport_(transport),
         ranks_(transport.ranks_),
         call_(call),
-        number_(number) {
-    {
-      const std::lock_guard<std::mutex> lock(transport_.mutex_);
-      transport_.operations_.insert(this);
-    }
-    try {
-      if (!call_.after) launch_first();
-    } catch (...) {
-      forget();
-      throw;
-    }
-  }
+        number_(number) {}
 
   ~Operation() override { forget(); }
 
   int awaited() const override { return awaited_; }
 
-  void finish() override {
-    if (call_.after) {
-      call_.after->waitAndThrow();
-      launch_first();
-    }
-    await();
-    if (call_.kind == OrderedKind::kAllGather) return;
-    add();
-    if (call_.kind == OrderedKind::kAllReduce && !is_of_two()) {
-      gather();
-      await();
-    }
-  }
-
-  void abort() {
-    const std::lock_guard<std::mutex> lock(mutex_);
-    for (const Message& message : messages_) message.work->abort();
-  }
-
- private:
-  struct Message {
-    int peer;
-    WorkPtr work;
-  };
-
-  void launch_first() {
+  void launch() {
     if (call_.kind == OrderedKind::kAllGather) return gather();
     std::vector<at::Tensor> sent(ranks_.size);
     terms_.resize(ranks_.size);
@@ -161,6 +129,21 @@ class GroupTransport::Operation final : public OrderedOperation {
     exchange(0, terms_, sent);
   }
 
+  void finish() override {
+    if (call_.after) {
+      call_.after->waitAndThrow();
+      launch();
+    }
+    await();
+    if (call_.kind == OrderedKind::kAllGather) return;
+    add();
+    if (call_.kind == OrderedKind::kAllReduce && !is_of_two()) {
+      gather();
+      await();
+    }
+  }
+
+ private:
   void add() {
     ordered_sum(terms_, ranks_.group_size, call_.scale,
                 call_.kind == OrderedKind::kReduceScatter
@@ -193,8 +176,8 @@ class GroupTransport::Operation final : public OrderedOperation {
         if (elements[peer].numel() == 0) continue;
         std::vector<at::Tensor> bytes = {elements[peer].view(at::kByte)};
         WorkPtr work = launch(bytes, peer);
-        const std::lock_guard<std::mutex> lock(mutex_);
-        messages_.push_back({.peer = peer, .work = std::move(work)});
+        const std::lock_guard<std::mutex> lock(transport_.mutex_);
+        transport_.messages_[this].push_back({peer, std::move(work)});
       }
     };
     with_each_peer(received, [&](auto& bytes, int peer) {
@@ -208,8 +191,8 @@ class GroupTransport::Operation final : public OrderedOperation {
   void await() {
     std::vector<Message> messages;
     {
-      const std::lock_guard<std::mutex> lock(mutex_);
-      messages = messages_;
+      const std::lock_guard<std::mutex> lock(transport_.mutex_);
+      messages = transport_.messages_[this];
     }
     for (const Message& message : messages) {
       awaited_ = message.peer;
@@ -221,8 +204,7 @@ class GroupTransport::Operation final : public OrderedOperation {
         throw;
       }
     }
-    const std::lock_guard<std::mutex> lock(mutex_);
-    messages_.clear();
+    forget();
   }
 
   void throw_if_aborted() {
@@ -232,7 +214,7 @@ class GroupTransport::Operation final : public OrderedOperation {
 
   void forget() {
     const std::lock_guard<std::mutex> lock(transport_.mutex_);
-    transport_.operations_.erase(this);
+    transport_.messages_.erase(this);
   }
 
   // Two ranks send each other everything, and need no second exchange.
@@ -257,14 +239,13 @@ class GroupTransport::Operation final : public OrderedOperation {
   const uint32_t number_;
   std::vector<at::Tensor> terms_;  // by rank
   std::atomic<int> awaited_ = -1;
-
-  std::mutex mutex_;               // may be taken while the transport's is held
-  std::vector<Message> messages_;  // in flight; guarded by mutex_
 };
 
 std::unique_ptr<OrderedOperation> GroupTransport::start(
     const OrderedCall& call) {
-  return std::make_unique<Operation>(*this, call, num_calls_++);
+  auto operation = std::make_unique<Operation>(*this, call, num_calls_++);
+  if (!call.after) operation->launch();
+  return operation;
 }
 
 void GroupTransport::abort(std::string_view reason) {
@@ -275,9 +256,11 @@ void GroupTransport::abort(std::string_view reason) {
     is_aborted_ = true;
   }
   const SigpipeBlock writes_to_peers;
-  backend_->abort();
+  end_gloo_operations_of(*backend_);
   const std::lock_guard<std::mutex> lock(mutex_);
-  for (Operation* const operation : operations_) operation->abort();
+  for (const auto& [operation, messages] : messages_) {
+    for (const Message& message : messages) message.work->abort();
+  }
 }
 
 }  // namespace

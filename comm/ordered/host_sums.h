@@ -23,16 +23,14 @@
 
 namespace brigade {
 
-// Each group has at most one at a time, for all its users: its sums count as
-// the group's collectives, closing the group ends them, and profilers see them
-// as "gloo:all_reduce".
+// Its sums count as the group's collectives, closing the group ends them, and
+// profilers see them as "gloo:all_reduce".
 class HostSums {
  public:
   // Collective: all ranks call it at the same place of their programs. Returns
   // null on all ranks unless all want it and share memory, and null without
   // communication if the group has one rank or another CPU backend than Gloo: a
-  // user's own backend sees all traffic. Otherwise an all-gather of 16 bytes
-  // per rank; makes new memory unless all ranks still have the previous one.
+  // user's own backend sees all traffic.
   //
   // Errors: PeerError if ranks don't meet.
   static std::shared_ptr<HostSums> meet(
@@ -51,11 +49,9 @@ class HostSums {
  private:
   struct OfGroup;
 
-  HostSums(const c10::intrusive_ptr<c10d::ProcessGroup>& group,
-           std::shared_ptr<OfGroup> of_group);
+  explicit HostSums(const c10::intrusive_ptr<c10d::ProcessGroup>& group);
 
   const std::shared_ptr<OfGroup> of_group_;
-  const ChannelIdentity identity_;
   OrderedCollectives collectives_;
 };
 

@@ -17,6 +17,7 @@
 #include "brigade/comm/backends/gloo_backend.h"
 #include "brigade/comm/errors/error_texts.h"
 #include "brigade/comm/errors/peer_error.h"
+#include "brigade/comm/group/group_collectives.h"
 
 namespace brigade {
 namespace {
@@ -57,14 +58,13 @@ const char* name_of(OrderedKind kind) {
 
 // Collective. Makes a backend beside the group's own.
 c10::intrusive_ptr<c10d::Backend> make_backend(
-    const c10::intrusive_ptr<c10d::ProcessGroup>& group,
-    const ChannelIdentity& identity) {
+    const c10::intrusive_ptr<c10d::ProcessGroup>& group) {
+  const int64_t number = channel_number(group);
   const SigpipeBlock inherited_by_its_threads;
   auto backend = make_gloo_backend_beside(
       *group,
       c10::make_intrusive<c10d::PrefixStore>(
-          c10::str("brigade/ordered/", identity.number()),
-          control_store(*group)),
+          c10::str("brigade/ordered/", number), control_store(*group)),
       group_timeout(*group));
   backend->barrier()->wait();
   return backend;
@@ -101,8 +101,7 @@ struct OrderedCollectives::OfGroup {
 };
 
 OrderedCollectives::OrderedCollectives(
-    const c10::intrusive_ptr<c10d::ProcessGroup>& group, OrderedOptions options,
-    std::optional<ChannelIdentity> identity)
+    const c10::intrusive_ptr<c10d::ProcessGroup>& group, OrderedOptions options)
     : names_(RankNames::of(*group)),
       ranks_({.rank = group->getRank(),
               .size = group->getSize(),
@@ -126,7 +125,6 @@ OrderedCollectives::OrderedCollectives(
                     ranks_.size,
                     " ranks has no store to connect them by.\nUse a group made "
                     "by init_process_group().");
-  if (!identity) identity = ChannelIdentity::made_together(group);
   // What a profiler would see begin here may end when it is gone.
   const at::DisableRecordFunctionGuard not_profiled;
   try {
@@ -137,9 +135,9 @@ OrderedCollectives::OrderedCollectives(
     auto segment =
         SharedSegment::make(group, shared_bytes_per_rank(room), host);
     is_on_one_host_ = segment != nullptr;
-    transport_ =
-        segment ? make_shared_transport(std::move(segment), room, ranks_)
-                : make_group_transport(make_backend(group, *identity), ranks_);
+    transport_ = segment
+                     ? make_shared_transport(std::move(segment), room, ranks_)
+                     : make_group_transport(make_backend(group), ranks_);
   } catch (...) {
     throw_peer_error(c10::str("ordered collectives: ",
                               names_.describe(ranks_.rank, ranks_.size),

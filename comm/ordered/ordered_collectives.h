@@ -69,15 +69,13 @@ class OrderedCollectives {
  public:
   using FuturePtr = c10::intrusive_ptr<c10::ivalue::Future>;
 
-  // Collective. Calls time out as the group's. Without an identity, ranks make
-  // these in the same order.
+  // Collective. Calls time out as the group's.
   //
   // Errors: ValueError if the group size does not divide the number of ranks,
   // or the group has several ranks and no store; PeerError if ranks don't meet.
   explicit OrderedCollectives(
       const c10::intrusive_ptr<c10d::ProcessGroup>& group,
-      OrderedOptions options = {},
-      std::optional<ChannelIdentity> identity = std::nullopt);
+      OrderedOptions options = {});
 
   // Calls in flight end with an error, here and on the other ranks. REQUIRES:
   // not from a callback of one of its futures. In a forked child, leaves
@@ -127,9 +125,6 @@ class OrderedCollectives {
 
   // Whether all ranks share memory. The same on all ranks.
   bool is_on_one_host() const { return is_on_one_host_; }
-
-  // Whether an error ends all calls from here on.
-  bool has_failed() const { return failure() != nullptr; }
 
  private:
   struct OfGroup;

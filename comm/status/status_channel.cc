@@ -10,6 +10,8 @@
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_join.h"
 #include "brigade/comm/errors/peer_error.h"
+#include "brigade/comm/group/group_collectives.h"
+#include "brigade/comm/group/group_info.h"
 
 namespace brigade {
 namespace {
@@ -39,23 +41,22 @@ std::string describe_leavers(const LivenessProbe& probe) {
 
 }  // namespace
 
-StatusChannel::StatusChannel(c10::intrusive_ptr<c10d::ProcessGroup> group,
-                             std::optional<ChannelIdentity> identity)
+StatusChannel::StatusChannel(c10::intrusive_ptr<c10d::ProcessGroup> group)
     : group_(std::move(group)),
       process_(getpid()),
       timeout_(group_timeout(*group_)) {
   if (auto* answers = find_answers(*group_, at::kCPU)) {
     transport_ = answers->make_status_transport();
   } else if (has_peers(*group_)) {
-    connect(identity ? *identity : ChannelIdentity::made_together(group_));
+    connect();
   }
 }
 
-void StatusChannel::connect(const ChannelIdentity& identity) {
-  prefix_ = absl::StrCat("brigade/status/", identity.number(), "/");
+void StatusChannel::connect() {
   try {
     transport_ = meet_at_status_board(group_);
     if (!transport_) transport_ = gather_statuses_over(group_);
+    prefix_ = absl::StrCat("brigade/status/", channel_number(group_), "/");
   } catch (...) {
     throw_peer_error(
         absl::StrCat("status channel: rank ", group_->getRank(), " of ",
@@ -70,9 +71,7 @@ StatusChannel::~StatusChannel() {
     new std::shared_ptr<StatusTransport>(transport_);
     return;
   }
-  if (failure_) return;
-  transport_->leave(last_);
-  if (prefix_.empty()) return;
+  if (failure_ || prefix_.empty()) return;
   probe_liveness(group_, end_key(prefix_), left_after(last_.iteration),
                  milliseconds{0});
 }

@@ -28,7 +28,6 @@
 #include <vector>
 
 #include "brigade/comm/errors/liveness_probe.h"
-#include "brigade/comm/group/group_info.h"
 #include "brigade/comm/status/rank_status.h"
 #include "brigade/comm/status/status_transport.h"
 
@@ -36,12 +35,9 @@ namespace brigade {
 
 class StatusChannel {
  public:
-  // Collective. `identity`: of a channel that each rank numbers by itself;
-  // nullopt: ranks construct their channels in the same order. The timeout is
-  // the group's. Throws PeerError if ranks do not meet in time.
-  explicit StatusChannel(
-      c10::intrusive_ptr<c10d::ProcessGroup> group,
-      std::optional<ChannelIdentity> identity = std::nullopt);
+  // Collective. The timeout is the group's. Throws PeerError if ranks do not
+  // meet in time.
+  explicit StatusChannel(c10::intrusive_ptr<c10d::ProcessGroup> group);
 
   // Never waits for a peer. Ranks that wait for a later status of this one get
   // an error that says that it has left. In a forked child, does nothing.
@@ -82,7 +78,7 @@ class StatusChannel {
   const std::string& store_prefix() const { return prefix_; }
 
  private:
-  void connect(const ChannelIdentity& identity);
+  void connect();
   void check_process() const;
   std::string describe_wait(const RankStatus& own) const;
   [[noreturn]] void fail(const RankStatus& own,

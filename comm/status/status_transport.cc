@@ -33,7 +33,6 @@ constexpr int64_t kDepth = 2 * kMaxStatusesInFlight + 1;
 // What one rank posts. All zeros at the start.
 struct Region {
   std::atomic<int64_t> num_sent;
-  std::atomic<int64_t> left_after;      // 1 + its last iteration; 0: is here
   std::array<RankStatus, kDepth> ring;  // by sequence modulo kDepth
 };
 
@@ -52,7 +51,7 @@ class StatusBoard final : public StatusTransport {
   bool is_complete(int64_t sequence) override {
     for (int rank = 0; rank < segment_->size(); ++rank) {
       if (!has_sent(rank, sequence)) {
-        return segment_->is_closed() || of(rank).left_after.load() != 0;
+        return segment_->is_closed() || !segment_->is_alive(rank);
       }
     }
     return true;
@@ -69,30 +68,21 @@ class StatusBoard final : public StatusTransport {
     return by_rank;
   }
 
-  void leave(const RankStatus& last) override {
-    of(segment_->rank()).left_after.store(last.iteration + 1);
-    segment_->notify();
-  }
-
   void give_up(const RankStatus& last) override {
     segment_->close(absl::StrCat("rank ", segment_->name_of(segment_->rank()),
                                  " has stopped waiting: it ",
                                  describe_status(last)));
   }
 
-  std::vector<int> dead_ranks() override {
-    std::vector<int> dead;
-    for (int rank = 0; rank < segment_->size(); ++rank) {
-      if (of(rank).left_after.load() == 0 && !segment_->is_alive(rank)) {
-        dead.push_back(rank);
-      }
-    }
-    return dead;
-  }
+  std::vector<int> dead_ranks() override { return segment_->dead_ranks(); }
 
  private:
   Region& of(int rank) const {
     return *reinterpret_cast<Region*>(segment_->region(rank));
+  }
+
+  const RankStatus& last_of(int rank) const {
+    return of(rank).ring[of(rank).num_sent.load() % kDepth];
   }
 
   bool has_sent(int rank, int64_t sequence) const {
@@ -100,25 +90,19 @@ class StatusBoard final : public StatusTransport {
   }
 
   bool await(int rank, int64_t sequence, Deadline deadline) {
-    int64_t left_after = 0;
     try {
-      const bool in_time = segment_->wait_for(rank, deadline, [&] {
-        left_after = of(rank).left_after.load();  // before num_sent
-        return has_sent(rank, sequence) || left_after != 0;
-      });
-      if (!in_time) return false;
+      return segment_->wait_for(rank, deadline,
+                                [&] { return has_sent(rank, sequence); });
     } catch (const c10::Error& error) {
       const std::string reason = error.what_without_backtrace();
+      if (!segment_->is_closed()) {
+        throw RanksAbsent(
+            absl::StrCat(reason, " after iteration ", last_of(rank).iteration));
+      }
       // A rank that has given up knows no more of the others than this one.
-      const bool has_given_up =
-          segment_->is_closed() && segment_->lost_rank() < 0;
-      if (has_given_up) throw std::runtime_error(reason);
+      if (segment_->lost_rank() < 0) throw std::runtime_error(reason);
       throw RanksAbsent(reason);
     }
-    if (has_sent(rank, sequence)) return true;
-    throw RanksAbsent(absl::StrCat("rank ", segment_->name_of(rank),
-                                   " has left after iteration ",
-                                   left_after - 1));
   }
 
   const std::shared_ptr<SharedSegment> segment_;
@@ -200,8 +184,6 @@ class StatusGather final : public StatusTransport {
     return by_rank;
   }
 
-  // The end of the subgroup's connections tells the peers.
-  void leave(const RankStatus& last) override {}
   void give_up(const RankStatus& last) override { close_group(*group_); }
 
  private:

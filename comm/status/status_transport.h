@@ -29,6 +29,7 @@ class StatusTransport {
  public:
   using Deadline = std::chrono::steady_clock::time_point;
 
+  // Other ranks that wait for a later exchange get an error.
   virtual ~StatusTransport() = default;
 
   // Sends this rank's status of exchange `own.sequence` and returns at once.
@@ -45,10 +46,7 @@ class StatusTransport {
   virtual std::optional<std::vector<RankStatus>> receive(int64_t sequence,
                                                          Deadline deadline) = 0;
 
-  // Tells the other ranks that this one takes no part in later exchanges.
-  virtual void leave(const RankStatus& last) = 0;
-
-  // Ends the exchanges that other ranks wait for.
+  // Ends the exchanges that other ranks wait for, before the destructor.
   virtual void give_up(const RankStatus& last) = 0;
 
   // Returns the ranks whose processes are known to have ended.

@@ -1,10 +1,9 @@
 #include "brigade/comm/streams/streams.h"
 
-#include <c10/core/StreamGuard.h>
+#include <c10/core/Event.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
 
 #include <algorithm>
-#include <utility>
 
 namespace brigade {
 
@@ -39,42 +38,6 @@ bool StreamJoin::join() {
   }
   producers_.clear();
   return several;
-}
-
-CommunicationStreams::~CommunicationStreams() {
-  for (const InFlight& collective : in_flight_) collective.done.synchronize();
-}
-
-c10::Event CommunicationStreams::record_launch(c10::Device device) {
-  c10::Event launch(device.type());
-  launch.record(current_stream(device));
-  return launch;
-}
-
-void CommunicationStreams::run(const c10::Event& launch,
-                               std::vector<at::Tensor> tensors,
-                               const std::function<void()>& body) {
-  const c10::Device device = launch.device();
-  std::unique_lock<std::mutex> lock(mutex_);
-  auto known = streams_.find(device.index());
-  if (known == streams_.end()) {
-    known = streams_.emplace(device.index(), side_stream(device)).first;
-  }
-  const c10::Stream stream = known->second;
-  lock.unlock();
-  const c10::StreamGuard on_stream(stream);
-  // Pairs with record_launch(): inputs are ready on the launcher's stream.
-  launch.block(stream);
-  body();
-  c10::Event done(stream.device_type());
-  done.record(stream);
-  lock.lock();
-  // A tensor belongs to the stream that it was allocated on, which does not
-  // wait for this one: so the host keeps it until the device has finished.
-  in_flight_.remove_if(
-      [](const InFlight& collective) { return collective.done.query(); });
-  in_flight_.push_back(
-      {.done = std::move(done), .tensors = std::move(tensors)});
 }
 
 }  // namespace brigade

@@ -4,15 +4,9 @@
 #ifndef BRIGADE_COMM_STREAMS_STREAMS_H_
 #define BRIGADE_COMM_STREAMS_STREAMS_H_
 
-#include <ATen/core/Tensor.h>
 #include <c10/core/Device.h>
-#include <c10/core/Event.h>
 #include <c10/core/Stream.h>
 
-#include <functional>
-#include <list>
-#include <map>
-#include <mutex>
 #include <vector>
 
 namespace brigade {
@@ -45,39 +39,6 @@ class StreamJoin {
  private:
   c10::Device device_;
   std::vector<c10::Stream> producers_;  // distinct
-};
-
-// The streams that run collectives of a group of this process, one per device:
-// as accelerators' backends have them.
-//
-// Thread safety: any thread.
-class CommunicationStreams {
- public:
-  CommunicationStreams() = default;
-  // Waits until the devices have finished.
-  ~CommunicationStreams();
-  CommunicationStreams(const CommunicationStreams&) = delete;
-  CommunicationStreams& operator=(const CommunicationStreams&) = delete;
-
-  // Records the calling thread's current stream of `device`, at the launch of a
-  // collective. REQUIRES: a device with streams.
-  static c10::Event record_launch(c10::Device device);
-
-  // Calls `body` with the stream of the event's device current, which waits for
-  // `launch` first. Keeps `tensors` until the device has finished with them.
-  void run(const c10::Event& launch, std::vector<at::Tensor> tensors,
-           const std::function<void()>& body);
-
- private:
-  struct InFlight {
-    c10::Event done;
-    std::vector<at::Tensor> tensors;
-  };
-
-  std::mutex mutex_;
-  // Guarded by mutex_.
-  std::map<c10::DeviceIndex, c10::Stream> streams_;
-  std::list<InFlight> in_flight_;
 };
 
 }  // namespace brigade

@@ -26,42 +26,22 @@ bool can_travel_as(at::ScalarType gradient_dtype, at::ScalarType wire_dtype) {
          wire_dtype != at::kDouble;
 }
 
-void check_slots(const std::vector<SlotRange>& slots) {
-  int64_t end = 0;
-  for (size_t i = 0; i < slots.size(); ++i) {
-    TORCH_CHECK_VALUE(
-        slots[i].numel >= 0 && slots[i].offset_numel >= end,
-        "make_packer: expected slots in ascending order without overlap, found "
-        "slot ",
-        i, " at offset ", slots[i].offset_numel, " with ", slots[i].numel,
-        " elements, where offset ", end,
-        " is the first that is free.\nSort the slots by their offsets.");
-    end = slots[i].offset_numel + slots[i].numel;
-  }
-}
-
 }  // namespace
 
 void PackerArguments::check(const char* function, size_t num_gradients,
                             const at::Tensor& flat) const {
-  TORCH_CHECK_VALUE(num_gradients == num_slots, function, ": expected ",
-                    num_slots, " gradients, one for each slot, found ",
-                    num_gradients,
-                    ".\nPass a null pointer for a missing gradient.");
-  TORCH_CHECK_VALUE(flat.defined() && flat.device() == device, function,
-                    ": expected a flat buffer on ", device, ", found ",
-                    flat.defined() ? flat.device().str() : "no tensor",
-                    ".\nPass the buffer that the packer was made for.");
-  TORCH_CHECK_VALUE(can_travel_as(gradient_dtype, flat.scalar_type()), function,
-                    ": expected a flat buffer of a dtype that ", gradient_dtype,
-                    " gradients can travel as, found ", flat.scalar_type(),
-                    ".\nUse the gradients' own dtype, or float32, float16 or "
-                    "bfloat16 for real gradients.");
   TORCH_CHECK_VALUE(
-      flat.is_contiguous() && flat.numel() >= min_flat_numel, function,
-      ": expected a contiguous flat buffer of at least ", min_flat_numel,
-      " elements, found ", flat.is_contiguous() ? "" : "a strided one of ",
-      flat.numel(), ".\nPass the buffer that the packer was made for.");
+      num_gradients == num_slots && flat.defined() && flat.device() == device &&
+          can_travel_as(gradient_dtype, flat.scalar_type()) &&
+          flat.is_contiguous() && flat.numel() >= min_flat_numel,
+      function, ": expected ", num_slots,
+      " gradients and a contiguous flat buffer of at least ", min_flat_numel,
+      " elements on ", device, " in a dtype that ", gradient_dtype,
+      " gradients can travel as, found ", num_gradients, " gradients and ",
+      flat.defined() ? flat.toString() : "no tensor", " of strides ",
+      flat.defined() ? flat.strides() : at::IntArrayRef(), " and sizes ",
+      flat.defined() ? flat.sizes() : at::IntArrayRef(),
+      ".\nA comm hook must not change the buffer that it gets.");
 }
 
 std::unique_ptr<Packer> make_packer(at::Device device,
@@ -77,7 +57,6 @@ std::unique_ptr<Packer> make_packer(at::Device device,
                     device,
                     ".\nMove the parameters to the CPU or to an "
                     "accelerator.");
-  check_slots(slots);
   if (!device.is_cpu() && !device.has_index()) {
     device = c10::impl::VirtualGuardImpl(device.type()).getDevice();
   }

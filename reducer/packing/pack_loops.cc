@@ -50,7 +50,7 @@ auto visit_pair(at::ScalarType gradient, at::ScalarType wire, Visitor visit) {
   }
 }
 
-// What products of gradients of type T are taken in.
+// Products of gradients of type T are taken in this type.
 template <typename T>
 using Product = std::conditional_t<std::is_same_v<T, double>, double, float>;
 
@@ -77,7 +77,7 @@ struct PlainTransfer {
 
 template <typename Gradient, typename Wire, typename Transfer>
 void pack_slots(std::span<const SlotRange> slots, const void* const* gradients,
-                void* flat, double scale, Transfer transfer) {
+                void* flat, double scale) {
   const auto factor = static_cast<Product<Gradient>>(scale);
   for (size_t i = 0; i < slots.size(); ++i) {
     const auto [offset, numel] = slots[i];
@@ -87,43 +87,39 @@ void pack_slots(std::span<const SlotRange> slots, const void* const* gradients,
     if (from == nullptr) {
       std::memset(static_cast<void*>(to), 0, numel * sizeof(Wire));
     } else {
-      transfer(from, to, numel, factor);
+      Transfer()(from, to, numel, factor);
     }
   }
 }
 
 template <typename Gradient, typename Wire, typename Transfer>
 void unpack_slots(std::span<const SlotRange> slots, const void* flat,
-                  void* const* gradients, Transfer transfer) {
+                  void* const* gradients) {
   for (size_t i = 0; i < slots.size(); ++i) {
     const auto [offset, numel] = slots[i];
     auto* to = static_cast<Gradient*>(gradients[i]);
     if (to == nullptr) continue;
-    transfer(static_cast<const Wire*>(flat) + offset, to, numel,
-             Product<Wire>{1});
+    Transfer()(static_cast<const Wire*>(flat) + offset, to, numel,
+               Product<Wire>{1});
   }
 }
 
-template <typename Gradient, typename Wire>
-void pack(std::span<const SlotRange> slots, const void* const* gradients,
-          void* flat, double scale) {
-  pack_slots<Gradient, Wire>(slots, gradients, flat, scale, PlainTransfer());
-}
-
-template <typename Gradient, typename Wire>
-void unpack(std::span<const SlotRange> slots, const void* flat,
-            void* const* gradients) {
-  unpack_slots<Gradient, Wire>(slots, flat, gradients, PlainTransfer());
+template <typename Transfer>
+PackLoops loops_by(at::ScalarType gradient, at::ScalarType wire) {
+  return visit_pair(gradient, wire, []<typename Gradient, typename Wire>() {
+    return PackLoops{.pack = pack_slots<Gradient, Wire, Transfer>,
+                     .unpack = unpack_slots<Gradient, Wire, Transfer>};
+  });
 }
 
 #ifdef __x86_64__
 
 // Only functions so marked use these instructions, so the library runs on
-// any x86-64 processor; native_pack_loops() asks which one it is. What they
-// call is compiled into them. target_clones would compile one text for both,
-// but intrinsics have no version for other processors: of 65,536 elements it
-// takes 9 to 25 times as long with float16, 2.1 to 2.4 times with bfloat16, and
-// 0.93 times from float32 to float32.
+// any x86-64 processor; native_pack_loops() asks which one it is. Their
+// callees are compiled into them. target_clones would compile one text for
+// both, but intrinsics have no version for other processors: of 65,536 elements
+// it takes 9 to 25 times as long with float16, 2.1 to 2.4 times with bfloat16,
+// and 0.93 times from float32 to float32.
 #define BRIGADE_AVX2 __attribute__((target("avx2,f16c"), flatten))
 
 using at::Half;
@@ -191,37 +187,18 @@ struct Avx2Transfer {
   }
 };
 
-template <typename Gradient, typename Wire>
-BRIGADE_AVX2 void pack_avx2(std::span<const SlotRange> slots,
-                            const void* const* gradients, void* flat,
-                            double scale) {
-  pack_slots<Gradient, Wire>(slots, gradients, flat, scale, Avx2Transfer());
-}
-
-template <typename Gradient, typename Wire>
-BRIGADE_AVX2 void unpack_avx2(std::span<const SlotRange> slots,
-                              const void* flat, void* const* gradients) {
-  unpack_slots<Gradient, Wire>(slots, flat, gradients, Avx2Transfer());
-}
-
 #endif  // __x86_64__
 
 }  // namespace
 
 PackLoops portable_pack_loops(at::ScalarType gradient, at::ScalarType wire) {
-  return visit_pair(gradient, wire, []<typename Gradient, typename Wire>() {
-    return PackLoops{.pack = pack<Gradient, Wire>,
-                     .unpack = unpack<Gradient, Wire>};
-  });
+  return loops_by<PlainTransfer>(gradient, wire);
 }
 
 PackLoops native_pack_loops(at::ScalarType gradient, at::ScalarType wire) {
 #ifdef __x86_64__
   if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("f16c")) {
-    return visit_pair(gradient, wire, []<typename Gradient, typename Wire>() {
-      return PackLoops{.pack = pack_avx2<Gradient, Wire>,
-                       .unpack = unpack_avx2<Gradient, Wire>};
-    });
+    return loops_by<Avx2Transfer>(gradient, wire);
   }
 #endif
   return {};

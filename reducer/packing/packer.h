@@ -75,9 +75,10 @@ class Packer {
                       std::span<void* const> gradients) = 0;
 };
 
-// Errors: ValueError if `device` has no memory (meta), `gradient_dtype` is none
-//     of the table's, or the slots are not ascending or overlap; RuntimeError
-//     for a CUDA device in a build without CUDA.
+// REQUIRES: the slots are ascending and do not overlap.
+// Errors: ValueError if `device` has no memory (meta) or `gradient_dtype` is
+//     none of the table's; RuntimeError for a CUDA device in a build without
+//     CUDA.
 std::unique_ptr<Packer> make_packer(at::Device device,
                                     at::ScalarType gradient_dtype,
                                     std::vector<SlotRange> slots);

@@ -1,7 +1,5 @@
 #include <ATen/Parallel.h>
 #include <ATen/core/Tensor.h>
-#include <ATen/ops/empty.h>
-#include <ATen/ops/mul_cpu_dispatch.h>
 
 #include <cstddef>
 #include <cstring>
@@ -13,67 +11,22 @@
 namespace brigade {
 namespace {
 
-// From this size on a slot goes to ATen's threads, where there are several.
+// From this size on a slot is cut over ATen's threads, where there are several.
 // With 2 threads on 2 cores the best quarter of runs took 0.8x the time of one
 // loop; threads that wait for a core cost far more than they save, so small
 // slots keep to the loop.
 constexpr int64_t kThreadedSlotBytes = int64_t{1} << 20;
-
-// A tensor over memory that is given anew for each use.
-class Window {
- public:
-  Window(int64_t numel, at::ScalarType dtype) : tensor_(at::empty({0}, dtype)) {
-    const int64_t bytes = numel * static_cast<int64_t>(tensor_.itemsize());
-    storage()->set_nbytes(bytes);
-    tensor_.unsafeGetTensorImpl()->set_sizes_contiguous({numel});
-  }
-
-  at::Tensor& over(void* address) {
-    storage()->set_data_ptr_noswap(at::DataPtr(address, at::kCPU));
-    return tensor_;
-  }
-
- private:
-  c10::StorageImpl* storage() {
-    return tensor_.storage().unsafeGetStorageImpl();
-  }
-
-  at::Tensor tensor_;  // 1D, [numel]
-};
-
-// Multiplies a large slot on ATen's threads.  Source and result have the dtype.
-class ThreadedSlot {
- public:
-  ThreadedSlot(size_t slot, int64_t numel, at::ScalarType dtype)
-      : slot_(slot), from_(numel, dtype), to_(numel, dtype) {}
-
-  size_t slot() const { return slot_; }
-
-  // `factor` is 0-dimensional, of the dtype: nothing is cast or allocated.
-  void multiply(const void* from, void* to, const at::Tensor& factor) {
-    at::Tensor& result = to_.over(to);
-    // ATen's multiplication reads its first argument only.
-    at::cpu::mul_out(result, from_.over(const_cast<void*>(from)), factor);
-  }
-
- private:
-  size_t slot_;
-  Window from_;
-  Window to_;
-};
 
 class CpuPacker final : public Packer {
  public:
   CpuPacker(PackerArguments arguments, std::vector<SlotRange> slots)
       : arguments_(arguments),
         dtype_(arguments.real_dtype()),
-        element_bytes_(c10::elementSize(dtype_)),
+        element_bytes_(static_cast<int64_t>(c10::elementSize(dtype_))),
         slots_(std::move(slots)) {
-    if (dtype_ != at::kFloat && dtype_ != at::kDouble) return;
-    factor_ = at::empty({}, dtype_);
     for (size_t i = 0; i < slots_.size(); ++i) {
       if (slots_[i].numel * element_bytes_ >= kThreadedSlotBytes) {
-        threaded_slots_.emplace_back(i, slots_[i].numel, dtype_);
+        threaded_slots_.push_back(i);
       }
     }
   }
@@ -90,7 +43,7 @@ class CpuPacker final : public Packer {
       return;
     }
     const PackLoop loop = loops_for(flat).pack;
-    if (is_cast || threaded_slots_.empty() || at::get_num_threads() == 1) {
+    if (threaded_slots_.empty() || at::get_num_threads() == 1) {
       loop(slots_, gradients.data(), buffer, scale);
     } else {
       pack_with_threads(loop, gradients, buffer, scale);
@@ -142,34 +95,33 @@ class CpuPacker final : public Packer {
   }
 
   void pack_with_threads(PackLoop loop, std::span<const void* const> gradients,
-                         void* buffer, double scale) {
-    if (dtype_ == at::kDouble) {
-      *factor_.mutable_data_ptr<double>() = scale;
-    } else {
-      *factor_.mutable_data_ptr<float>() = static_cast<float>(scale);
-    }
+                         void* buffer, double scale) const {
     const std::span<const SlotRange> slots = slots_;
     size_t next = 0;
-    for (ThreadedSlot& threaded : threaded_slots_) {
-      const size_t slot = threaded.slot();
+    for (const size_t slot : threaded_slots_) {
       if (gradients[slot] == nullptr) continue;  // the loop writes its zeros
       loop(slots.subspan(next, slot - next), gradients.data() + next, buffer,
            scale);
-      threaded.multiply(gradients[slot], place(buffer, slot), factor_);
+      at::parallel_for(0, slots[slot].numel, at::internal::GRAIN_SIZE,
+                       [&](int64_t begin, int64_t end) {
+                         const SlotRange part = {
+                             .offset_numel = slots[slot].offset_numel + begin,
+                             .numel = end - begin};
+                         const void* const from =
+                             static_cast<const std::byte*>(gradients[slot]) +
+                             begin * element_bytes_;
+                         loop({&part, 1}, &from, buffer, scale);
+                       });
       next = slot + 1;
     }
     loop(slots.subspan(next), gradients.data() + next, buffer, scale);
   }
 
-  // Constant after construction.
   const PackerArguments arguments_;
   const at::ScalarType dtype_;  // real
   const int64_t element_bytes_;
   const std::vector<SlotRange> slots_;  // in elements of dtype_
-
-  // Used while ATen's threads multiply.
-  std::vector<ThreadedSlot> threaded_slots_;  // ascending
-  at::Tensor factor_;                         // 0D, dtype_
+  std::vector<size_t> threaded_slots_;  // ascending
 };
 
 }  // namespace

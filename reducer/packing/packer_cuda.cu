@@ -5,8 +5,7 @@
 // chunk was worked out at construction; from there threads search.
 //
 // Where gradients lie changes from step to step.  Up to kMaxInlineSlots
-// addresses ride in the kernel's arguments; more are copied to the device, see
-// Note [Staging].
+// addresses ride in the kernel's arguments; more are copied to the device.
 
 #include <ATen/core/CachingHostAllocator.h>
 #include <ATen/core/Tensor.h>
@@ -41,7 +40,6 @@ constexpr int kMinBlocksPerMultiprocessor = 6;
 constexpr int64_t kChunkBytes = int64_t{kThreads} * 16 * 4;
 // With the other arguments, below the 4 KiB that every launch may carry.
 constexpr int kMaxInlineSlots = 480;
-constexpr int kNumStagings = 4;
 
 enum class Direction { kPack, kUnpack };
 
@@ -283,92 +281,30 @@ __global__ void __launch_bounds__(kThreads, kMinBlocksPerMultiprocessor)
   }
 }
 
-// Note [Staging]
-// More addresses than a launch can carry go through pinned memory to a table on
-// the device, in one asynchronous copy on the stream of the kernel that reads
-// it.  Neither side may be written while an earlier copy or kernel still reads
-// it, also not from another stream.  So there are several stagings, and an
-// event is recorded after the kernel of each: recorded in release(), waited for
-// in acquire_staging().  The host only asks whether it has happened, and takes
-// the next staging if not.  It waits for the device only if all kNumStagings
-// are under way: when the host is that many bucket moves ahead of the device.
-// A launch that needs no staging asks nothing, so it may be captured in a CUDA
-// graph.
-//
-// Why nothing races.  In one use of a staging, on stream S, the host writes
-// host_ (W), S copies host_ to device_ (C), S runs the kernel that reads
-// device_ (K), and S records read_ (R).  The next use, on any stream, is W',
-// C', K', R'.
-//   W, C     The host has written before it enqueues C.
-//   C, K, R  One stream, in this order.  R follows C also where K could not be
-//            launched: release() comes before the check.
-//   C, W'    is_free() or wait() has seen R happen, so C is over.  Uses of one
-//            packer do not overlap, so no thread is between W and R meanwhile.
-//   K, C'    The same: K is over before the host enqueues C'.
-//   W, K     Of the first use: an event that was never recorded counts as
-//            happened.  What had used the memory before is over, since
-//            CudaPacker() waits for the stream that it was allocated on.
-//   K, free  The memory may go back to its allocators before R happens.  Both
-//            were told of S in release(), and hold it back until then.
-class Staging {
- public:
-  explicit Staging(size_t num_slots)
-      : num_bytes_(num_slots * sizeof(void*)),
-        host_(at::getHostAllocator(at::kCUDA)->allocate(num_bytes_)),
-        device_(c10::cuda::CUDACachingAllocator::get()->allocate(num_bytes_)) {
-    C10_CUDA_CHECK(cudaEventCreateWithFlags(&read_, cudaEventDisableTiming));
-  }
+// Copies addresses to device memory of the current stream.  The allocators
+// reuse the pinned memory after the copy, and the device's in the order of the
+// stream, so both may be freed once the kernel that reads it is enqueued.
+at::DataPtr copy_to_device(std::span<const void* const> addresses,
+                           c10::cuda::CUDAStream stream) {
+  auto* const pinned = at::getHostAllocator(at::kCUDA);
+  const size_t num_bytes = addresses.size_bytes();
+  const at::DataPtr host = pinned->allocate(num_bytes);
+  at::DataPtr device =
+      c10::cuda::CUDACachingAllocator::get()->allocate(num_bytes);
+  std::memcpy(host.get(), addresses.data(), num_bytes);
+  C10_CUDA_CHECK(cudaMemcpyAsync(device.get(), host.get(), num_bytes,
+                                 cudaMemcpyHostToDevice, stream));
+  pinned->record_event(host.get(), host.get_context(), stream.unwrap());
+  return device;
+}
 
-  Staging(const Staging&) = delete;
-  Staging& operator=(const Staging&) = delete;
-
-  // The memory goes back to its allocators, which know the events of the
-  // streams that they were told of, so nothing waits here.
-  ~Staging() { C10_CUDA_CHECK_WARN(cudaEventDestroy(read_)); }
-
-  bool is_free() const {
-    const cudaError_t status = C10_CUDA_ERROR_HANDLED(cudaEventQuery(read_));
-    if (status == cudaErrorNotReady) {
-      C10_CUDA_CLEAR_ERROR();
-      return false;
-    }
-    C10_CUDA_CHECK(status);
-    return true;
-  }
-
-  void wait() const { C10_CUDA_CHECK(cudaEventSynchronize(read_)); }
-
-  // REQUIRES: is_free().
-  StagedAddresses send(const void* const* addresses,
-                       c10::cuda::CUDAStream stream) {
-    std::memcpy(host_.get(), addresses, num_bytes_);
-    C10_CUDA_CHECK(cudaMemcpyAsync(device_.get(), host_.get(), num_bytes_,
-                                   cudaMemcpyHostToDevice, stream));
-    return {static_cast<void* const*>(device_.get())};
-  }
-
-  // After the kernel that reads what was sent.
-  void release(c10::cuda::CUDAStream stream) {
-    C10_CUDA_CHECK(cudaEventRecord(read_, stream));
-    at::getHostAllocator(at::kCUDA)->record_event(
-        host_.get(), host_.get_context(), stream.unwrap());
-    c10::cuda::CUDACachingAllocator::recordStream(device_, stream);
-  }
-
- private:
-  const size_t num_bytes_;
-  at::DataPtr host_;    // pinned, [num_slots] addresses
-  at::DataPtr device_;  // [num_slots] addresses
-  cudaEvent_t read_ = nullptr;
-};
-
-// What a launch needs besides the dtypes.
+// Arguments of a launch besides the dtypes.
 struct Launch {
   std::span<const void* const> gradients;
   Tables tables;
   void* flat;
   double scale;
-  Staging* staging;  // null: addresses ride in the arguments
+  void* const* on_device;  // addresses; null: they ride in the arguments
   c10::cuda::CUDAStream stream;
 };
 
@@ -379,7 +315,7 @@ void launch(const Launch& what) {
       (what.tables.flat_numel + kChunkNumel - 1) / kChunkNumel);
   auto* const flat = static_cast<Wire*>(what.flat);
   const auto scale = static_cast<Product<Gradient>>(what.scale);
-  if (what.staging == nullptr) {
+  if (what.on_device == nullptr) {
     InlineAddresses addresses;
     std::memcpy(addresses.at, what.gradients.data(),
                 what.gradients.size_bytes());
@@ -389,13 +325,9 @@ void launch(const Launch& what) {
     C10_CUDA_KERNEL_LAUNCH_CHECK();
     return;
   }
-  const StagedAddresses addresses =
-      what.staging->send(what.gradients.data(), what.stream);
   move_slots<Gradient, Wire, kDirection>
-      <<<num_blocks, kThreads, 0, what.stream>>>(addresses, what.tables, flat,
-                                                 scale);
-  // Also where the kernel could not be launched: the copy is under way.
-  what.staging->release(what.stream);
+      <<<num_blocks, kThreads, 0, what.stream>>>(
+          StagedAddresses{what.on_device}, what.tables, flat, scale);
   C10_CUDA_KERNEL_LAUNCH_CHECK();
 }
 
@@ -440,13 +372,6 @@ class CudaPacker final : public Packer {
         element_bytes_(static_cast<int64_t>(c10::elementSize(dtype_))),
         offsets_bytes_(offsets_of(slots, element_bytes_)) {
     const c10::cuda::CUDAGuard guard(arguments_.device);
-    if (slots.size() > kMaxInlineSlots) {
-      for (int i = 0; i < kNumStagings; ++i) {
-        stagings_.push_back(std::make_unique<Staging>(slots.size()));
-      }
-    }
-    // Blocks until the current stream is through, and with it whatever may have
-    // used the memory above before: so any stream may use it from here on.
     upload_tables(slots);
   }
 
@@ -537,21 +462,6 @@ class CudaPacker final : public Packer {
     return true;
   }
 
-  // A staging that no earlier copy or kernel uses.  See Note [Staging].
-  Staging* acquire_staging() {
-    if (stagings_.empty()) return nullptr;
-    for (size_t i = 0; i < stagings_.size(); ++i) {
-      next_staging_ = (next_staging_ + 1) % stagings_.size();
-      if (stagings_[next_staging_]->is_free()) {
-        return stagings_[next_staging_].get();
-      }
-    }
-    // All are under way: the one after the last taken is the oldest.
-    next_staging_ = (next_staging_ + 1) % stagings_.size();
-    stagings_[next_staging_]->wait();
-    return stagings_[next_staging_].get();
-  }
-
   void run(Launcher launcher, std::span<const void* const> gradients,
            void* flat, double scale) {
     if (tables_.flat_numel == 0) return;
@@ -562,11 +472,15 @@ class CudaPacker final : public Packer {
     // stream is through with it.
     c10::cuda::CUDACachingAllocator::recordStream(
         tables_memory_.storage().data_ptr(), stream);
+    at::DataPtr on_device;
+    if (gradients.size() > kMaxInlineSlots) {
+      on_device = copy_to_device(gradients, stream);
+    }
     launcher({.gradients = gradients,
               .tables = tables_,
               .flat = flat,
               .scale = scale,
-              .staging = acquire_staging(),
+              .on_device = static_cast<void* const*>(on_device.get()),
               .stream = stream});
   }
 
@@ -575,11 +489,8 @@ class CudaPacker final : public Packer {
   const at::ScalarType dtype_;  // real
   const int64_t element_bytes_;
   const std::vector<int64_t> offsets_bytes_;  // by slot
-  at::Tensor tables_memory_;                  // what tables_ points into
+  at::Tensor tables_memory_;                  // of tables_
   Tables tables_ = {};
-
-  std::vector<std::unique_ptr<Staging>> stagings_;  // empty: not needed
-  size_t next_staging_ = 0;
 };
 
 }  // namespace

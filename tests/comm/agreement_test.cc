@@ -8,8 +8,8 @@
 #include "absl/status/status.h"
 #include "brigade/comm/errors/peer_error.h"
 #include "brigade/comm/process_group.h"
-#include "brigade/comm/recording_group.h"
 #include "brigade/tests/support/local_ranks.h"
+#include "brigade/tests/support/recording_group.h"
 #include "gmock/gmock.h"
 #include "gtest/gtest.h"
 
@@ -147,7 +147,7 @@ TEST(AgreementTest, OneSmallGatherWhenAllAgree) {
                     absl::OkStatus());
   ASSERT_THAT(recording.log(), SizeIs(1));
   EXPECT_EQ(recording.log()[0].type, c10d::OpType::ALLGATHER);
-  EXPECT_EQ(recording.log()[0].bytes, 32);
+  EXPECT_EQ(recording.log()[0].bytes, 24);
 }
 
 TEST(AgreementTest, ABrokenGroupIsAPeerError) {

@@ -14,8 +14,8 @@
 #include "brigade/comm/close_group.h"
 #include "brigade/comm/errors/error_texts.h"
 #include "brigade/comm/process_group.h"
-#include "brigade/comm/recording_group.h"
 #include "brigade/tests/support/local_ranks.h"
+#include "brigade/tests/support/recording_group.h"
 #include "gmock/gmock.h"
 #include "gtest/gtest.h"
 
@@ -98,26 +98,6 @@ TEST(HostSumsTest, CountAsTheGroupsCollectives) {
   });
 }
 
-TEST(HostSumsTest, AGroupHasOne) {
-  run_ranks(2, [](const Group& group) {
-    const auto first = HostSums::meet(group, true);
-    EXPECT_EQ(HostSums::meet(group, true), first);
-  });
-}
-
-// Another rank of an earlier meeting may have let go of it.
-TEST(HostSumsTest, RanksTakeTheOneThatAllHave) {
-  run_ranks(3, [](const Group& group) {
-    auto first = HostSums::meet(group, true);
-    if (group->getRank() == 1) first = nullptr;
-    const auto second = HostSums::meet(group, true);
-    EXPECT_NE(second, first);
-    ASSERT_NE(second, nullptr);
-    expect_sums(*second, group);
-    EXPECT_EQ(HostSums::meet(group, true), second);
-  });
-}
-
 TEST(HostSumsTest, AreNotThereUnlessAllWantThem) {
   run_ranks(2, [](const Group& group) {
     EXPECT_EQ(HostSums::meet(group, group->getRank() == 0), nullptr);
@@ -150,17 +130,6 @@ TEST(HostSumsTest, EndWhenTheGroupIsClosed) {
     EXPECT_THAT(
         message_of(reduced->exception_ptr()),
         HasSubstr(group->getRank() == 1 ? "the group was closed" : "rank 1"));
-  });
-}
-
-TEST(HostSumsTest, AfterAFailureRanksMeetAnew) {
-  run_ranks(2, [](const Group& group) {
-    const auto first = HostSums::meet(group, true);
-    OrderedCollectives::abort_all_of(
-        *group, std::make_exception_ptr(std::runtime_error("x")));
-    const auto second = HostSums::meet(group, true);
-    EXPECT_NE(second, first);
-    expect_sums(*second, group);
   });
 }
 

@@ -14,9 +14,9 @@
 #include "brigade/comm/errors/error_texts.h"
 #include "brigade/comm/errors/peer_error.h"
 #include "brigade/comm/process_group.h"
-#include "brigade/comm/recording_group.h"
 #include "brigade/tests/support/counting_store.h"
 #include "brigade/tests/support/local_ranks.h"
+#include "brigade/tests/support/recording_group.h"
 #include "gmock/gmock.h"
 #include "gtest/gtest.h"
 

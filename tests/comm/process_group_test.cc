@@ -9,6 +9,7 @@
 #include <atomic>
 #include <cstdlib>
 #include <filesystem>
+#include <functional>
 #include <optional>
 #include <stdexcept>
 #include <string>
@@ -19,6 +20,8 @@
 
 #include "absl/strings/str_cat.h"
 #include "brigade/comm/errors/peer_error.h"
+#include "brigade/comm/group/group_collectives.h"
+#include "brigade/comm/group/launch_environment.h"
 #include "brigade/tests/support/local_ranks.h"
 #include "brigade/tests/support/process_ranks.h"
 #include "gmock/gmock.h"
@@ -36,6 +39,7 @@ using testing::RankResult;
 using testing::run_ranks;
 
 using Group = c10::intrusive_ptr<c10d::ProcessGroup>;
+using Tensors = std::vector<at::Tensor>;
 
 constexpr std::chrono::minutes kForever{10};
 
@@ -75,22 +79,6 @@ class ScopedVariable {
   const char* name_;
   std::optional<std::string> before_;
 };
-
-class WorldSizeTest : public ::testing::TestWithParam<int> {};
-INSTANTIATE_TEST_SUITE_P(Threads, WorldSizeTest, ::testing::Values(1, 2, 3, 4));
-
-TEST_P(WorldSizeTest, GroupSumsEveryRank) {
-  const int world_size = GetParam();
-  run_ranks(world_size, [&](Group group) {
-    EXPECT_EQ(group->getSize(), world_size);
-    const at::Tensor sum =
-        all_reduced(group, at::arange(8, at::kFloat) + group->getRank());
-    const int rank_sum = world_size * (world_size - 1) / 2;
-    EXPECT_TRUE(
-        at::equal(sum, at::arange(8, at::kFloat) * world_size + rank_sum))
-        << "rank " << group->getRank() << " got " << sum;
-  });
-}
 
 TEST(ProcessGroupTest, GroupsOfOneStoreDoNotMix) {
   auto store = c10::make_intrusive<c10d::HashStore>();
@@ -137,7 +125,7 @@ TEST(ProcessGroupTest, RefusesBadArguments) {
       text_of<c10::ValueError>([&] { make_process_group(nullptr, 0, 1); }),
       HasSubstr("needs a store"));
   EXPECT_THAT(text_of<c10::ValueError>([&] {
-                init_process_group(LaunchEnvironment{.world_size = 2});
+                init_process_group(LaunchEnvironment{.world_size = 2}, {});
               }),
               HasSubstr("must name where 2 ranks meet"));
   EXPECT_THAT(text_of<c10::ValueError>([] { GroupScope scope(nullptr); }),
@@ -205,13 +193,34 @@ TEST(SingleProcessGroupTest, AnswersEveryCollectiveExactly) {
   EXPECT_EQ(group->getRank(), 0);
   EXPECT_EQ(group->getSize(), 1);
   at::Tensor input = at::arange(6, at::kFloat);
-  at::Tensor output = at::zeros(6);
-  group->_allgather_base(output, input)->wait();
-  EXPECT_TRUE(at::equal(output, input));
-  group->_reduce_scatter_base(output, input)->wait();
-  EXPECT_TRUE(at::equal(output, input));
-  std::vector<at::Tensor> tensors = {input};
-  group->broadcast(tensors)->wait();
+  Tensors inputs = {input};
+  std::vector<Tensors> lists = {inputs};
+  using Call = std::function<c10::intrusive_ptr<c10d::Work>(Tensors&)>;
+  for (const Call& call : std::vector<Call>{
+           [&](Tensors& to) { return gather_into(*group, to[0], input); },
+           [&](Tensors& to) { return reduce_into(*group, to[0], input); },
+           [&](Tensors& to) { return exchange_parts(*group, to[0], input); },
+           [&](Tensors& to) { return group->alltoall(to, inputs); },
+           [&](Tensors& to) { return group->scatter(to, lists); },
+           [&](Tensors& to) { return group->reduce_scatter(to, lists); },
+           [&](Tensors& to) {
+             std::vector<Tensors> by_rank = {to};
+             return group->allgather(by_rank, inputs);
+           },
+           [&](Tensors& to) {
+             std::vector<Tensors> by_rank = {to};
+             return group->gather(by_rank, inputs);
+           }}) {
+    Tensors outputs = {at::zeros(6)};
+    const auto work = call(outputs);
+    EXPECT_TRUE(work->wait());
+    EXPECT_TRUE(at::equal(outputs[0], at::arange(6, at::kFloat)));
+    EXPECT_TRUE(
+        work->getFuture()->value().toTensorVector()[0].is_same(outputs[0]));
+  }
+  group->broadcast(inputs)->wait();
+  group->allreduce(inputs)->wait();
+  group->reduce(inputs)->wait();
   group->barrier()->wait();
   EXPECT_TRUE(at::equal(input, at::arange(6, at::kFloat)));
   group->getStore()->set("key", "value");
@@ -221,7 +230,7 @@ TEST(SingleProcessGroupTest, AnswersEveryCollectiveExactly) {
 TEST(InitProcessGroupTest, AWorldOfOneFromALauncherOpensNoConnection) {
   const LaunchEnvironment env = {.master_addr = "192.0.2.1",  // nobody there
                                  .master_port = 1};
-  const Group group = init_process_group(env);
+  const Group group = init_process_group(env, {});
   EXPECT_EQ(all_reduced(group, at::ones(1)).item<float>(), 1);
 }
 

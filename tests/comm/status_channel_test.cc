@@ -12,7 +12,6 @@
 
 #include "brigade/comm/errors/peer_error.h"
 #include "brigade/comm/process_group.h"
-#include "brigade/comm/recording_group.h"
 #include "brigade/comm/status/status_transport.h"
 #include "brigade/tests/support/local_ranks.h"
 #include "gmock/gmock.h"
@@ -23,7 +22,6 @@ namespace {
 
 using enum StatusKind;
 using ::testing::AllOf;
-using ::testing::ElementsAre;
 using ::testing::HasSubstr;
 using testing::run_ranks;
 using ::testing::StartsWith;
@@ -42,10 +40,6 @@ Work launch(const Group& group, const at::Tensor& bucket) {
 std::vector<RankStatus> exchange(StatusChannel& channel,
                                  const RankStatus& own) {
   return channel.await(channel.exchange(own));
-}
-
-std::string difference(const std::vector<RankStatus>& by_rank) {
-  return std::string(check_statuses(by_rank).message());
 }
 
 // The words of the PeerError that `fn` throws.
@@ -84,21 +78,6 @@ TEST_P(StatusChannelTest, EveryRankGetsEveryRanksStatus) {
   });
 }
 
-TEST_P(StatusChannelTest, ManyExchangesMayBeInFlight) {
-  run_ranks(GetParam(), [](Group group) {
-    StatusChannel channel(group);
-    std::vector<RankStatus> pending;
-    for (int64_t i = 0; i < 30; ++i) {
-      pending.push_back(channel.exchange({.iteration = i}));
-    }
-    for (int64_t i = 29; i >= 0; --i) {  // in any order
-      for (const RankStatus& rank_status : channel.await(pending[i])) {
-        EXPECT_EQ(rank_status.iteration, i);
-      }
-    }
-  });
-}
-
 // What destruction closes must not take away what a peer has yet to read.
 TEST_P(StatusChannelTest, EndsCleanlyRightAfterAnExchange) {
   run_ranks(
@@ -111,32 +90,6 @@ TEST_P(StatusChannelTest, EndsCleanlyRightAfterAnExchange) {
         }
       },
       kNever);
-}
-
-TEST(StatusChannelTest, DoesNotWaitForALateRankUntilAskedTo) {
-  std::latch first_has_sent(1);
-  run_ranks(2, [&](Group group) {
-    StatusChannel channel(group);
-    if (group->getRank() == 1) first_has_sent.wait();
-    const RankStatus pending = channel.exchange({.iteration = 7});
-    if (group->getRank() == 0) first_has_sent.count_down();
-    EXPECT_EQ(channel.await(pending)[1].iteration, 7);
-  });
-}
-
-TEST(StatusChannelTest, RanksOutOfStepReadTheSameAndGoOn) {
-  std::vector<std::string> texts(3);
-  run_ranks(3, [&](Group group) {
-    const int rank = group->getRank();
-    StatusChannel channel(group);
-    texts[rank] = difference(
-        exchange(channel, {.kind = rank == 2 ? kBegin : kEnd, .iteration = 7}));
-    EXPECT_TRUE(
-        check_statuses(exchange(channel, {.kind = kEnd, .iteration = 8})).ok());
-  });
-  EXPECT_THAT(texts[0], HasSubstr("rank 2 began iteration 7"));
-  EXPECT_EQ(texts[1], texts[0]);
-  EXPECT_EQ(texts[2], texts[0]);
 }
 
 TEST(StatusChannelTest, ARankThatLeavesIsNamedAtOnce) {
@@ -326,25 +279,6 @@ TEST_P(StatusTransportTest, WhoGivesUpEndsTheWaitsOfOthers) {
     }
     group->barrier()->wait();  // the group's own collectives go on
   });
-}
-
-TEST(RecordedStatusesTest, AreAnsweredAsTheTestSays) {
-  RecordingGroup recording(2);
-  StatusChannel channel(recording.group());
-  EXPECT_TRUE(check_statuses(exchange(channel, {})).ok());
-  recording.answer_statuses_with([](RankStatus own) {
-    RankStatus peer = own;
-    peer.kind = kFailed;
-    return std::vector<RankStatus>{own, peer};
-  });
-  EXPECT_EQ(difference(exchange(channel, {.iteration = 7})),
-            "rank 1 failed in iteration 7");
-  recording.answer_statuses_with(
-      [](RankStatus own) { return std::vector<RankStatus>{own}; });
-  EXPECT_THROW(channel.exchange({}), c10::ValueError);
-  EXPECT_THAT(recording.statuses(),
-              ElementsAre("began iteration 0", "began iteration 7",
-                          "began iteration 0"));
 }
 
 }  // namespace

@@ -2,16 +2,13 @@
 
 #include <torch/torch.h>
 
-#include <functional>
 #include <memory>
 #include <string>
-#include <thread>
 #include <utility>
 #include <vector>
 
 #include "brigade/comm/process_group.h"
 #include "brigade/comm_hooks/hook_traits.h"
-#include "brigade/comm_hooks/routing_hook.h"
 #include "gmock/gmock.h"
 #include "gtest/gtest.h"
 
@@ -50,8 +47,9 @@ class HookWithAName final : public c10d::CommHookInterface,
     return nullptr;
   }
   at::Tensor parseHookResult(const c10::IValue&) override { return {}; }
-  bool throws_own_errors() const override { return true; }
-  std::string hook_name() const override { return "named"; }
+  HookTraits traits() const override {
+    return {.throws_own_errors = true, .name = "named"};
+  }
 };
 
 TEST(HookTraitsTest, OfAUsersHookAndOfOneAroundIt) {
@@ -68,28 +66,19 @@ TEST(HookTraitsTest, OfAUsersHookAndOfOneAroundIt) {
   }
 }
 
-TEST(HookTraitsTest, WhatIsRoutedToAHookThatStepsIsStepped) {
-  const auto hook = all_reduce_hook(single_process_group());
-  const auto steps = step_in_backward(hook, [](const at::Tensor&) {});
-  RoutingHook without(hook, {{.parameters = {}, .hook = hook}});
-  RoutingHook with(hook, {{.parameters = {}, .hook = steps}});
-  EXPECT_TRUE(traits_of(*steps).steps_parameters);
-  EXPECT_FALSE(traits_of(without).steps_parameters);
-  EXPECT_TRUE(traits_of(with).steps_parameters);
-}
-
 // A continuation is dropped on a thread of the group that the hook may own.
-using HookAroundAnother = std::function<CommHookPtr(CommHookPtr)>;
-
-class ContinuationTest : public ::testing::TestWithParam<HookAroundAnother> {};
-
-TEST_P(ContinuationTest, DoesNotOwnTheHookItGoesOnBehind) {
+TEST(StepInBackwardTest, DoesNotOwnTheHookItGoesOnBehind) {
   const at::Tensor parameter = at::zeros({2});
   const auto future =
       c10::make_intrusive<c10::ivalue::Future>(c10::AnyType::get());
   auto inner = make_comm_hook([future](c10d::GradBucket&) { return future; });
   const std::weak_ptr<c10d::CommHookInterface> watched = inner;
-  auto outer = GetParam()(std::move(inner));
+  auto outer =
+      step_in_backward(std::move(inner), [](const at::Tensor& stepped) {
+        at::Tensor target = stepped;
+        target.add_(1);
+      });
+  EXPECT_TRUE(traits_of(*outer).steps_parameters);
   c10d::GradBucket bucket(0, 1, at::zeros({2}), {0}, {2}, {parameter.sizes()},
                           {parameter}, {});
   const auto result = outer->runHook(bucket);
@@ -100,21 +89,6 @@ TEST_P(ContinuationTest, DoesNotOwnTheHookItGoesOnBehind) {
   EXPECT_TRUE(result->completed());
   EXPECT_TRUE(at::equal(parameter, at::zeros({2})));
 }
-
-INSTANTIATE_TEST_SUITE_P(Hooks, ContinuationTest,
-                         ::testing::Values(
-                             [](CommHookPtr hook) {
-                               return step_in_backward(
-                                   std::move(hook),
-                                   [](const at::Tensor& parameter) {
-                                     at::Tensor target = parameter;
-                                     target.add_(1);
-                                   });
-                             },
-                             [](CommHookPtr hook) {
-                               return std::make_shared<RoutingHook>(
-                                   std::move(hook), std::vector<Route>{});
-                             }));
 
 TEST(FunctionHookTest, RefusesNoFunction) {
   EXPECT_THROW(make_comm_hook(nullptr), c10::ValueError);

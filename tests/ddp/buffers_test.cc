@@ -24,24 +24,6 @@ using Group = c10::intrusive_ptr<c10d::ProcessGroup>;
 
 const Order kAll = {0, 1, 2, 3};
 
-// Each forward adds rank + 1 to the buffer.
-float seen_after_two_steps(const Group& group,
-                           DistributedDataParallelOptions options) {
-  ToyModule module;
-  DistributedDataParallel model(module, group, std::move(options));
-  for (int s = 0; s < 2; ++s) model(kAll, group->getRank(), s).backward();
-  return module->seen.item<float>();
-}
-
-TEST(BuffersTest, AreThoseOfRank0BeforeForwardOrEachRanksOwn) {
-  run_ranks(3, [](const Group& group) {
-    const float own = group->getRank() + 1;
-    EXPECT_EQ(seen_after_two_steps(group, {}), 1 + own);
-    EXPECT_EQ(seen_after_two_steps(group, {.broadcast_buffers = false}),
-              2 * own);
-  });
-}
-
 TEST(BuffersTest, AreNotSyncedBesideTheBucketOfAPeerThatGoesOn) {
   run_ranks(2, [](const Group& group) {
     const int rank = group->getRank();

@@ -1,18 +1,13 @@
 #include <torch/torch.h>
 
-#include <algorithm>
-#include <chrono>
 #include <functional>
 #include <memory>
 #include <stdexcept>
-#include <string>
-#include <torch/csrc/distributed/c10d/PrefixStore.hpp>
 #include <utility>
 #include <vector>
 
 #include "brigade/comm/process_group.h"
 #include "brigade/comm_hooks/comm_hooks.h"
-#include "brigade/comm_hooks/routing_hook.h"
 #include "brigade/ddp/distributed_data_parallel.h"
 #include "brigade/tests/ddp/toy_module.h"
 #include "brigade/tests/support/local_ranks.h"
@@ -206,37 +201,31 @@ TEST(HookFailureTest, TrainingGoesOnAfterABackwardOfOneRankThrew) {
       return group->allreduce(tensors)->getFuture();
     });
   };
-  const HookOf routing = [](const Group& group) {
-    return std::make_shared<RoutingHook>(all_reduce_hook(group),
-                                         std::vector<Route>());
-  };
-  for (const HookOf& hook : {own, routing}) {
-    for (const bool finds_unused : {false, true}) {
-      run_ranks(3, [&](const Group& group) {
-        const int rank = group->getRank();
-        ToyModule module;
-        DistributedDataParallel model(
-            module, group,
-            {.reducer = {.bucket_caps_bytes = {1},
-                         .find_unused_parameters = finds_unused,
-                         .comm_hook = hook(group)}});
-        bool fails = rank == 1;
-        module->toy.parameters[1].register_hook([&](const at::Tensor&) {
-          if (fails) throw std::domain_error("of one rank");
-        });
-        EXPECT_ANY_THROW(model(kAll, rank, 0).backward()) << "rank " << rank;
-        fails = false;
-        for (int s = 1; s < 3; ++s) {
-          module->toy.zero_grad();
-          model(kAll, rank, s).backward();
-          for (const size_t i : kAll) {
-            EXPECT_TRUE(at::equal(module->toy.parameters[i].grad(),
-                                  module->toy.average(i, 3, s)))
-                << "rank " << rank << " parameter " << i << " step " << s;
-          }
-        }
+  for (const bool finds_unused : {false, true}) {
+    run_ranks(3, [&](const Group& group) {
+      const int rank = group->getRank();
+      ToyModule module;
+      DistributedDataParallel model(
+          module, group,
+          {.reducer = {.bucket_caps_bytes = {1},
+                       .find_unused_parameters = finds_unused,
+                       .comm_hook = own(group)}});
+      bool fails = rank == 1;
+      module->toy.parameters[1].register_hook([&](const at::Tensor&) {
+        if (fails) throw std::domain_error("of one rank");
       });
-    }
+      EXPECT_ANY_THROW(model(kAll, rank, 0).backward()) << "rank " << rank;
+      fails = false;
+      for (int s = 1; s < 3; ++s) {
+        module->toy.zero_grad();
+        model(kAll, rank, s).backward();
+        for (const size_t i : kAll) {
+          EXPECT_TRUE(at::equal(module->toy.parameters[i].grad(),
+                                module->toy.average(i, 3, s)))
+              << "rank " << rank << " parameter " << i << " step " << s;
+        }
+      }
+    });
   }
 }
 
@@ -286,107 +275,6 @@ TEST(HookFailureTest, AGroupThatIsGoneIsNamed) {
   } catch (const c10::ValueError& error) {
     EXPECT_THAT(error.what(), HasSubstr("its process group is gone"));
   }
-}
-
-TEST(RoutingHookTest, RefusesABucketOfSeveralRoutes) {
-  const auto group = single_process_group();
-  const ToyModel model({{2}, {3}});
-  Reducer reducer(model.parameters, group,
-                  {.comm_hook = std::make_shared<RoutingHook>(
-                       all_reduce_hook(group),
-                       std::vector<Route>{{.parameters = {model.parameters[1]},
-                                           .hook = all_reduce_hook(group)}})});
-  const at::Tensor loss = model.loss(0);
-  reducer.prepare_for_backward(loss);
-  try {
-    loss.backward();
-    ADD_FAILURE() << "no error";
-  } catch (const c10::Error& error) {
-    EXPECT_THAT(error.what(), HasSubstr("several routes"));
-  }
-}
-
-// Ranks of equal parity hold copies of the same expert.
-Group make_expert_group(const Group& group) {
-  const int parity = group->getRank() % 2;
-  const auto store = c10::make_intrusive<c10d::PrefixStore>(
-      "experts/" + std::to_string(parity), group->getStore());
-  return make_process_group(store, group->getRank() / 2, group->getSize() / 2,
-                            {.timeout = std::chrono::seconds(10)});
-}
-
-TEST(ParameterGroupsTest, AverageExpertsOverTheirOwnGroups) {
-  for (const int64_t cap : {1, 1 << 20}) {
-    run_ranks(4, [&](const Group& group) {
-      const GroupScope experts(make_expert_group(group));
-      const int rank = group->getRank();
-      ToyModule module;
-      {
-        const at::NoGradGuard no_grad;
-        for (at::Tensor& p : module->parameters()) p.fill_(rank);
-      }
-      DistributedDataParallel model(
-          module, group,
-          {.reducer = {.bucket_caps_bytes = {cap}},
-           .parameter_groups = {
-               {.names = {"p0", "p2"}, .group = experts.group()}}});
-      const std::vector<at::Tensor>& parameters = module->toy.parameters;
-      const int first = rank % 2;  // of this rank's experts
-      EXPECT_EQ(parameters[0].flatten()[0].item<float>(), first);
-      EXPECT_EQ(parameters[1].flatten()[0].item<float>(), 0);
-      for (const std::vector<size_t>& bucket :
-           model.reducer().plan().buckets()) {
-        for (const size_t i : bucket) {
-          EXPECT_EQ(i % 2, bucket.front() % 2) << "experts among others";
-        }
-      }
-      for (int s = 0; s < 3; ++s) {
-        module->toy.zero_grad();
-        // In another order on each rank.
-        Order order = kAll;
-        std::rotate(order.begin(), order.begin() + rank, order.end());
-        model(order, rank, s).backward();
-        for (const size_t i : kAll) {
-          const at::Tensor expected =
-              i % 2 == 0 ? (module->toy.gradient(i, first, s) +
-                            module->toy.gradient(i, first + 2, s)) /
-                               2
-                         : module->toy.average(i, 4, s);
-          EXPECT_TRUE(at::equal(parameters[i].grad(), expected))
-              << "parameter " << i << " step " << s;
-        }
-      }
-      EXPECT_THROW(join(model, [] {}), c10::ValueError);
-    });
-  }
-}
-
-TEST(ParameterGroupsTest, AreCheckedOnEveryRank) {
-  run_ranks(2, [](const Group& group) {
-    const auto wrap = [&](DistributedDataParallelOptions options) {
-      DistributedDataParallel model(ToyModule(), group, std::move(options));
-    };
-    const bool bad = group->getRank() == 1;
-    EXPECT_THROW(wrap({.parameter_groups = {{.names = {"p0"},
-                                             .group = bad ? nullptr : group}}}),
-                 c10::ValueError);
-    EXPECT_THROW(
-        wrap({.parameter_groups = {{.names = {bad ? "p1" : "p0"},
-                                    .group = group},
-                                   {.names = {"p1"}, .group = group}}}),
-        c10::ValueError);
-    EXPECT_THROW(
-        wrap({.reducer = {.reproducible = true},
-              .parameter_groups = {{.names = {"p0"}, .group = group}}}),
-        c10::ValueError);
-    EXPECT_THROW(wrap({.parameter_groups = {{.names = {bad ? "seen" : "p0"},
-                                             .group = group}}}),
-                 c10::ValueError);
-    EXPECT_THROW(
-        wrap({.reducer = {.bucket_plan = {{0, 1, 2, 3}}},
-              .parameter_groups = {{.names = {"p0"}, .group = group}}}),
-        c10::ValueError);
-  });
 }
 
 }  // namespace hooks_in_training_test

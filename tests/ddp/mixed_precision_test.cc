@@ -106,28 +106,6 @@ INSTANTIATE_TEST_SUITE_P(
                       std::tuple(false, true, at::kFloat),
                       std::tuple(false, false, at::kBFloat16)));
 
-TEST(MixedPrecisionStepsTest, OptimizersStepInFullPrecision) {
-  run_ranks(2, [](const Group& group) {
-    ToyModule module;
-    DistributedDataParallel model(module, group,
-                                  {.mixed_precision = kHalfPrecision});
-    torch::optim::SGD optimizer(module->parameters(), /*lr=*/1.0 / 4096);
-    std::vector<at::Tensor> expected;
-    for (const at::Tensor& p : module->toy.parameters) {
-      expected.push_back(p.detach().clone());
-    }
-    for (int s = 0; s < 3; ++s) {
-      optimizer.zero_grad();
-      model(kAll, group->getRank(), s).backward();
-      optimizer.step();
-      for (const size_t i : kAll) {
-        expected[i] = expected[i] - module->toy.average(i, 2, s) / 4096;
-        EXPECT_TRUE(at::equal(module->toy.parameters[i], expected[i]));
-      }
-    }
-  });
-}
-
 TEST(MixedPrecisionStepsTest, BatchNorm) {
   torch::nn::BatchNorm1d norm(3);
   DistributedDataParallel model(
@@ -179,69 +157,6 @@ TEST(MixedPrecisionStepsTest, FrozenAndIgnoredParameters) {
   model().backward();
   EXPECT_THAT(model.module()->dtypes,
               ElementsAre(at::kBFloat16, at::kBFloat16, at::kFloat));
-}
-
-TEST(MixedPrecisionStepsTest, UnusedParametersAreFound) {
-  run_ranks(2, [](const Group& group) {
-    const int rank = group->getRank();
-    ToyModule module;
-    DistributedDataParallel model(module, group,
-                                  {.reducer = {.find_unused_parameters = true},
-                                   .mixed_precision = kHalfPrecision});
-    for (int s = 0; s < 3; ++s) {
-      module->toy.zero_grad();
-      model(rank == 0 ? Order{0, 1} : Order{1, 2}, rank, s).backward();
-      expect_full_precision(module->toy);
-      const std::vector<at::Tensor> expected = {
-          module->toy.gradient(0, 0, s) / 2, module->toy.average(1, 2, s),
-          module->toy.gradient(2, 1, s) / 2};
-      for (size_t i = 0; i < expected.size(); ++i) {
-        EXPECT_TRUE(at::equal(module->toy.parameters[i].grad(), expected[i]));
-      }
-      EXPECT_FALSE(module->toy.parameters[3].grad().defined());
-    }
-  });
-}
-
-TEST(MixedPrecisionStepsTest, OptimizersStepInBackward) {
-  run_ranks(2, [](const Group& group) {
-    ToyModule module;
-    DistributedDataParallel model(
-        module, group,
-        {.reducer = {.comm_hook = step_in_backward(
-                         bf16_hook(group),
-                         [](const at::Tensor& parameter) {
-                           at::Tensor target = parameter;
-                           target.sub_(parameter.grad(), 1.0 / 4096);
-                         })},
-         .mixed_precision = kHalfPrecision});
-    std::vector<at::Tensor> expected;
-    for (const at::Tensor& p : module->toy.parameters) {
-      expected.push_back(p.detach().clone());
-    }
-    for (int s = 0; s < 3; ++s) {
-      model(kAll, group->getRank(), s).backward();
-      for (const size_t i : kAll) {
-        expected[i] = expected[i] - module->toy.average(i, 2, s) / 4096;
-        EXPECT_TRUE(at::equal(module->toy.parameters[i], expected[i]));
-      }
-    }
-  });
-}
-
-TEST(MixedPrecisionStepsTest, ParameterGroups) {
-  run_ranks(2, [](const Group& group) {
-    ToyModule module;
-    DistributedDataParallel model(
-        module, group,
-        {.parameter_groups = {{.names = {"p2"}, .group = group}},
-         .mixed_precision = kHalfPrecision});
-    for (int s = 0; s < 3; ++s) {
-      module->toy.zero_grad();
-      model(kAll, group->getRank(), s).backward();
-      expect_averages(module->toy, 2, s);
-    }
-  });
 }
 
 TEST(MixedPrecisionStepsTest, RanksThatRunOutOfDataShadow) {

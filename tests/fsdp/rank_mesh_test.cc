@@ -3,20 +3,15 @@
 
 #include <ATen/CPUGeneratorImpl.h>
 #include <torch/torch.h>
-#include <unistd.h>
 
-#include <algorithm>
 #include <cstddef>
-#include <filesystem>
 #include <string>
 #include <utility>
 #include <vector>
 
-#include "absl/strings/str_cat.h"
 #include "brigade/comm/subgroup.h"
 #include "brigade/ddp/distributed_data_parallel.h"
 #include "brigade/fsdp/fully_shard.h"
-#include "brigade/fsdp/segmented_model.h"
 #include "brigade/tests/support/local_ranks.h"
 #include "gmock/gmock.h"
 #include "gtest/gtest.h"
@@ -114,73 +109,31 @@ void train(Model&& model, const Tensors& parameters, int rank) {
   }
 }
 
-TEST(RankMeshTest, ShardedTrainingHasTheBitsOfItsOrder) {
+TEST(RankMeshTest, ShardedAndReproducibleTrainingHaveTheBitsOfItsOrder) {
   for (const Rows& rows : kMeshes) {
     const Tensors expected = in_one_process(rows);
     run_ranks(kNumRanks, [&](const Group& group) {
       const RankMesh mesh(group, rows);
       torch::nn::Sequential net = make_net();
-      const auto model = fully_shard(*net, mesh);
-      const int rank = group->getRank();
-      const auto& row = *std::ranges::find_if(rows, [&](const auto& one) {
-        return std::ranges::find(one, rank) != one.end();
-      });
-      const ShardTransport& transport =
-          *dynamic_cast<SegmentedModel&>(*model).units()[0].transport;
-      EXPECT_EQ(transport.num_shards(), row.size());
-      EXPECT_EQ(row[transport.shard_rank()], rank);
-      train(
-          [&](const at::Tensor& x) {
-            return model->forward([&] { return net->forward(x); });
-          },
-          net->parameters(), rank);
-      const auto unsharded = model->unsharded();
-      expect_equal(net->parameters(), expected);
-    });
-  }
-}
-
-TEST(RankMeshTest, SoHasReproducibleDataParallelTraining) {
-  for (const Rows& rows : kMeshes) {
-    const Tensors expected = in_one_process(rows);
-    run_ranks(kNumRanks, [&](const Group& group) {
-      const RankMesh mesh(group, rows);
+      {
+        const auto model = fully_shard(*net, mesh);
+        train(
+            [&](const at::Tensor& x) {
+              return model->forward([&] { return net->forward(x); });
+            },
+            net->parameters(), group->getRank());
+        const auto unsharded = model->unsharded();
+        expect_equal(net->parameters(), expected);
+      }
       DistributedDataParallelOptions options;
       options.reducer.reproducible = true;
       options.reducer.reproducible_row_size = mesh.row_length();
-      torch::nn::Sequential net = make_net();
-      DistributedDataParallel model(net, mesh.group(), options);
-      train(model, net->parameters(), group->getRank());
-      expect_equal(net->parameters(), expected);
+      torch::nn::Sequential other = make_net();
+      DistributedDataParallel model(other, mesh.group(), options);
+      train(model, other->parameters(), group->getRank());
+      expect_equal(other->parameters(), expected);
     });
   }
-}
-
-TEST(RankMeshTest, ACheckpointIsLoadedOnAnother) {
-  const std::string folder = (std::filesystem::path(::testing::TempDir()) /
-                              absl::StrCat("brigade_rank_mesh_", getpid()))
-                                 .string();
-  for (const Rows& rows : kMeshes) {
-    const Tensors expected = in_one_process(rows);
-    run_ranks(kNumRanks, [&](const Group& group) {
-      const RankMesh mesh(group, rows);
-      torch::nn::Sequential net = make_net();
-      const auto saved = fully_shard(*net, mesh);
-      train(
-          [&](const at::Tensor& x) {
-            return saved->forward([&] { return net->forward(x); });
-          },
-          net->parameters(), group->getRank());
-      save_checkpoint(folder, checkpoint_model(*saved));
-      const RankMesh other(group, {{1, 3}, {2, 0}});
-      torch::nn::Sequential copy = make_net();
-      const auto loaded = fully_shard(*copy, other);
-      load_checkpoint(folder, checkpoint_model(*loaded));
-      const auto unsharded = loaded->unsharded();
-      expect_equal(copy->parameters(), expected);
-    });
-  }
-  std::filesystem::remove_all(folder);
 }
 
 TEST(RankMeshTest, ErrorsNameRanksOfItsGroup) {

@@ -65,15 +65,6 @@ void expect_sound(const ShardLayout& layout) {
   EXPECT_EQ(std::ranges::count(taken, 0), layout.padding_numel());
 }
 
-TEST(ShardLayoutTest, OneElementPerRankAndOneOfPadding) {
-  const ShardLayout layout({{.numel = 12}, {.numel = 3}}, 16);
-  EXPECT_EQ(layout.shard_numel(), 1);
-  EXPECT_EQ(layout.padding_numel(), 1);
-  EXPECT_EQ(layout.range(1, 12), (ShardRange{0, 0, 1}));
-  EXPECT_EQ(layout.range(0, 12), ShardRange{});
-  expect_sound(layout);
-}
-
 TEST(ShardLayoutTest, RowsStayTogether) {
   // Rows of 4: a cut at 7 would be in the second one.
   const ShardLayout layout({{.numel = 2}, {.numel = 12, .block_numel = 4}}, 2);
@@ -81,13 +72,6 @@ TEST(ShardLayoutTest, RowsStayTogether) {
   EXPECT_EQ(layout.offset(1), 4);
   EXPECT_EQ(layout.range(1, 0), (ShardRange{0, 4, 4}));
   EXPECT_EQ(layout.range(1, 1), (ShardRange{4, 0, 8}));
-  expect_sound(layout);
-}
-
-TEST(ShardLayoutTest, BlocksOfALongParameterDivideTheShard) {
-  const ShardLayout layout({{.numel = 50, .block_numel = 5}}, 4);
-  EXPECT_EQ(layout.shard_numel(), 15);
-  EXPECT_EQ(layout.range(0, 3), (ShardRange{45, 0, 5}));
   expect_sound(layout);
 }
 
@@ -134,91 +118,6 @@ TEST(ShardLayoutTest, RandomLayoutsAreSoundAndTheirPaddingIsBounded) {
     }
     EXPECT_LT(layout.padding_numel(),
               num_ranks * (largest_block(parameters) + multiple));
-  }
-}
-
-// Some offsets that cut no block, by trying them all.
-bool can_be_placed(const std::vector<ShardSpec>& parameters, size_t first,
-                   int64_t begin, int64_t shard_numel, int64_t whole_numel) {
-  if (first == parameters.size()) return true;
-  const ShardSpec& spec = parameters[first];
-  for (int64_t offset = begin; offset + spec.numel <= whole_numel; ++offset) {
-    bool whole = true;
-    for (int64_t i = 1; i < spec.numel; ++i) {
-      if ((offset + i) % shard_numel == 0 && i % spec.block_numel != 0) {
-        whole = false;
-      }
-    }
-    if (whole && can_be_placed(parameters, first + 1, offset + spec.numel,
-                               shard_numel, whole_numel)) {
-      return true;
-    }
-  }
-  return false;
-}
-
-TEST(ShardNumelTest, IsMostlyTheLeastThatIsFoundByTryingAll) {
-  std::mt19937 random(31);
-  const auto up_to = [&](int64_t most) {
-    return std::uniform_int_distribution<int64_t>(0, most)(random);
-  };
-  int num_least = 0;
-  for (int round = 0; round < 1500; ++round) {
-    std::vector<ShardSpec> parameters(1 + up_to(2));
-    for (ShardSpec& parameter : parameters) {
-      parameter = {.numel = 1 + up_to(11), .block_numel = 1 + up_to(4)};
-    }
-    const int64_t num_ranks = 1 + up_to(4);
-    SCOPED_TRACE(round);
-
-    const ShardLayout layout(parameters, num_ranks);
-    const int64_t chosen = layout.shard_numel();
-    int64_t possible = 1;
-    while (!can_be_placed(parameters, 0, 0, possible, possible * num_ranks)) {
-      ++possible;
-    }
-    EXPECT_GE(chosen, possible);
-    num_least += chosen == possible;
-  }
-  EXPECT_GE(num_least, 1400);
-}
-
-std::vector<ShardSpec> gpt2_block(int64_t width) {
-  const int64_t norm = width;
-  return {{.numel = norm},
-          {.numel = norm},
-          {.numel = 3 * width * width},
-          {.numel = 3 * width},
-          {.numel = width * width},
-          {.numel = width},
-          {.numel = norm},
-          {.numel = norm},
-          {.numel = 4 * width * width},
-          {.numel = 4 * width},
-          {.numel = 4 * width * width},
-          {.numel = width}};
-}
-
-// As sharding lays it out: a unit for each of the 12 blocks, and one for what
-// is around them. On the last number of ranks no unit is divided evenly.
-TEST(ShardLayoutTest, PaddingOfAllOfGpt2Small) {
-  constexpr int64_t kWidth = 768;
-  std::vector<std::vector<ShardSpec>> units(12, gpt2_block(kWidth));
-  units.push_back({{.numel = 50257 * kWidth},
-                   {.numel = 1024 * kWidth},
-                   {.numel = kWidth},
-                   {.numel = kWidth}});
-  for (const auto& [num_ranks, expected] :
-       {std::pair(128, 0), std::pair(96, 0), std::pair(127, 12 * 125 + 23)}) {
-    int64_t numel = 0;
-    int64_t padding = 0;
-    for (const std::vector<ShardSpec>& unit : units) {
-      numel += total_numel(unit);
-      padding += ShardLayout(unit, num_ranks).padding_numel();
-    }
-    EXPECT_EQ(numel, 124'439'808);
-    EXPECT_EQ(padding, expected) << num_ranks << " ranks";
-    EXPECT_LE(padding * 1000, numel);
   }
 }
 

@@ -199,15 +199,13 @@ TORCH_MODULE(Net);
 // Sums as the transport does, and fails when it is told to.
 class FaultyHook : public ReductionHook {
  public:
-  FuturePtr reduce(ShardTransport& transport,
-                   const Reduction& reduction) override {
+  FuturePtr reduce(const Reduction& reduction) override {
     ++calls_;
     if (fault == Fault::kHook && calls_ % 3 == 2) {
       fault = Fault::kNone;
       throw std::runtime_error(kText);
     }
-    FuturePtr sum = transport.reduce_scatter(reduction.whole, reduction.shard,
-                                             reduction.sum);
+    FuturePtr sum = reduction.sum(reduction.whole, reduction.shard);
     if (fault == Fault::kHookFuture && calls_ % 3 == 2) {
       fault = Fault::kNone;
       return sum->then(

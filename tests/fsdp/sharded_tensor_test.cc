@@ -4,12 +4,9 @@
 #include <gtest/gtest.h>
 #include <torch/torch.h>
 
-#include <barrier>
 #include <functional>
-#include <thread>
 #include <vector>
 
-#include "brigade/comm/errors/error_texts.h"
 #include "brigade/fsdp/shard_operators.h"
 
 namespace brigade {
@@ -17,51 +14,8 @@ namespace sharded_tensor_test {
 
 constexpr int kRanks = 2;
 
-// Ranks as threads of one process.
-class ThreadRanks {
- public:
-  class Group : public ShardGroup {
-   public:
-    Group(ThreadRanks& ranks, int rank) : ranks_(ranks), rank_(rank) {}
-    at::Tensor all_gather(const at::Tensor& values) override {
-      ranks_.values_[static_cast<size_t>(rank_)] = values;
-      ranks_.barrier_.arrive_and_wait();
-      const at::Tensor all = torch::stack(ranks_.values_);
-      ranks_.barrier_.arrive_and_wait();
-      return all;
-    }
-
-   private:
-    ThreadRanks& ranks_;
-    const int rank_;
-  };
-
-  ThreadRanks() : values_(kRanks), barrier_(kRanks) {
-    for (int rank = 0; rank < kRanks; ++rank) {
-      groups_.push_back(std::make_shared<Group>(*this, rank));
-    }
-  }
-
-  const std::shared_ptr<Group>& group(int rank) const {
-    return groups_[static_cast<size_t>(rank)];
-  }
-
-  void run(const std::function<void(int rank)>& program) {
-    std::vector<std::thread> threads;
-    for (int rank = 0; rank < kRanks; ++rank) {
-      threads.emplace_back([&, rank] { program(rank); });
-    }
-    for (std::thread& thread : threads) thread.join();
-  }
-
- private:
-  std::vector<at::Tensor> values_;
-  std::barrier<> barrier_;
-  std::vector<std::shared_ptr<Group>> groups_;
-};
-
-Shard piece_of(const at::Tensor& whole, int rank,
-               std::shared_ptr<ShardGroup> group = nullptr) {
+Shard piece_of(const at::Tensor& whole, int rank) {
+  register_shard_operators();
   const torch::NoGradGuard no_grad;
   const int64_t size = (whole.numel() + kRanks - 1) / kRanks;
   const int64_t begin = std::min(whole.numel(), size * rank);
@@ -70,14 +24,11 @@ Shard piece_of(const at::Tensor& whole, int rank,
                        .as_strided({whole.numel()}, {1})
                        .narrow(0, begin, end - begin)
                        .clone(),
-          .offset = begin,
-          .group = std::move(group)};
+          .offset = begin};
 }
 
-at::Tensor sharded_copy(const at::Tensor& whole, int rank,
-                        std::shared_ptr<ShardGroup> group = nullptr) {
-  return make_sharded(piece_of(whole, rank, std::move(group)), whole.sizes(),
-                      whole.strides());
+at::Tensor sharded_copy(const at::Tensor& whole, int rank) {
+  return make_sharded(piece_of(whole, rank), whole.sizes(), whole.strides());
 }
 
 std::string message_of(const std::function<void()>& call) {
@@ -96,11 +47,9 @@ class FakeRoot : public ParameterOwner {
     if (!is_open) return ParameterState::kSharded;
     for (const Shard* const shard : used) {
       const size_t unit = shard->unit;
-      if (!is_bound(parameters[unit])) {
-        bind_memory(parameters[unit], wholes[unit].mutable_data_ptr(),
-                    wholes[unit].dtype());
-        unsharded.push_back(unit);
-      }
+      bind_memory(parameters[unit], wholes[unit].mutable_data_ptr(),
+                  wholes[unit].dtype());
+      unsharded.push_back(unit);
     }
     return ParameterState::kUnsharded;
   }
@@ -240,34 +189,6 @@ TEST(ShardOperatorsTest, RandomFillsAreThoseOfOneProcess) {
     EXPECT_TRUE(
         torch::equal(shard_of(sharded)->local, piece_of(whole, rank).local));
   }
-}
-
-TEST(ShardOperatorsTest, NormsAndReductionsAreGlobal) {
-  ThreadRanks ranks;
-  const auto whole = torch::randn({5, 3});
-  const auto with_nan = whole.clone();
-  with_nan[4][2] = NAN;
-  ranks.run([&](int rank) {
-    const auto x = sharded_copy(whole, rank, ranks.group(rank));
-    const auto other = sharded_copy(whole * 2, rank, ranks.group(rank));
-    EXPECT_TRUE(torch::allclose(x.norm(), whole.norm()));
-    EXPECT_TRUE(torch::allclose(x.norm(1), whole.norm(1)));
-    EXPECT_TRUE(torch::allclose(torch::linalg_vector_norm(x, INFINITY),
-                                torch::linalg_vector_norm(whole, INFINITY)));
-    EXPECT_TRUE(torch::allclose(x.sum(), whole.sum()));
-    EXPECT_TRUE(torch::allclose(x.mean(), whole.mean()));
-    EXPECT_TRUE(torch::equal(x.max(), whole.max()));
-    EXPECT_TRUE(torch::equal(x.min(), whole.min()));
-    EXPECT_TRUE(torch::isfinite(x).all().item<bool>());
-    EXPECT_FALSE(torch::equal(x, other));
-    const auto nan = sharded_copy(with_nan, rank, ranks.group(rank));
-    EXPECT_TRUE(nan.max().isnan().item<bool>());
-    EXPECT_TRUE(nan.min().isnan().item<bool>());
-    EXPECT_FALSE(torch::isfinite(nan).all().item<bool>());
-    const auto norms = at::_foreach_norm({x, other});
-    EXPECT_TRUE(torch::allclose(norms[0], whole.norm()));
-    EXPECT_TRUE(torch::allclose(norms[1], (whole * 2).norm()));
-  });
 }
 
 TEST(ShardOperatorsTest, UsesInAForwardUnshard) {

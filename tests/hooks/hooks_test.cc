@@ -74,30 +74,6 @@ TEST(GradientHooksTest, TellsOfWhichReplica) {
             torch::autograd::impl::grad_accumulator(replicas[1][0]).get());
 }
 
-TEST(GradientHooksTest, LeavesTheAccumulatorWhileAGraphIsAlive) {
-  const std::vector<at::Tensor> parameters = {parameter()};
-  Listener listener(parameters);
-  auto hooks = std::make_unique<GradientHooks>(std::array{parameters},
-                                               std::ref(listener));
-  at::Tensor loss = parameters[0].sum();
-  hooks.reset();
-  loss.backward();
-  EXPECT_THAT(listener.ready, IsEmpty());
-}
-
-TEST(GradientHooksTest, LeavesTheHooksOfOthersInPlace) {
-  const std::vector<at::Tensor> parameters = {parameter()};
-  Listener first(parameters);
-  Listener second(parameters);
-  auto first_hooks =
-      std::make_unique<GradientHooks>(std::array{parameters}, std::ref(first));
-  GradientHooks second_hooks(std::array{parameters}, std::ref(second));
-  first_hooks.reset();
-  parameters[0].sum().backward();
-  EXPECT_THAT(first.ready, IsEmpty());
-  EXPECT_THAT(second.ready, ElementsAre(0));
-}
-
 TEST(GradientHooksTest, PassesExceptionsOutOfBackwardWithTheirType) {
   const std::vector<at::Tensor> parameters = {parameter()};
   Listener listener(parameters);

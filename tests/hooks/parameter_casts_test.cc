@@ -7,7 +7,6 @@
 #include <optional>
 #include <string>
 #include <thread>
-#include <utility>
 #include <vector>
 
 #include "brigade/hooks/checkpoint.h"
@@ -260,38 +259,6 @@ TEST_F(ParameterCastsTest, ActivationsChangedInPlaceAreRefused) {
   }
   EXPECT_THAT(error_of([&] { loss.backward(); }),
               HasSubstr("was changed in place: expected version 0, found 1"));
-}
-
-TEST_F(ParameterCastsTest, AParameterGivenTwiceIsCastOnce) {
-  const std::vector<at::Tensor> twice = {weight_, weight_};
-  {
-    const ParameterCasts::Scope scope(
-        std::make_shared<ParameterCasts>(twice, at::kBFloat16));
-    EXPECT_EQ(scope.first_changed(), std::nullopt);
-  }
-  EXPECT_EQ(weight_.scalar_type(), at::kFloat);
-}
-
-TEST_F(ParameterCastsTest, ScopesNest) {
-  const std::vector<at::Tensor> only_bias = {bias_};
-  run([&] {
-    const auto outer = ParameterCasts::current();
-    {
-      const ParameterCasts::Scope again(outer);
-      EXPECT_EQ(weight_.scalar_type(), at::kBFloat16);
-    }
-    EXPECT_EQ(weight_.scalar_type(), at::kBFloat16);
-    {
-      const ParameterCasts::Scope other(
-          std::make_shared<ParameterCasts>(only_bias, at::kHalf));
-      EXPECT_EQ(bias_.scalar_type(), at::kHalf);
-    }
-    EXPECT_EQ(bias_.scalar_type(), at::kBFloat16);
-    EXPECT_EQ(ParameterCasts::current(), outer);
-    return at::Tensor();
-  });
-  EXPECT_EQ(bias_.scalar_type(), at::kFloat);
-  EXPECT_EQ(ParameterCasts::current(), nullptr);
 }
 
 // A model inside of a model, each in mixed precision.

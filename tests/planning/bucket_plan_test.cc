@@ -91,46 +91,6 @@ TEST(PlanBySizeTest, TakesTheCapsInTurnAndRepeatsTheLast) {
                   ElementsAre(6, 7, 8), ElementsAre(9)));
 }
 
-TEST(PlanBySizeTest, ExceedsACapByLessThanOneParameter) {
-  const std::vector<ParameterSpec> parameters = {
-      {.size_bytes = 7}, {.size_bytes = 100}, {.size_bytes = 1}};
-  EXPECT_THAT(plan_in_order(parameters, registration_order(3), {8}).buckets(),
-              ElementsAre(ElementsAre(0, 1), ElementsAre(2)));
-}
-
-TEST(PlanBySizeTest, KeepsKindsApart) {
-  const std::vector<ParameterSpec> parameters = {{.size_bytes = 4, .kind = 1},
-                                                 {.size_bytes = 4},
-                                                 {.size_bytes = 4, .kind = 1}};
-  EXPECT_THAT(plan_in_order(parameters, registration_order(3), {100}).buckets(),
-              ElementsAre(ElementsAre(1), ElementsAre(0, 2)));
-}
-
-// The bucket of kind 0 is full at position 1, that of kind 1 only at the end:
-// the full one must not wait for it.
-TEST(PlanBySizeTest, NumbersBucketsByWhenTheyAreFull) {
-  const std::vector<ParameterSpec> parameters = {{.size_bytes = 4, .kind = 1},
-                                                 {.size_bytes = 4},
-                                                 {.size_bytes = 4},
-                                                 {.size_bytes = 4, .kind = 1}};
-  EXPECT_THAT(plan_in_order(parameters, registration_order(4), {8}).buckets(),
-              ElementsAre(ElementsAre(1, 2), ElementsAre(0, 3)));
-}
-
-TEST(PlanBySizeTest, PutsSparseParametersAlone) {
-  const std::vector<ParameterSpec> parameters = {
-      {.size_bytes = 4}, {.size_bytes = 4, .sparse = true}, {.size_bytes = 4}};
-  EXPECT_THAT(plan_in_order(parameters, registration_order(3), {100}).buckets(),
-              ElementsAre(ElementsAre(1), ElementsAre(0, 2)));
-}
-
-TEST(PlanBySizeTest, AcceptsEmptyParameters) {
-  const std::vector<ParameterSpec> parameters = {{.size_bytes = 0},
-                                                 {.size_bytes = 4}};
-  EXPECT_THAT(plan_in_order(parameters, registration_order(2), {4}).buckets(),
-              ElementsAre(ElementsAre(0, 1)));
-}
-
 // Properties, over random sizes, kinds, orders and caps: each parameter is in
 // one bucket (BucketPlan checks it), buckets hold one kind, members follow the
 // order, a bucket without its last member is below its cap, and buckets are in

@@ -54,14 +54,6 @@ class LaunchOrderTest : public ::testing::Test {
   std::optional<LaunchOrder> order_;
 };
 
-TEST_F(LaunchOrderTest, HoldsLaterBucketUntilEarlierIsFull) {
-  plan({{0, 1}, {2}});
-  EXPECT_THAT(ready(2), IsEmpty());
-  EXPECT_THAT(ready(0), IsEmpty());
-  EXPECT_THAT(ready(1), ElementsAre(0, 1));
-  EXPECT_TRUE(order_->all_launched());
-}
-
 TEST_F(LaunchOrderTest, WaitsForTheGradientsOfAllReplicas) {
   plan({{0, 1}, {2}}, /*num_replicas=*/2);
   for (const size_t gradient : {0, 1, 2}) EXPECT_FALSE(mark_ready(gradient));

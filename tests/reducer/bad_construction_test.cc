@@ -24,93 +24,75 @@ using testing::ToyModel;
 
 using Group = c10::intrusive_ptr<c10d::ProcessGroup>;
 
-// Construction: each mistake by type and text, on one rank of two.
-class BadConstructionTest : public ::testing::Test {
- protected:
-  void expect_value_error(std::vector<at::Tensor> parameters,
-                          const ReducerOptions& options,
-                          const std::string& text) {
+// Each mistake by type and text; on one rank of two, both raise.
+TEST(BadConstructionTest, IsAnErrorOnAllRanks) {
+  struct Mistake {
+    std::vector<at::Tensor> parameters;
+    ReducerOptions options;
+    std::string text;
+  };
+  const ToyModel model({{2}, {3}});
+  const std::vector<at::Tensor>& good = model.parameters;
+  const std::vector<Mistake> mistakes = {
+      {{}, {}, "at least 1 parameter that requires a gradient"},
+      {{good[0], at::ones({1})},
+       {.parameter_names = {"good", "frozen"}},
+       "parameter 1 ('frozen') must require a gradient"},
+      {{good[0] * 2},
+       {},
+       "parameter 0 must be a leaf, it is the result of Mul"},
+      {{at::Tensor()}, {}, "parameter 0 must be a tensor"},
+      {{good[0], good[1], good[0]},
+       {.parameter_names = {"a", "b", "c"}},
+       "parameter 2 ('c') is the same tensor as parameter 0 ('a')"},
+      {good,
+       {.bucket_caps_bytes = {0}},
+       "bucket cap 0 must be > 0 bytes, got 0"},
+      {good,
+       {.bucket_caps_bytes = {8, -1}},
+       "bucket cap 1 must be > 0 bytes, got -1"},
+      {good,
+       {.bucket_plan = {{0}}},
+       "parameter 1 must be in exactly one bucket"},
+      {good, {.bucket_plan = {{0, 1}, {1}}}, "found it in buckets 0 and 1"},
+      {good,
+       {.bucket_plan = {{0, 1, 2}}},
+       "lists parameter 2, but there are only 2"},
+      {{good[0], at::ones({1}, at::kDouble).requires_grad_()},
+       {.bucket_plan = {{0, 1}}},
+       "mixes dtypes or devices"},
+      {good,
+       {.parameter_names = {"only one"}},
+       "one entry for each of 2 parameters, got 1"},
+      {good,
+       {.expect_sparse_gradients = {true}},
+       "one entry for each of 2 parameters, got 1"},
+  };
+  for (const auto& [parameters, options, text] : mistakes) {
     EXPECT_THAT(text_of<c10::ValueError>([&] {
                   Reducer(parameters, single_process_group(), options);
                 }),
                 HasSubstr(text));
-    // The other rank is without fault; both raise.
     run_ranks(2, [&](const Group& group) {
       const bool at_fault = group->getRank() == 1;
-      const ToyModel good({{2}, {3}});
+      const ToyModel own({{2}, {3}});
       EXPECT_THAT(text_of<c10::ValueError>([&] {
                     at_fault ? Reducer(parameters, group, options)
-                             : Reducer(good.parameters, group);
+                             : Reducer(own.parameters, group);
                   }),
                   AllOf(HasSubstr(text), HasSubstr("rank 1")));
       // The group is as usable as before.
-      Reducer reducer(good.parameters, group);
-      expect_trains(reducer, good, group->getRank(), 2);
+      Reducer reducer(own.parameters, group);
+      expect_trains(reducer, own, group->getRank(), 2);
     });
   }
-
-  const ToyModel model_{{{2}, {3}}};
-};
-
-TEST_F(BadConstructionTest, NoParameters) {
-  expect_value_error({}, {}, "at least 1 parameter that requires a gradient");
 }
 
-TEST_F(BadConstructionTest, FrozenParameter) {
-  expect_value_error({model_.parameters[0], at::ones({1})},
-                     {.parameter_names = {"good", "frozen"}},
-                     "parameter 1 ('frozen') must require a gradient");
-}
-
-TEST_F(BadConstructionTest, NonLeaf) {
-  expect_value_error({model_.parameters[0] * 2}, {},
-                     "parameter 0 must be a leaf, it is the result of Mul");
-}
-
-TEST_F(BadConstructionTest, Undefined) {
-  expect_value_error({at::Tensor()}, {}, "parameter 0 must be a tensor");
-}
-
-TEST_F(BadConstructionTest, Duplicate) {
-  expect_value_error(
-      {model_.parameters[0], model_.parameters[1], model_.parameters[0]},
-      {.parameter_names = {"a", "b", "c"}},
-      "parameter 2 ('c') is the same tensor as parameter 0 ('a')");
-}
-
-TEST_F(BadConstructionTest, CapOfZero) {
-  expect_value_error(model_.parameters, {.bucket_caps_bytes = {0}},
-                     "bucket cap 0 must be > 0 bytes, got 0");
-  expect_value_error(model_.parameters, {.bucket_caps_bytes = {8, -1}},
-                     "bucket cap 1 must be > 0 bytes, got -1");
-}
-
-TEST_F(BadConstructionTest, PlanThatMissesOrRepeatsAParameter) {
-  expect_value_error(model_.parameters, {.bucket_plan = {{0}}},
-                     "parameter 1 must be in exactly one bucket");
-  expect_value_error(model_.parameters, {.bucket_plan = {{0, 1}, {1}}},
-                     "found it in buckets 0 and 1");
-  expect_value_error(model_.parameters, {.bucket_plan = {{0, 1, 2}}},
-                     "lists parameter 2, but there are only 2");
-}
-
-TEST_F(BadConstructionTest, PlanThatMixesDtypes) {
-  expect_value_error(
-      {model_.parameters[0], at::ones({1}, at::kDouble).requires_grad_()},
-      {.bucket_plan = {{0, 1}}}, "mixes dtypes or devices");
-}
-
-TEST_F(BadConstructionTest, NamesOrFlagsOfAnotherLength) {
-  expect_value_error(model_.parameters, {.parameter_names = {"only one"}},
-                     "one entry for each of 2 parameters, got 1");
-  expect_value_error(model_.parameters, {.expect_sparse_gradients = {true}},
-                     "one entry for each of 2 parameters, got 1");
-}
-
-TEST_F(BadConstructionTest, TooFewOrManyUnconfirmedIterations) {
+TEST(BadConstructionTest, TooFewOrManyUnconfirmedIterations) {
+  const ToyModel model({{2}, {3}});
   for (const int number : {-1, 33}) {
     EXPECT_THAT(text_of<c10::ValueError>([&] {
-                  Reducer(model_.parameters, single_process_group(),
+                  Reducer(model.parameters, single_process_group(),
                           {.max_unconfirmed_iterations = number});
                 }),
                 HasSubstr("max_unconfirmed_iterations must be 0 to 32, it is " +
@@ -118,9 +100,10 @@ TEST_F(BadConstructionTest, TooFewOrManyUnconfirmedIterations) {
   }
 }
 
-TEST_F(BadConstructionTest, NoGroup) {
+TEST(BadConstructionTest, NoGroup) {
+  const ToyModel model({{2}, {3}});
   EXPECT_THAT(
-      text_of<c10::ValueError>([&] { Reducer(model_.parameters, nullptr); }),
+      text_of<c10::ValueError>([&] { Reducer(model.parameters, nullptr); }),
       HasSubstr("needs a process group, got null"));
 }
 

@@ -10,7 +10,6 @@
 #include "brigade/comm/process_group.h"
 #include "brigade/comm_hooks/comm_hooks.h"
 #include "brigade/reducer/reducer.h"
-#include "brigade/tests/reducer/step.h"
 #include "brigade/tests/reducer/toy_model.h"
 #include "brigade/tests/support/local_ranks.h"
 #include "gmock/gmock.h"
@@ -19,19 +18,12 @@
 namespace brigade {
 namespace {
 
+using testing::completed;
 using testing::run_ranks;
 using testing::step;
 using testing::ToyModel;
 
 using Group = c10::intrusive_ptr<c10d::ProcessGroup>;
-using FuturePtr = c10::intrusive_ptr<c10::ivalue::Future>;
-
-FuturePtr completed(const at::Tensor& tensor) {
-  auto future =
-      c10::make_intrusive<c10::ivalue::Future>(c10::TensorType::get());
-  future->markCompleted(tensor);
-  return future;
-}
 
 TEST(CommHookContractTest, GetsRawGradientsWithTheirPlaces) {
   run_ranks(2, [](const Group& group) {
@@ -213,15 +205,10 @@ TEST(CommHookContractTest, AFutureOfNoneDeliversNothing) {
          for (const at::Tensor& parameter : bucket.getParameters()) {
            parameter.mutable_grad().reset();
          }
-         auto future =
-             c10::make_intrusive<c10::ivalue::Future>(c10::NoneType::get());
-         future->markCompleted(c10::IValue());
-         return future;
+         return completed(c10::IValue());
        })});
   for (int s = 0; s < 2; ++s) {
-    const at::Tensor loss = model.loss(0, s);
-    reducer.prepare_for_backward(loss);
-    loss.backward();
+    step(reducer, model.loss(0, s));
     EXPECT_FALSE(model.parameters[0].grad().defined());
   }
 }
@@ -242,15 +229,11 @@ TEST(CommHookContractTest, AFutureOfNoneKeepsUnusedGradients) {
     });
     Reducer reducer(model.parameters, group,
                     {.find_unused_parameters = true, .comm_hook = hook});
-    const auto step = [&](const at::Tensor& loss) {
-      reducer.prepare_for_backward(loss);
-      loss.backward();
-    };
     const int rank = group->getRank();
-    step(model.loss(rank));
+    step(reducer, model.loss(rank));
     delivers = false;
     model.parameters[0].mutable_grad().fill_(rank / 3.0);
-    step(model.loss_in_order({1}, rank));
+    step(reducer, model.loss_in_order({1}, rank));
     EXPECT_TRUE(
         at::equal(model.parameters[0].grad(), at::full({2}, rank / 3.0)));
   });
@@ -260,22 +243,17 @@ TEST(CommHookContractTest, TheHookMayBeReplacedBetweenIterations) {
   run_ranks(2, [](const Group& group) {
     const ToyModel model({{2}, {3}});
     Reducer reducer(model.parameters, group);
-    const auto step = [&](int s) {
-      const at::Tensor loss = model.loss(group->getRank(), s);
-      reducer.prepare_for_backward(loss);
-      loss.backward();
-    };
-    step(0);
+    const int rank = group->getRank();
+    step(reducer, model.loss(rank, 0));
     reducer.set_comm_hook(make_comm_hook([group](c10d::GradBucket& bucket) {
-      std::vector<at::Tensor> tensors = {bucket.getBuffer()};
-      return group->allreduce(tensors)->getFuture();
+      return testing::all_reduced(group, bucket);
     }));
-    step(1);  // on top of the averages of step 0
+    step(reducer, model.loss(rank, 1));  // on top of the averages of step 0
     EXPECT_TRUE(
         at::equal(model.parameters[1].grad(),
                   2 * model.average(1, 2, 0) + 2 * model.average(1, 2, 1)));
     model.zero_grad();
-    const at::Tensor loss = model.loss(group->getRank(), 2);
+    const at::Tensor loss = model.loss(rank, 2);
     reducer.prepare_for_backward(loss);
     reducer.set_comm_hook(nullptr);  // the iteration stays prepared
     loss.backward();

@@ -17,6 +17,7 @@
 namespace brigade {
 namespace {
 
+using testing::step;
 using testing::ToyModel;
 using torch::distributed::autograd::DistAutogradContainer;
 using torch::distributed::autograd::DistEngine;
@@ -51,8 +52,7 @@ std::shared_ptr<c10d::CommHookInterface> doubling(
     const c10::intrusive_ptr<c10d::ProcessGroup>& group) {
   return make_comm_hook([group](c10d::GradBucket& bucket) {
     bucket.getBufferRef().mul_(2);
-    std::vector<at::Tensor> tensors = {bucket.getBuffer()};
-    return group->allreduce(tensors)->getFuture();
+    return testing::all_reduced(group, bucket);
   });
 }
 
@@ -93,8 +93,7 @@ TEST_P(ContextGradientsTest, LeaveAGradientOfABackwardWithoutContextAlone) {
   for (int s = 0; s < 3; ++s) {
     model.zero_grad();
     const at::Tensor loss = model.loss(0, s);
-    reducer.prepare_for_backward(loss);
-    loss.backward();
+    step(reducer, loss);
     Pass pass;
     const at::Tensor other = model.loss(0, s + 1);
     reducer.prepare_for_backward(other);

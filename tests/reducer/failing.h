@@ -16,7 +16,6 @@
 
 #include "absl/cleanup/cleanup.h"
 #include "brigade/reducer/reducer.h"
-#include "brigade/tests/reducer/step.h"
 #include "brigade/tests/reducer/toy_model.h"
 #include "gtest/gtest.h"
 
@@ -69,11 +68,7 @@ inline void expect_trains(Reducer& reducer, const ToyModel& model, int rank,
                           int world_size, int s = 5) {
   model.zero_grad();
   step(reducer, model.loss(rank, s));
-  for (size_t i = 0; i < model.parameters.size(); ++i) {
-    EXPECT_TRUE(
-        at::equal(model.parameters[i].grad(), model.average(i, world_size, s)))
-        << "parameter " << i << " on rank " << rank;
-  }
+  expect_averaged(model, world_size, s);
 }
 
 }  // namespace brigade::testing

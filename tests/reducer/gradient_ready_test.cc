@@ -21,6 +21,7 @@ namespace brigade {
 namespace gradient_ready_test {
 
 using testing::run_ranks;
+using testing::step;
 using testing::ToyModel;
 
 using Group = c10::intrusive_ptr<c10d::ProcessGroup>;
@@ -74,9 +75,7 @@ class HalfPrecision {
 
 void step_in_half(const ToyModel& model, Reducer& reducer, int rank, int s) {
   const HalfPrecision half(model.parameters, reducer);
-  const at::Tensor loss = model.loss(rank, s);
-  reducer.prepare_for_backward(loss);
-  loss.backward();
+  step(reducer, model.loss(rank, s));
 }
 
 // Gradients as views x travelling in half precision.
@@ -135,36 +134,21 @@ INSTANTIATE_TEST_SUITE_P(Modes, GradientReadyTest,
                          ::testing::Combine(::testing::Bool(),
                                             ::testing::Bool()));
 
-TEST(GradientReadyErrorsTest, AReducerThatWatchesIsNotTold) {
+TEST(GradientReadyErrorsTest, WhatCannotBeTold) {
   const ToyModel model(kSizes);
-  Reducer reducer(model.parameters, single_process_group());
-  EXPECT_THROW(reducer.gradient_ready(0), c10::Error);
-}
-
-TEST(GradientReadyErrorsTest, TheParameterMustBeThere) {
-  const ToyModel model(kSizes);
+  Reducer searching(model.parameters, single_process_group(),
+                    {.find_unused_parameters = true});
+  EXPECT_THROW(searching.stop_watching_gradients(), c10::ValueError);
+  EXPECT_THROW(searching.gradient_ready(0), c10::Error);  // it watches
   Reducer reducer(model.parameters, single_process_group());
   reducer.stop_watching_gradients();
   EXPECT_THROW(reducer.gradient_ready(3), c10::ValueError);
   EXPECT_THROW(reducer.gradient_ready(0, 1), c10::ValueError);
-}
-
-TEST(GradientReadyErrorsTest, OutsideOfABackwardItLeavesTheIterationAlone) {
-  const ToyModel model(kSizes);
-  Reducer reducer(model.parameters, single_process_group());
-  reducer.stop_watching_gradients();
-  EXPECT_THROW(reducer.gradient_ready(0), c10::Error);
+  EXPECT_THROW(reducer.gradient_ready(0), c10::Error);  // in no backward
   reducer.prepare_for_backward(model.loss(0));
   EXPECT_THROW(reducer.gradient_ready(0), c10::Error);
   step_in_half(model, reducer, /*rank=*/0, /*s=*/0);
   EXPECT_EQ(reducer.statistics().reduced, 1);
-}
-
-TEST(GradientReadyErrorsTest, UnusedParametersCantBeLookedFor) {
-  const ToyModel model(kSizes);
-  Reducer reducer(model.parameters, single_process_group(),
-                  {.find_unused_parameters = true});
-  EXPECT_THROW(reducer.stop_watching_gradients(), c10::ValueError);
 }
 
 TEST(GradientReadyErrorsTest, WatchingDoesNotEndInTheMiddleOfAnIteration) {
@@ -173,9 +157,7 @@ TEST(GradientReadyErrorsTest, WatchingDoesNotEndInTheMiddleOfAnIteration) {
   model.parameters[0].register_hook([&](const at::Tensor&) {
     EXPECT_THROW(reducer.stop_watching_gradients(), c10::Error);
   });
-  const at::Tensor loss = model.loss_in_order({1, 2, 0}, /*rank=*/0);
-  reducer.prepare_for_backward(loss);
-  loss.backward();
+  step(reducer, model.loss_in_order({1, 2, 0}, /*rank=*/0));
   EXPECT_EQ(reducer.statistics().reduced, 1);
 }
 
@@ -188,9 +170,7 @@ TEST(GradientReadyErrorsTest, OnesThatNobodyTellsOfAreMissing) {
   const uintptr_t hook =
       accumulator->add_post_hook(std::make_unique<CallAfterwards>(
           [&reducer] { reducer.gradient_ready(1); }));
-  const at::Tensor loss = model.loss(0);
-  reducer.prepare_for_backward(loss);
-  loss.backward();
+  step(reducer, model.loss(0));
   EXPECT_EQ(reducer.missing_gradients(), (std::vector<size_t>{0, 2}));
   accumulator->del_post_hook(hook);
 }

@@ -13,7 +13,6 @@
 #include "brigade/comm_hooks/comm_hooks.h"
 #include "brigade/reducer/reducer.h"
 #include "brigade/tests/reducer/failing.h"
-#include "brigade/tests/reducer/step.h"
 #include "brigade/tests/reducer/toy_model.h"
 #include "brigade/tests/support/local_ranks.h"
 #include "gmock/gmock.h"

@@ -187,8 +187,7 @@ TEST_P(LocalReplicasTest, AUsersHookGetsTheAverageOverTheReplicas) {
     summing.comm_hook =
         make_comm_hook([group, ranks](c10d::GradBucket& bucket) {
           bucket.getBufferRef().div_(ranks);
-          std::vector<at::Tensor> tensors = {bucket.getBuffer()};
-          return group->allreduce(tensors)->getFuture();
+          return testing::all_reduced(group, bucket);
         });
     Copies copies(group, summing);
     for (int s = 0; s < 2; ++s) {
@@ -213,31 +212,6 @@ TEST(LocalReplicasErrorTest, RanksMustHaveEquallyMany) {
     }
     EXPECT_THROW(Reducer(replicas, group), c10::ValueError);
   });
-}
-
-// Following the advice must not leave buckets in the old order of elements.
-TEST(LocalReplicasErrorTest, ReplicasMustKeepOneMemoryFormat) {
-  const std::vector<ToyModel> models = {ToyModel({{3, 2}}), ToyModel({{3, 2}})};
-  Reducer reducer({models[0].parameters, models[1].parameters},
-                  single_process_group());
-  const auto step = [&](int s) {
-    const std::vector<at::Tensor> losses = {models[0].loss(0, s),
-                                            models[1].loss(1, s)};
-    reducer.prepare_for_backward(losses);
-    (losses[0] + losses[1]).backward();
-  };
-  const auto transpose = [](const at::Tensor& parameter) {
-    parameter.set_data(parameter.detach().t().contiguous().t());
-  };
-  step(0);
-  for (const ToyModel& model : models) model.zero_grad();
-  transpose(models[0].parameters[0]);
-  for (int s = 1; s < 3; ++s) EXPECT_THROW(step(s), c10::Error);
-  transpose(models[1].parameters[0]);
-  step(3);
-  for (const ToyModel& model : models) {
-    EXPECT_TRUE(at::equal(model.parameters[0].grad(), model.average(0, 2, 3)));
-  }
 }
 
 TEST(LocalReplicasErrorTest, AReplicaWithoutBackwardIsAnError) {

@@ -4,13 +4,10 @@
 #include <ATen/Parallel.h>
 
 #include <array>
-#include <functional>
-#include <string>
 #include <vector>
 
 #include "brigade/reducer/packing/pack_loops.h"
 #include "brigade/tests/reducer/packer_checks.h"
-#include "gmock/gmock.h"
 #include "gtest/gtest.h"
 
 namespace brigade {
@@ -21,7 +18,6 @@ using testing::awkward_slots;
 using testing::expect_pack_as_aten;
 using testing::expect_unpack_as_aten;
 using testing::expected_on_wire;
-using ::testing::HasSubstr;
 using testing::PackerCase;
 using testing::PackerSlot;
 using testing::random_slots;
@@ -40,47 +36,20 @@ class ThreadsScope {
   const int before_ = at::get_num_threads();
 };
 
-void expect_value_error(const std::function<void()>& call,
-                        const std::string& text) {
-  try {
-    call();
-    ADD_FAILURE() << "expected a ValueError with '" << text << "'";
-  } catch (const c10::ValueError& error) {
-    EXPECT_THAT(error.what_without_backtrace(), HasSubstr(text));
-  }
-}
-
-TEST(PackerTest, PacksAwkwardSizesAsAtenForEveryPair) {
-  for (auto [gradient, wire] : all_wire_pairs()) {
-    for (double scale : kScales) {
-      expect_pack_as_aten({.gradient_dtype = gradient,
-                           .wire_dtype = wire,
-                           .slots = awkward_slots(),
-                           .scale = scale});
-    }
-  }
-}
-
-TEST(PackerTest, UnpacksAwkwardSizesAsAtenForEveryPair) {
-  for (auto [gradient, wire] : all_wire_pairs()) {
-    expect_unpack_as_aten({.gradient_dtype = gradient,
-                           .wire_dtype = wire,
-                           .slots = awkward_slots()});
-  }
-}
-
-TEST(PackerTest, PacksAndUnpacksRandomSlotsAsAten) {
+TEST(PackerTest, PacksAndUnpacksEveryPairAsAten) {
   uint64_t seed = 100;
   for (auto [gradient, wire] : all_wire_pairs()) {
     for (double scale : kScales) {
-      const PackerCase packer_case = {
-          .gradient_dtype = gradient,
-          .wire_dtype = wire,
-          .slots = random_slots(seed, 60, 600, gradient == wire),
-          .scale = scale,
-          .seed = seed};
-      expect_pack_as_aten(packer_case);
-      expect_unpack_as_aten(packer_case);
+      for (const auto& slots :
+           {awkward_slots(), random_slots(seed, 60, 600, gradient == wire)}) {
+        const PackerCase packer_case = {.gradient_dtype = gradient,
+                                        .wire_dtype = wire,
+                                        .slots = slots,
+                                        .scale = scale,
+                                        .seed = seed};
+        expect_pack_as_aten(packer_case);
+        expect_unpack_as_aten(packer_case);
+      }
       ++seed;
     }
   }
@@ -181,37 +150,11 @@ TEST(PackerTest, LargeSlotsOnManyThreadsHaveTheSameBits) {
     }
   }
 }
-TEST(PackerTest, RejectsDtypesThatCannotBeAveraged) {
-  for (auto dtype : {at::kLong, at::kInt, at::kByte, at::kBool}) {
-    expect_value_error(
-        [&] {
-          make_packer(at::kCPU, dtype, {{0, 1}});
-        },
-        "expected gradients of a floating-point or complex "
-        "dtype");
+TEST(PackerTest, RejectsDtypesAndDevices) {
+  for (const auto& dtype : {at::kLong, at::kBool}) {
+    EXPECT_THROW(make_packer(at::kCPU, dtype, {{0, 1}}), c10::ValueError);
   }
-}
-
-TEST(PackerTest, RejectsOtherDevices) {
-  expect_value_error(
-      [] {
-        make_packer(at::kMeta, at::kFloat, {{0, 1}});
-      },
-      "expected a device with memory, found meta");
-}
-
-TEST(PackerTest, RejectsSlotsThatOverlapOrDescend) {
-  expect_value_error(
-      [] {
-        make_packer(at::kCPU, at::kFloat, {{0, 4}, {3, 2}});
-      },
-      "slot 1 at offset 3 with 2 elements, where offset 4 is the first that is "
-      "free");
-  expect_value_error(
-      [] {
-        make_packer(at::kCPU, at::kFloat, {{0, -1}});
-      },
-      "slot 0 at offset 0 with -1 elements");
+  EXPECT_THROW(make_packer(at::kMeta, at::kFloat, {{0, 1}}), c10::ValueError);
 }
 
 TEST(PackerTest, RejectsBuffersThatDoNotFit) {
@@ -221,22 +164,15 @@ TEST(PackerTest, RejectsBuffersThatDoNotFit) {
                            gradient.const_data_ptr()};
   const std::array to = {gradient.mutable_data_ptr(),
                          gradient.mutable_data_ptr()};
-  const std::vector<std::pair<at::Tensor, std::string>> bad = {
-      {at::zeros({5}), "at least 6 elements, found 5"},
-      {at::zeros({12}).slice(0, 0, 12, 2), "found a strided one of 6"},
-      {at::zeros({6}, at::kDouble), "found Double"},
-      {at::zeros({6}, at::kLong), "found Long"},
-      {at::zeros({6}, at::kMeta), "flat buffer on cpu, found meta"},
-      {at::Tensor(), "found no tensor"}};
-  for (const auto& [flat, text] : bad) {
-    expect_value_error([&] { packer->pack(from, flat, 1.0); },
-                       "Packer::pack: expected");
-    expect_value_error([&] { packer->pack(from, flat, 1.0); }, text);
-    expect_value_error([&] { packer->unpack(flat, to); }, text);
+  for (const at::Tensor& flat :
+       {at::zeros({5}), at::zeros({12}).slice(0, 0, 12, 2),
+        at::zeros({6}, at::kDouble), at::zeros({6}, at::kLong),
+        at::zeros({6}, at::kMeta), at::Tensor()}) {
+    EXPECT_THROW(packer->pack(from, flat, 1.0), c10::ValueError);
+    EXPECT_THROW(packer->unpack(flat, to), c10::ValueError);
   }
-  expect_value_error(
-      [&] { packer->pack(std::span(from).first(1), at::zeros({6}), 1.0); },
-      "expected 2 gradients, one for each slot, found 1");
+  EXPECT_THROW(packer->pack(std::span(from).first(1), at::zeros({6}), 1.0),
+               c10::ValueError);
   EXPECT_TRUE(gradient.equal(at::ones({4})));
 }
 

@@ -13,14 +13,13 @@
 #include <utility>
 #include <vector>
 
-#include "brigade/comm/recording_group.h"
 #include "brigade/comm/status/rank_status.h"
 #include "brigade/comm_hooks/averaging_hook.h"
 #include "brigade/comm_hooks/comm_hooks.h"
 #include "brigade/reducer/reducer.h"
 #include "brigade/tests/reducer/failing.h"
-#include "brigade/tests/reducer/step.h"
 #include "brigade/tests/reducer/toy_model.h"
+#include "brigade/tests/support/recording_group.h"
 #include "gmock/gmock.h"
 #include "gtest/gtest.h"
 
@@ -258,8 +257,7 @@ TEST_F(PhaseTest, AnEndThatLaunchesIsFollowedByAnotherOne) {
                 .comm_hook = make_comm_hook([&](c10d::GradBucket& bucket) {
                   torch::autograd::Engine::get_default_engine().queue_callback(
                       [&] { was_over = num_reduced() > 0; });
-                  std::vector<at::Tensor> tensors = {bucket.getBuffer()};
-                  return recording_->group()->allreduce(tensors)->getFuture();
+                  return testing::all_reduced(recording_->group(), bucket);
                 })});
   step(reducer(), model_.loss(0));
   EXPECT_FALSE(was_over);
@@ -368,8 +366,7 @@ TEST_F(PhaseTest, AShadowThatFailsTellsThePeers) {
                   if (bucket.getIndex() == 1 && std::exchange(fails, false)) {
                     throw UserError("no disk");
                   }
-                  std::vector<at::Tensor> tensors = {bucket.getBuffer()};
-                  return recording_->group()->allreduce(tensors)->getFuture();
+                  return testing::all_reduced(recording_->group(), bucket);
                 })});
   EXPECT_THAT(text_of<c10::Error>([&] { reducer().shadow_iteration(); }),
               HasSubstr("no disk"));

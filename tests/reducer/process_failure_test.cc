@@ -26,6 +26,7 @@ using testing::RankContext;
 using testing::RankFunction;
 using testing::RankResult;
 using ::testing::StartsWith;
+using testing::step;
 using testing::ToyModel;
 
 // Trains until a peer fails; then saves its parameters. Arguments: the group's
@@ -40,8 +41,7 @@ const RankFunction kTrainForever("train_forever", [](RankContext& rank) {
     model.zero_grad();
     const at::Tensor loss = model.loss(rank.rank());
     try {
-      reducer.prepare_for_backward(loss);
-      loss.backward();
+      step(reducer, loss);
     } catch (const c10::DistBackendError& error) {
       std::string text = error.what_without_backtrace();
       std::replace(text.begin(), text.end(), '\n', ' ');

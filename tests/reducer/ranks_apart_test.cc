@@ -16,7 +16,6 @@
 #include "brigade/comm_hooks/comm_hooks.h"
 #include "brigade/reducer/reducer.h"
 #include "brigade/tests/reducer/failing.h"
-#include "brigade/tests/reducer/step.h"
 #include "brigade/tests/reducer/toy_model.h"
 #include "brigade/tests/support/local_ranks.h"
 #include "gmock/gmock.h"
@@ -40,8 +39,7 @@ using Group = c10::intrusive_ptr<c10d::ProcessGroup>;
 std::shared_ptr<c10d::CommHookInterface> summing_hook(const Group& group) {
   return make_comm_hook([group](c10d::GradBucket& bucket) {
     bucket.getBufferRef().div_(group->getSize());
-    std::vector<at::Tensor> tensors = {bucket.getBuffer()};
-    return group->allreduce(tensors)->getFuture();
+    return testing::all_reduced(group, bucket);
   });
 }
 
@@ -50,25 +48,6 @@ constexpr std::chrono::minutes kNever{10};
 
 const ToyModel::Sizes kSizes = {{2}, {3}, {5}};
 const std::vector<std::vector<size_t>> kOneEach = {{2}, {1}, {0}};
-
-// `throws_at`: the parameter whose gradient is due then; one past the last
-// parameter: before any gradient; -1: after all of them.
-at::Tensor loss_that_throws(const ToyModel& model, int rank, int throws_at) {
-  const auto armed = std::make_shared<bool>(true);
-  const auto thrower = [armed](const at::Tensor&) {
-    if (std::exchange(*armed, false)) throw UserError("the user's own");
-  };
-  const int num_parameters = static_cast<int>(model.parameters.size());
-  const at::Tensor input = at::ones({1}).requires_grad_();
-  const at::Tensor last = input * 0;  // its gradient comes after all others
-  const at::Tensor first = model.loss(rank);
-  if (throws_at == -1) last.register_hook(thrower);
-  if (throws_at == num_parameters) first.register_hook(thrower);
-  if (throws_at >= 0 && throws_at < num_parameters) {
-    model.parameters[throws_at].register_hook(thrower);
-  }
-  return last.sum() + first;
-}
 
 void expect_trains(Reducer& reducer, const ToyModel& model, const Group& group,
                    int steps = 3) {
@@ -125,10 +104,9 @@ TEST_P(OneRankThrowsTest, AllRaiseAndTrainOn) {
             Reducer reducer(model.parameters, group, mode.options);
             for (int iteration : {1, 3}) {
               if (fails) {
-                const at::Tensor loss =
-                    loss_that_throws(model, group->getRank(), throws_at);
-                reducer.prepare_for_backward(loss);
-                EXPECT_THROW(loss.backward(), UserError);
+                EXPECT_THROW(throw_in_backward(reducer, model, group->getRank(),
+                                               throws_at),
+                             UserError);
               } else {
                 EXPECT_THAT(
                     text_of<c10::DistBackendError>(
@@ -158,8 +136,7 @@ TEST(RanksApartTest, AHookThatThrowsOnOneRankIsQuotedOnTheOthers) {
             throw UserError("no disk");
           }
           bucket.getBufferRef().div_(3);
-          std::vector<at::Tensor> tensors = {bucket.getBuffer()};
-          return group->allreduce(tensors)->getFuture();
+          return testing::all_reduced(group, bucket);
         });
         Reducer reducer(model.parameters, group,
                         {.bucket_plan = kOneEach, .comm_hook = hook});
@@ -229,18 +206,13 @@ TEST(RanksApartTest, AHookThatWaitsForACollectiveInsideEndsTheGroup) {
           std::vector<at::Tensor> count = {ones};
           group->allreduce(count)->wait();
           bucket.getBufferRef().div_(ones);
-          std::vector<at::Tensor> tensors = {bucket.getBuffer()};
-          return group->allreduce(tensors)->getFuture();
+          return testing::all_reduced(group, bucket);
         });
         Reducer reducer(model.parameters, group,
-                        {.bucket_plan = kOneEach,
-                         .failure_patience = std::chrono::milliseconds(500),
-                         .comm_hook = hook});
+                        {.bucket_plan = kOneEach, .comm_hook = hook});
         expect_trains(reducer, model, group, 1);
         if (group->getRank() == 2) {
-          const at::Tensor loss = loss_that_throws(model, 2, 1);
-          reducer.prepare_for_backward(loss);
-          EXPECT_THROW(loss.backward(), UserError);
+          EXPECT_THROW(throw_in_backward(reducer, model, 2, 1), UserError);
         } else {
           EXPECT_ANY_THROW(step(reducer, model.loss(group->getRank())));
         }
@@ -466,22 +438,6 @@ TEST(RanksApartTest, OneRankMissesGradients) {
       kNever);
 }
 
-TEST(RanksApartTest, EachRankMissesOtherGradients) {
-  run_ranks(
-      2,
-      [](const Group& group) {
-        const ToyModel model(kSizes);
-        const int rank = group->getRank();
-        Reducer reducer(model.parameters, group, {.bucket_plan = kOneEach});
-        step(reducer, rank == 0 ? model.loss_in_order({1, 0}, rank)
-                                : model.loss_in_order({2, 1}, rank));
-        EXPECT_THAT(text_of<c10::Error>([&] { reducer.end_iteration(); }),
-                    HasSubstr("1 of 3 parameters got no gradient"));
-        expect_trains(reducer, model, group);
-      },
-      kNever);
-}
-
 // Lengths that differ would end the process inside Gloo.
 TEST(RanksApartTest, DifferentPlansAreToldBeforeAnythingIsLaunched) {
   run_ranks(
@@ -508,69 +464,44 @@ TEST(RanksApartTest, DifferentPlansAreToldBeforeAnythingIsLaunched) {
       kNever);
 }
 
-// Their gradients would be added up in two orders of elements.
-TEST(RanksApartTest, AMemoryFormatOfOneRankOnlyIsTold) {
-  run_ranks(
-      2,
-      [](const Group& group) {
-        const ToyModel model({{2, 3, 4, 5}, {3}});
-        const int rank = group->getRank();
-        Reducer reducer(model.parameters, group, {.bucket_plan = {{0, 1}}});
-        step(reducer, model.loss(rank));
-        const at::Tensor& moved = model.parameters[0];
-        if (rank == 1) {
-          moved.set_data(
-              moved.detach().contiguous(at::MemoryFormat::ChannelsLast));
-        }
-        EXPECT_THAT(
-            text_of<c10::Error>([&] { step(reducer, model.loss(rank)); }),
-            AllOf(HasSubstr("rank 0 ended iteration 2"),
-                  HasSubstr("rank 1 began iteration 2")));
-      },
-      kNever);
-}
-
 // As batch norm over ranks has it, in each backward of all ranks. Zeros of the
 // rank that fails would meet those of its peers.
 TEST(RanksApartTest, ACollectiveInBackwardEndsTheGroupOnAllRanksIfOneFails) {
-  for (const bool has_users_hook : {false, true}) {
-    for (const int iteration : {1, 3}) {
-      for (const int throws_at : {2, 0}) {
-        SCOPED_TRACE("users hook " + std::to_string(has_users_hook) +
-                     ", iteration " + std::to_string(iteration) +
-                     ", throws at " + std::to_string(throws_at));
-        run_ranks(
-            2,
-            [&](const Group& group) {
-              const ToyModel model(kSizes);
-              const int rank = group->getRank();
-              ReducerOptions options = {
-                  .bucket_plan = kOneEach,
-                  .failure_patience = std::chrono::milliseconds(500)};
-              if (has_users_hook) options.comm_hook = summing_hook(group);
-              Reducer reducer(model.parameters, group, options);
-              model.parameters[1].register_hook([&](const at::Tensor&) {
-                std::vector<at::Tensor> tensors = {at::ones({7})};
-                group->allreduce(tensors)->wait();
-              });
-              expect_trains(reducer, model, group, iteration - 1);
-              if (rank == 1) {
-                const at::Tensor loss =
-                    loss_that_throws(model, rank, throws_at);
-                reducer.prepare_for_backward(loss);
-                EXPECT_THROW(loss.backward(), UserError);
-              } else {
-                EXPECT_ANY_THROW(step(reducer, model.loss(rank)));
-              }
-              expect_closed(reducer, model, "");
-              for (const at::Tensor& p : model.parameters) {
-                EXPECT_TRUE(at::equal(p, at::ones_like(p)));
-                p.mutable_grad().reset();  // its memory is nobody else's
-              }
-            },
-            kNever);
-      }
-    }
+  struct Case {
+    bool has_users_hook;
+    int iteration;
+    int throws_at;
+  };
+  for (const auto& [has_users_hook, iteration, throws_at] :
+       {Case{false, 3, 2}, Case{true, 1, 0}}) {
+    SCOPED_TRACE("iteration " + std::to_string(iteration) + ", throws at " +
+                 std::to_string(throws_at));
+    run_ranks(
+        2,
+        [&](const Group& group) {
+          const ToyModel model(kSizes);
+          const int rank = group->getRank();
+          ReducerOptions options = {.bucket_plan = kOneEach};
+          if (has_users_hook) options.comm_hook = summing_hook(group);
+          Reducer reducer(model.parameters, group, options);
+          model.parameters[1].register_hook([&](const at::Tensor&) {
+            std::vector<at::Tensor> tensors = {at::ones({7})};
+            group->allreduce(tensors)->wait();
+          });
+          expect_trains(reducer, model, group, iteration - 1);
+          if (rank == 1) {
+            EXPECT_THROW(throw_in_backward(reducer, model, rank, throws_at),
+                         UserError);
+          } else {
+            EXPECT_ANY_THROW(step(reducer, model.loss(rank)));
+          }
+          expect_closed(reducer, model, "");
+          for (const at::Tensor& p : model.parameters) {
+            EXPECT_TRUE(at::equal(p, at::ones_like(p)));
+            p.mutable_grad().reset();  // its memory is nobody else's
+          }
+        },
+        kNever);
   }
 }
 
@@ -584,15 +515,11 @@ TEST(RanksApartTest, ACollectiveOfOneRankEndsTheGroupOnAllRanksIfOneFails) {
         [&](const Group& group) {
           const ToyModel model(kSizes);
           const int rank = group->getRank();
-          ReducerOptions options = {
-              .bucket_plan = kOneEach,
-              .failure_patience = std::chrono::milliseconds(500)};
+          ReducerOptions options = {.bucket_plan = kOneEach};
           if (has_users_hook) options.comm_hook = summing_hook(group);
           Reducer reducer(model.parameters, group, options);
           if (rank == 1) {
-            const at::Tensor loss = loss_that_throws(model, rank, 0);
-            reducer.prepare_for_backward(loss);
-            EXPECT_THROW(loss.backward(), UserError);
+            EXPECT_THROW(throw_in_backward(reducer, model, rank, 0), UserError);
           } else {
             c10::intrusive_ptr<c10d::Work> own;
             model.parameters[0].register_hook([&](const at::Tensor&) {

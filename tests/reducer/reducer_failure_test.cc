@@ -13,13 +13,12 @@
 
 #include "brigade/comm/errors/peer_error.h"
 #include "brigade/comm/process_group.h"
-#include "brigade/comm/recording_group.h"
 #include "brigade/comm_hooks/comm_hooks.h"
 #include "brigade/reducer/reducer.h"
 #include "brigade/tests/reducer/failing.h"
-#include "brigade/tests/reducer/step.h"
 #include "brigade/tests/reducer/toy_model.h"
 #include "brigade/tests/support/local_ranks.h"
+#include "brigade/tests/support/recording_group.h"
 #include "gmock/gmock.h"
 #include "gtest/gtest.h"
 
@@ -27,6 +26,7 @@ namespace brigade {
 namespace {
 
 using ::testing::AllOf;
+using testing::completed;
 using testing::expect_trains;
 using ::testing::HasSubstr;
 using testing::run_ranks;
@@ -52,8 +52,7 @@ class BadHookTest : public ::testing::Test {
   // Misbehaves when it first gets bucket 1.
   static std::shared_ptr<c10d::CommHookInterface> hook(
       Group group,
-      std::function<c10::intrusive_ptr<c10::ivalue::Future>(c10d::GradBucket&)>
-          misbehave) {
+      std::function<testing::FuturePtr(c10d::GradBucket&)> misbehave) {
     return make_comm_hook(
         [=, is_broken = true](c10d::GradBucket& bucket) mutable {
           if (bucket.getIndex() == 1 && std::exchange(is_broken, false)) {
@@ -65,16 +64,9 @@ class BadHookTest : public ::testing::Test {
         });
   }
 
-  static c10::intrusive_ptr<c10::ivalue::Future> future_of(c10::IValue value) {
-    auto future = c10::make_intrusive<c10::ivalue::Future>(value.type());
-    future->markCompleted(std::move(value));
-    return future;
-  }
-
   template <typename Error>
   void expect_error(
-      std::function<c10::intrusive_ptr<c10::ivalue::Future>(c10d::GradBucket&)>
-          misbehave,
+      std::function<testing::FuturePtr(c10d::GradBucket&)> misbehave,
       const std::string& text) {
     run_ranks(2, [&](const Group& group) {
       const ToyModel model({{2}, {3}, {4}});
@@ -96,35 +88,38 @@ class BadHookTest : public ::testing::Test {
 
 TEST_F(BadHookTest, ThatThrows) {
   expect_error<c10::Error>(
-      [](auto&) -> c10::intrusive_ptr<c10::ivalue::Future> {
-        throw UserError("out of patience");
-      },
+      [](auto&) -> testing::FuturePtr { throw UserError("out of patience"); },
       "the comm hook threw: out of patience");
 }
 
 TEST_F(BadHookTest, ThatThrowsAValueErrorKeepsItsType) {
   expect_error<c10::ValueError>(
-      [](auto&) -> c10::intrusive_ptr<c10::ivalue::Future> {
+      [](auto&) -> testing::FuturePtr {
         TORCH_CHECK_VALUE(false, "a bad value");
       },
       "a bad value");
 }
 
 TEST_F(BadHookTest, ThatReturnsNoFuture) {
-  expect_error<c10::Error>(
-      [](auto&) { return c10::intrusive_ptr<c10::ivalue::Future>(); },
-      "must return a future, it returned none");
+  expect_error<c10::Error>([](auto&) { return testing::FuturePtr(); },
+                           "must return a future, it returned none");
 }
 
 TEST_F(BadHookTest, WhoseFutureHoldsNoTensor) {
   expect_error<c10::TypeError>(
-      [](auto&) { return future_of(c10::IValue(int64_t{3})); },
+      [](auto&) { return completed(c10::IValue(int64_t{3})); },
       "must hold a tensor, got Int");
 }
 
 TEST_F(BadHookTest, WhoseFutureHoldsATensorOfAnotherSize) {
-  expect_error<c10::Error>([](auto&) { return future_of(at::zeros({2})); },
+  expect_error<c10::Error>([](auto&) { return completed(at::zeros({2})); },
                            "must return a dense tensor of 3 elements");
+}
+
+TEST_F(BadHookTest, WhoseFutureHoldsIntegers) {
+  expect_error<c10::TypeError>(
+      [](auto&) { return completed(at::zeros({3}, at::kLong)); },
+      "must return floating-point numbers");
 }
 
 TEST_F(BadHookTest, WhoseFutureFails) {
@@ -231,8 +226,7 @@ TEST(MisuseTest, BackwardOverAForwardThatAnotherReplaced) {
   const at::Tensor first = model.loss(0);
   const at::Tensor second = model.loss(0);
   reducer.prepare_for_backward(first);
-  reducer.prepare_for_backward(second);
-  second.backward();
+  step(reducer, second);
   // The loss is the output itself: watched too.
   EXPECT_THAT(text_of<c10::Error>([&] { first.backward(); }),
               HasSubstr("second backward reached parameter 0"));
@@ -416,11 +410,22 @@ TEST(PeerFailureTest, NamesTheBucketAndClosesTheGroup) {
 
 // Which a bucket with an unused parameter is delivered by.
 TEST(PeerFailureTest, NamesTheUsedMap) {
-  for (const bool at_launch : {false, true}) {
+  struct Case {
+    bool at_launch;
+    bool has_users_hook;
+  };
+  for (const auto& [at_launch, has_users_hook] :
+       {Case{true, false}, Case{false, false}, Case{false, true}}) {
     RecordingGroup recording(2);
     const ToyModel model({{2}, {3}});
-    Reducer reducer(model.parameters, recording.group(),
-                    {.find_unused_parameters = true});
+    ReducerOptions options = {.find_unused_parameters = true};
+    if (has_users_hook) {
+      options.comm_hook =
+          make_comm_hook([group = recording.group()](c10d::GradBucket& bucket) {
+            return testing::all_reduced(group, bucket);
+          });
+    }
+    Reducer reducer(model.parameters, recording.group(), options);
     EXPECT_THAT(
         text_of_network_failure(recording, reducer, model.loss_in_order({0}, 0),
                                 /*n=*/1, at_launch),
@@ -428,30 +433,6 @@ TEST(PeerFailureTest, NamesTheUsedMap) {
               HasSubstr("connection closed")));
     EXPECT_FALSE(reducer.can_continue());
   }
-}
-
-TEST(PeerFailureTest, NamesTheUsedMapUnderAUsersHook) {
-  RecordingGroup recording(2);
-  const ToyModel model({{2}, {3}});
-  const auto hook = make_comm_hook(
-      [group = recording.group()](c10d::GradBucket& bucket) {
-        std::vector<at::Tensor> tensors = {bucket.getBufferRef()};
-        return group->allreduce(tensors)->getFuture();
-      },
-      "summing");
-  Reducer reducer(model.parameters, recording.group(),
-                  {.find_unused_parameters = true, .comm_hook = hook});
-  recording.fail_at_completion(
-      recording.log().size() + 1,
-      std::make_exception_ptr(UserError("connection closed")));
-  EXPECT_THAT(text_of<c10::DistBackendError>([&] {
-                const at::Tensor loss = model.loss_in_order({0}, 0);
-                reducer.prepare_for_backward(loss);
-                loss.backward();
-              }),
-              AllOf(HasSubstr("the map of used parameters in iteration 1"),
-                    HasSubstr("connection closed")));
-  EXPECT_FALSE(reducer.can_continue());
 }
 
 TEST(PeerFailureTest, DestroyingTheReducerWithCollectivesInFlightIsClean) {
@@ -489,27 +470,6 @@ TEST(PeerFailureTest, TheHookOfCollectivesInFlightEndsOnAThreadOfItsOwn) {
             std::future_status::timeout);
   future->markCompleted(at::zeros({3}));
   EXPECT_NE(ended.get(), std::this_thread::get_id());
-}
-
-TEST(PeerFailureTest, TheHookOfAForwardWithoutBackwardEndsWithTheReducer) {
-  RecordingGroup recording(2);
-  const ToyModel model({{2}, {3}});
-  auto ending = std::make_shared<Ending>();
-  std::future<std::thread::id> ended = ending->thread.get_future();
-  auto hook =
-      make_comm_hook([ending = std::move(ending)](c10d::GradBucket& bucket) {
-        auto done =
-            c10::make_intrusive<c10::ivalue::Future>(c10::AnyType::get());
-        done->markCompleted(bucket.getBuffer());
-        return done;
-      });
-  auto reducer =
-      std::make_unique<Reducer>(model.parameters, recording.group(),
-                                ReducerOptions{.comm_hook = std::move(hook)});
-  reducer->prepare_for_backward(model.loss(0));
-  reducer.reset();
-  ASSERT_EQ(ended.wait_for(std::chrono::seconds(0)), std::future_status::ready);
-  EXPECT_EQ(ended.get(), std::this_thread::get_id());
 }
 
 }  // namespace

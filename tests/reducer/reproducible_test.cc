@@ -13,7 +13,6 @@
 #include "brigade/comm_hooks/comm_hooks.h"
 #include "brigade/reducer/reducer.h"
 #include "brigade/tests/reducer/failing.h"
-#include "brigade/tests/reducer/step.h"
 #include "brigade/tests/reducer/toy_model.h"
 #include "brigade/tests/support/local_ranks.h"
 #include "gmock/gmock.h"
@@ -133,15 +132,6 @@ TEST_P(ReproducibleTest, BucketsOfTheOrderedHookDoNotShow) {
                                  .comm_hook = hook},
                                 dtype, Uses::kInOrder);
       }
-    }
-  });
-}
-
-TEST_P(ReproducibleTest, SmallDtypesAreAddedInFloat) {
-  run_ranks(GetParam(), [](const Group& group) {
-    for (const at::ScalarType dtype : {at::kHalf, at::kBFloat16}) {
-      expect_ordered_averages(group, {.bucket_caps_bytes = {2048}}, dtype,
-                              Uses::kInOrder);
     }
   });
 }

@@ -2,12 +2,9 @@
 #include <torch/torch.h>
 #include <unistd.h>
 
-#include <barrier>
 #include <chrono>
 #include <condition_variable>
-#include <filesystem>
 #include <future>
-#include <iterator>
 #include <memory>
 #include <mutex>
 #include <optional>
@@ -34,6 +31,7 @@ using ::testing::HasSubstr;
 using ::testing::Not;
 using ::testing::Optional;
 using testing::run_ranks;
+using testing::step;
 using testing::ToyModel;
 
 using Group = c10::intrusive_ptr<c10d::ProcessGroup>;
@@ -101,20 +99,39 @@ class StallCheckTest : public ::testing::Test {
   std::vector<std::unique_ptr<Rank>> ranks_;
 };
 
+// Rank 1 is late; the others wait where they are.
 TEST_F(StallCheckTest, NamesTheLateRankAndWhatItWaitsFor) {
-  set_place(0, 17, 5);
-  set_place(1, 17, 5);
-  set_place(2, 17, 3);
-  ranks_[2]->words = "has launched 3 of 5 buckets";
-  begin_to_wait(0);
-  begin_to_wait(1);
-  EXPECT_THAT(
-      stall_of_rank_0({2, 1}),
-      Optional(AllOf(
-          HasSubstr("rank 0 has waited 1 s for its peers in iteration 17, 5 "
-                    "of 5 buckets launched"),
-          HasSubstr("rank 2 has launched 3 of 5 buckets (no change for 1 s)"),
-          Not(HasSubstr("rank 1")))));
+  struct Case {
+    std::string name;
+    int64_t iteration;  // of rank 1; that of the others is 17
+    int64_t launched;   // by rank 1
+    int64_t launched_by_others;
+    bool late_rank_waits;
+  };
+  int begin_ms = 0;
+  for (const auto& [name, iteration, launched, by_others, late_rank_waits] :
+       {Case{"launched less", 17, 3, 5, false},
+        Case{"in the iteration before", 16, 5, 0, false},
+        Case{"busy", 17, 0, 0, false},
+        Case{"waits in another iteration", 18, 5, 5, true}}) {
+    SCOPED_TRACE(name);
+    set_place(0, 17, by_others);
+    set_place(2, 17, by_others);
+    set_place(1, iteration, launched);
+    ranks_[1]->words = name;
+    for (const int rank : {0, 2}) begin_to_wait(rank);
+    if (late_rank_waits) begin_to_wait(1);
+    EXPECT_THAT(
+        stall_of_rank_0({1, 2}, begin_ms),
+        Optional(AllOf(
+            HasSubstr("rank 0 has waited 1 s for its peers "
+                      "in iteration 17, "),
+            HasSubstr(" of 5 buckets launched"), HasSubstr("rank 1 " + name),
+            HasSubstr("(no change for 1 s)"), Not(HasSubstr("rank 2")))));
+    for (int rank = 0; rank < kWorldSize; ++rank) end_to_wait(rank);
+    for (int rank = 0; rank < kWorldSize; ++rank) check(rank, begin_ms + 1500);
+    begin_ms += 2000;
+  }
 }
 
 TEST_F(StallCheckTest, TellsHowLongALateRankHasNotChanged) {
@@ -129,37 +146,6 @@ TEST_F(StallCheckTest, TellsHowLongALateRankHasNotChanged) {
   check(2, 900);
   EXPECT_THAT(check(0, 1000),
               Optional(HasSubstr("rank 2 works on (no change for 0.15 s)")));
-}
-
-TEST_F(StallCheckTest, ARankInTheIterationBeforeIsLate) {
-  set_place(0, 17, 0);
-  set_place(1, 16, 5);
-  set_place(2, 17, 0);
-  begin_to_wait(0);
-  begin_to_wait(2);
-  EXPECT_THAT(stall_of_rank_0({1, 2}),
-              Optional(AllOf(HasSubstr("rank 1 does something"),
-                             Not(HasSubstr("rank 2")))));
-}
-
-TEST_F(StallCheckTest, ARankThatHasLaunchedAsMuchButIsBusyIsLate) {
-  for (int rank = 0; rank < kWorldSize; ++rank) set_place(rank, 1, 0);
-  ranks_[1]->words = "has prepared iteration 1";
-  begin_to_wait(0);
-  begin_to_wait(2);
-  EXPECT_THAT(stall_of_rank_0({1, 2}),
-              Optional(AllOf(HasSubstr("rank 1 has prepared iteration 1"),
-                             Not(HasSubstr("rank 2")))));
-}
-
-TEST_F(StallCheckTest, ARankThatWaitsInAnotherIterationIsNamed) {
-  set_place(0, 7, 5);
-  set_place(1, 8, 5);
-  set_place(2, 7, 5);
-  for (int rank = 0; rank < kWorldSize; ++rank) begin_to_wait(rank);
-  EXPECT_THAT(stall_of_rank_0({1, 2}),
-              Optional(AllOf(HasSubstr("rank 1 does something"),
-                             Not(HasSubstr("rank 2")))));
 }
 
 TEST_F(StallCheckTest, NamesRanksThatDoNotAnswer) {
@@ -326,9 +312,7 @@ TEST(StallWatchTest, ALateRankAnswersInTheMiddleOfItsBackward) {
                    "the gradients of parameter 0 ('p0')");
       });
     }
-    const at::Tensor loss = model.loss(group->getRank());
-    reducer.prepare_for_backward(loss);
-    loss.backward();
+    step(reducer, model.loss(group->getRank()));
     EXPECT_TRUE(at::equal(model.parameters[0].grad(), model.average(0, 2)));
   });
 }
@@ -362,36 +346,10 @@ TEST(StallWatchTest, ReportsAWaitForABucketBehindTheLastExchange) {
       }
       for (const auto& future : futures) future->markCompleted(c10::IValue());
     });
-    const at::Tensor loss = model.loss(group->getRank());
-    reducer.prepare_for_backward(loss);
-    loss.backward();
+    step(reducer, model.loss(group->getRank()));
   });
   EXPECT_THAT(reported, HasSubstr("for its peers in iteration 1, 1 of 1 "
                                   "buckets launched"));
-}
-
-size_t count_threads() {
-  const std::filesystem::directory_iterator tasks("/proc/self/task");
-  return std::distance(begin(tasks), end(tasks));
-}
-
-TEST(StallWatchTest, ManyReducersHaveNoMoreThreadsThanOne) {
-  std::barrier together(2);
-  run_ranks(2, [&](const Group& group) {
-    const ToyModel first(ToyModel::Sizes{{2}});
-    const Reducer reducer(first.parameters, group);
-    together.arrive_and_wait();
-    const size_t before = count_threads();
-    together.arrive_and_wait();
-    std::vector<std::unique_ptr<Reducer>> others;
-    for (int i = 0; i < 20; ++i) {
-      const ToyModel model(ToyModel::Sizes{{2}});
-      others.push_back(std::make_unique<Reducer>(model.parameters, group));
-    }
-    together.arrive_and_wait();
-    EXPECT_EQ(count_threads(), before);
-    together.arrive_and_wait();
-  });
 }
 
 TEST(StallWatchTest, NamesTheRankThatHasNotBegunItsBackward) {

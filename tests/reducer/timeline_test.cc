@@ -25,6 +25,7 @@ using ::testing::ElementsAre;
 using ::testing::HasSubstr;
 using ::testing::Not;
 using testing::run_ranks;
+using testing::step;
 using testing::ToyModel;
 using ::testing::UnorderedElementsAre;
 
@@ -53,18 +54,6 @@ TEST(TimelineSummaryTest, SplitsCommunicationIntoOverlapAndExposed) {
   EXPECT_THAT(summary.unit_exposed_ns, ElementsAre(0, 10, 0, 0, 2));
   EXPECT_EQ(summary.comm_begin_ns, 10);
   EXPECT_EQ(summary.comm_end_ns, 42);
-}
-
-TEST(TimelineSummaryTest, DoesNotCountTheTimeBetweenBuckets) {
-  const TimelineSummary summary =
-      summarize({.iteration = 1,
-                 .backward_begin_ns = 5,
-                 .backward_end_ns = 55,
-                 .units = {{.launch_ns = 10, .complete_ns = 12},
-                           {.launch_ns = 50, .complete_ns = 60}}});
-  EXPECT_EQ(summary.forward_compute_ns, 0);  // nobody told when it began
-  EXPECT_EQ(summary.backward_comm_ns, 12);
-  EXPECT_EQ(summary.exposed_ns, 5);
 }
 
 TEST(TimelineSummaryTest, IsATableForPeople) {
@@ -132,9 +121,7 @@ const ReducerOptions kTwoBuckets = {.bucket_plan = {{2}, {1, 0}}};
 void train(Reducer& reducer, const ToyModel& model, int rank) {
   model.zero_grad();
   reducer.forward_begins();
-  const at::Tensor loss = model.loss_in_order({2, 0, 1}, rank);
-  reducer.prepare_for_backward(loss);
-  loss.backward();
+  step(reducer, model.loss_in_order({2, 0, 1}, rank));
 }
 
 std::vector<size_t> order_of(const Timeline& timeline) {
@@ -222,13 +209,9 @@ TEST(TimelineTest, RecordsNothingAtRateZero) {
 TEST(TimelineTest, LeavesOutUnusedParametersAndFollowsARebuiltPlan) {
   const ToyModel model(kSizes);
   Reducer reducer(model.parameters, single_process_group(),
-                  {.bucket_caps_bytes = {45},
-                   .static_graph = true,
-                   .rebuild_buckets = true});
+                  {.bucket_caps_bytes = {45}, .static_graph = true});
   for (int iteration = 1; iteration <= 3; ++iteration) {
-    const at::Tensor loss = model.loss_in_order({0, 2}, /*rank=*/0);
-    reducer.prepare_for_backward(loss);
-    loss.backward();
+    step(reducer, model.loss_in_order({0, 2}, /*rank=*/0));
     const Timeline timeline = reducer.timeline();
     EXPECT_EQ(timeline.iteration, iteration);
     EXPECT_THAT(order_of(timeline), ElementsAre(0, 2));
@@ -265,8 +248,7 @@ TEST(TimelineTest, AnIterationThatIsAbortedLeavesTheLastOne) {
   Reducer reducer(model.parameters, group,
                   {.comm_hook = make_comm_hook([&](c10d::GradBucket& bucket) {
                      TORCH_CHECK(!fails, "the hook is out of order");
-                     std::vector<at::Tensor> tensors = {bucket.getBuffer()};
-                     return group->allreduce(tensors)->getFuture();
+                     return testing::all_reduced(group, bucket);
                    })});
   train(reducer, model, /*rank=*/0);
   EXPECT_FALSE(reducer.last_error().has_value());
@@ -288,8 +270,7 @@ TEST(LastErrorTest, IsKeptFromPreparationsToo) {
   Reducer reducer(model.parameters, single_process_group(),
                   {.parameter_names = model.names});
   const at::Tensor loss = model.loss_in_order({0, 1}, /*rank=*/0);
-  reducer.prepare_for_backward(loss);
-  loss.backward();
+  step(reducer, loss);
   EXPECT_THROW(reducer.prepare_for_backward(loss), c10::Error);
   EXPECT_THAT(reducer.last_error()->text, HasSubstr("'p2'"));
   EXPECT_THAT(reducer.last_error()->text, Not(HasSubstr("frame #")));

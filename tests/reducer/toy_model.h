@@ -16,6 +16,8 @@
 #include <vector>
 
 #include "absl/strings/str_cat.h"
+#include "brigade/reducer/reducer.h"
+#include "gtest/gtest.h"
 
 namespace brigade::testing {
 
@@ -81,6 +83,38 @@ class ToyModel {
   std::vector<at::Tensor> parameters;
   std::vector<std::string> names;
 };
+
+using FuturePtr = c10::intrusive_ptr<c10::ivalue::Future>;
+
+// For comm hooks: a complete future, and the group's sum of a bucket.
+inline FuturePtr completed(c10::IValue value) {
+  auto future = c10::make_intrusive<c10::ivalue::Future>(value.type());
+  future->markCompleted(std::move(value));
+  return future;
+}
+inline FuturePtr all_reduced(
+    const c10::intrusive_ptr<c10d::ProcessGroup>& group,
+    c10d::GradBucket& bucket) {
+  std::vector<at::Tensor> tensors = {bucket.getBuffer()};
+  return group->allreduce(tensors)->getFuture();
+}
+
+// One iteration, whose backward goes through `loss`.
+inline void step(Reducer& reducer, const at::Tensor& loss) {
+  reducer.prepare_for_backward(loss);
+  loss.backward();
+}
+
+// Every gradient is the average over all ranks.
+inline void expect_averaged(const ToyModel& model, int world_size,
+                            int step = 0) {
+  for (size_t i = 0; i < model.parameters.size(); ++i) {
+    ASSERT_TRUE(model.parameters[i].grad().defined()) << "parameter " << i;
+    EXPECT_TRUE(at::equal(model.parameters[i].grad(),
+                          model.average(i, world_size, step)))
+        << "parameter " << i << ", step " << step;
+  }
+}
 
 }  // namespace brigade::testing
 

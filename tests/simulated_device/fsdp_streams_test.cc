@@ -152,7 +152,7 @@ TEST_P(OtherFsdpStreamsTest, AddsUpInTheOrderOfTheRanks) {
 
 TEST_P(OtherFsdpStreamsTest, ComputesAgainInBackward) {
   ShardedProgram again = program();
-  again.checkpoint = {.preserve_rng_state = false};
+  again.is_checkpointed = true;
   expect_training(options(), again);
 }
 

@@ -5,7 +5,7 @@
 #include <vector>
 
 #include "brigade/comm/process_group.h"
-#include "brigade/comm/recording_group.h"
+#include "brigade/tests/support/recording_group.h"
 #include "brigade/tests/support/simulated_device/stream_test.h"
 #include "gtest/gtest.h"
 

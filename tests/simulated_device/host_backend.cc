@@ -7,7 +7,6 @@
 
 #include "brigade/comm/backends/device_backend.h"
 #include "brigade/comm/backends/gloo_backend.h"
-#include "brigade/comm/backends/identical_ranks_backend.h"
 #include "brigade/tests/support/simulated_device/stream_test.h"
 
 namespace brigade::testing {
@@ -23,7 +22,7 @@ std::vector<at::Tensor> on_host(const std::vector<at::Tensor>& tensors) {
 
 HostBackend::HostBackend(const BackendPlace& place)
     : c10d::Backend(place.rank, place.world_size),
-      timeout_(place.timeout),
+      options_(c10::make_intrusive<Options>("host", place.timeout)),
       gloo_(make_gloo_backend(place.store, place.rank, place.world_size,
                               place.timeout)),
       thread_([this] { run_all(); }) {}
@@ -129,8 +128,7 @@ c10::intrusive_ptr<c10d::Work> HostBackend::run(const Tensors& outputs,
                                                 const Tensors& inputs,
                                                 const Collective& launch) {
   auto work = c10::make_intrusive<AnsweredWork>(
-      getRank(), CollectiveCall{.inputs = inputs, .outputs = outputs},
-      timeout_);
+      CollectiveCall{.inputs = inputs, .outputs = outputs});
   Tensors kept = outputs;
   kept.insert(kept.end(), inputs.begin(), inputs.end());
   auto behind = std::make_shared<c10::Event>(

@@ -6,7 +6,6 @@
 #ifndef BRIGADE_TESTS_SIMULATED_DEVICE_HOST_BACKEND_H_
 #define BRIGADE_TESTS_SIMULATED_DEVICE_HOST_BACKEND_H_
 
-#include <chrono>
 #include <condition_variable>
 #include <deque>
 #include <functional>
@@ -18,7 +17,7 @@
 #include <vector>
 
 #include "brigade/comm/process_group.h"
-#include "brigade/comm/streams/streams.h"
+#include "brigade/tests/support/identical_ranks_backend.h"
 
 namespace brigade::testing {
 
@@ -29,6 +28,7 @@ class HostBackend final : public c10d::Backend {
   ~HostBackend() override;
 
   const std::string getBackendName() const override { return "host"; }
+  c10::intrusive_ptr<Options> getBackendOptions() override { return options_; }
   c10::intrusive_ptr<c10d::Work> allreduce(
       std::vector<at::Tensor>& tensors,
       const c10d::AllreduceOptions& options) override;
@@ -64,7 +64,7 @@ class HostBackend final : public c10d::Backend {
   void enqueue(std::function<void()> collective);
   void run_all();
 
-  const std::chrono::milliseconds timeout_;
+  const c10::intrusive_ptr<Options> options_;
   const c10::intrusive_ptr<c10d::Backend> gloo_;
   CommunicationStreams streams_;
 

@@ -13,9 +13,9 @@
 #include <string_view>
 #include <vector>
 
-#include "brigade/comm/recording_group.h"
 #include "brigade/fsdp/reduction_hook.h"
 #include "brigade/fsdp/segmented_model.h"
+#include "brigade/tests/support/recording_group.h"
 #include "brigade/tests/support/simulated_device/stream_test.h"
 #include "gmock/gmock.h"
 #include "gtest/gtest.h"
@@ -107,10 +107,8 @@ struct Add : torch::autograd::Function<Add> {
 
 class PassesOn final : public ReductionHook {
  public:
-  FuturePtr reduce(ShardTransport& transport,
-                   const Reduction& reduction) override {
-    return transport.reduce_scatter(reduction.whole, reduction.shard,
-                                    reduction.sum);
+  FuturePtr reduce(const Reduction& reduction) override {
+    return reduction.sum(reduction.whole, reduction.shard);
   }
   std::string hook_name() const override { return "passes on"; }
   bool fails_by_network_only() const override { return true; }

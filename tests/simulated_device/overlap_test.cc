@@ -9,12 +9,11 @@
 #include <utility>
 #include <vector>
 
-#include "brigade/comm/backends/identical_ranks_backend.h"
 #include "brigade/comm/streams/futures.h"
-#include "brigade/comm/streams/streams.h"
 #include "brigade/comm_hooks/comm_hooks.h"
 #include "brigade/comm_hooks/hook_traits.h"
 #include "brigade/reducer/reducer.h"
+#include "brigade/tests/support/identical_ranks_backend.h"
 #include "brigade/tests/support/simulated_device/stream_test.h"
 #include "gtest/gtest.h"
 

@@ -19,7 +19,6 @@
 #include "brigade/comm_hooks/chained_collectives.h"
 #include "brigade/comm_hooks/comm_hooks.h"
 #include "brigade/comm_hooks/hook_traits.h"
-#include "brigade/comm_hooks/routing_hook.h"
 #include "brigade/tests/simulated_device/streamed_training.h"
 #include "brigade/tests/support/simulated_device/stream_test.h"
 #include "gmock/gmock.h"
@@ -263,20 +262,6 @@ void second_collectives(StreamedTraining& training, ReducerOptions options) {
   train(training, std::move(options));
 }
 
-void routes(StreamedTraining& training, ReducerOptions options) {
-  const Group group = training.recording().group();
-  const Tensors& parameters = training.model().parameters();
-  options.bucket_plan = {{5}, {3, 4}, {0, 1, 2}};
-  options.rebuild_buckets = false;
-  options.comm_hook = std::make_shared<RoutingHook>(
-      all_reduce_hook(group),
-      std::vector<Route>{{.parameters = {parameters[3], parameters[4]},
-                          .hook = fp16_hook(group)},
-                         {.parameters = {parameters[5]},
-                          .hook = hook_of_two_collectives(group)}});
-  train(training, std::move(options));
-}
-
 void steps_in_backward(StreamedTraining& training, ReducerOptions options) {
   std::mutex mutex;
   std::unordered_map<const c10::TensorImpl*, at::Tensor> found;
@@ -330,9 +315,21 @@ void timed(StreamedTraining& training, ReducerOptions options) {
 // As over a network: on a thread whose current streams are the default ones.
 void completed_on_another_thread(StreamedTraining& training,
                                  ReducerOptions options) {
-  training.recording().complete_on_own_thread();
-  options.comm_hook = casting_hook(training.recording().group());
+  RecordingGroup& recording = training.recording();
+  recording.hold();
+  std::jthread network([&](const std::stop_token& over) {
+    while (!over.stop_requested()) {
+      for (const size_t sequence : recording.held()) {
+        recording.complete(sequence);
+      }
+      std::this_thread::yield();
+    }
+  });
+  options.comm_hook = casting_hook(recording.group());
   train(training, std::move(options));
+  network.request_stop();
+  network.join();
+  recording.release();
 }
 
 void lazily_allocated(StreamedTraining& training, ReducerOptions options) {
@@ -377,7 +374,7 @@ void summed_in_order_where_backward_throws(StreamedTraining& training,
   }
   EXPECT_ANY_THROW(training.step(1));
   // A backward on a device's thread may end a little later.
-  EXPECT_TRUE(training.recording().wait_for_launches(at_first + 2 * of_a_step));
+  while (num_launched() < at_first + 2 * of_a_step) std::this_thread::yield();
   EXPECT_FALSE(training.reducer().can_continue());
   EXPECT_EQ(num_launched(), at_first + 2 * of_a_step);
   simulated::synchronize_all();
@@ -513,7 +510,6 @@ const Scenario kScenarios[] = {
     {"FinalizedElsewhere", finalized_elsewhere},
     {"HalfPrecisionOnTheWire", half_precision_on_the_wire},
     {"SecondCollectives", second_collectives},
-    {"Routes", routes},
     {"StepsInBackward", steps_in_backward},
     {"HookChanged", hook_changed},
     {"Timed", timed},

@@ -5,6 +5,7 @@
 #include <utility>
 
 #include "absl/strings/str_cat.h"
+#include "brigade/hooks/checkpoint.h"
 
 namespace brigade::testing {
 namespace {
@@ -198,13 +199,13 @@ at::Tensor ShardedTraining::call(size_t unit, const at::Tensor& input,
   {
     const c10::StreamGuard on_stream(stream);
     input.record_stream(stream);
-    result = program_.checkpoint ? checkpoint(
-                                       *program_.checkpoint,
-                                       [this, unit, step](const at::Tensor& h) {
-                                         return terms(unit, h, step);
-                                       },
-                                       input)
-                                 : terms(unit, input, step);
+    result = program_.is_checkpointed
+                 ? checkpoint(
+                       [this, unit, step](const at::Tensor& h) {
+                         return terms(unit, h, step);
+                       },
+                       input)
+                 : terms(unit, input, step);
   }
   make_wait(caller, stream);
   result.record_stream(caller);

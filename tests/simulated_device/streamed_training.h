@@ -13,11 +13,10 @@
 #include <set>
 #include <vector>
 
-#include "brigade/comm/recording_group.h"
 #include "brigade/fsdp/segmented_model.h"
-#include "brigade/hooks/checkpoint.h"
 #include "brigade/reducer/reducer.h"
 #include "brigade/tests/simulated_device/streamed_model.h"
+#include "brigade/tests/support/recording_group.h"
 #include "brigade/tests/support/simulated_device/stream_test.h"
 #include "gtest/gtest.h"
 
@@ -74,7 +73,7 @@ struct ShardedProgram {
   bool calls_on_own_stream = false;
   std::set<size_t> frozen = {};  // parameters
   // Each inner unit is computed again in backward.
-  std::optional<CheckpointOptions> checkpoint = std::nullopt;
+  bool is_checkpointed = false;
   // Gradients are written where gradient_slot() says.
   bool writes_into_slots = false;
   // By unit; others are on the model's.
@@ -137,7 +136,7 @@ template <typename Body>
 void on_every_layout(const FullyShardOptions& options,
                      const ShardedProgram& program, const Body& body) {
   for (const StreamLayout& layout : all_stream_layouts()) {
-    if (program.checkpoint && !has_one_stream(layout, program)) continue;
+    if (program.is_checkpointed && !has_one_stream(layout, program)) continue;
     SCOPED_TRACE(name_of(layout));
     {
       ShardedTraining training(layout, options, program);

@@ -11,13 +11,14 @@
 #include <vector>
 
 #include "brigade/comm/backends/device_backend.h"
-#include "brigade/comm/backends/identical_ranks_backend.h"
 #include "brigade/comm/group/group_info.h"
+#include "brigade/comm/group/launch_environment.h"
 #include "brigade/comm/process_group.h"
 #include "brigade/comm/subgroup.h"
 #include "brigade/fsdp/segmented_model.h"
 #include "brigade/reducer/reducer.h"
 #include "brigade/tests/simulated_device/host_backend.h"
+#include "brigade/tests/support/identical_ranks_backend.h"
 #include "brigade/tests/support/simulated_device/stream_test.h"
 #include "gmock/gmock.h"
 #include "gtest/gtest.h"
@@ -248,10 +249,6 @@ TEST_F(VendorBackendTest, WhatDoesNotFitIsRefused) {
                            with_host_backend());
       },
       ThrowsMessage<c10::ValueError>(HasSubstr("local rank 99 needs")));
-  ProcessGroupOptions without_any;
-  without_any.serves_cpu = false;
-  EXPECT_THAT([&] { make_process_group(store, 0, 1, without_any); },
-              ThrowsMessage<c10::ValueError>(HasSubstr("serves_cpu")));
   options.device_type = at::kCPU;
   EXPECT_THAT([&] { make_process_group(store, 0, 1, options); },
               ThrowsMessage<c10::ValueError>(HasSubstr("Set device_type")));

@@ -25,9 +25,9 @@ LAYERS = {
     "comm/errors": ((), LIBTORCH),
     "comm/streams": ((), LIBTORCH),
     "comm/group": (("comm/errors",), LIBTORCH),
-    "comm/backends": (("comm/group",), LIBTORCH + ("gloo/",)),
+    "comm/backends": (("comm/group", "comm/streams"), LIBTORCH + ("gloo/",)),
     "comm/ordered": (("comm/backends", "comm/streams"), LIBTORCH),
-    # Statuses travel over subgroups, and the recording group answers statuses.
+    # Statuses travel over subgroups.
     "comm/status": (("comm",), LIBTORCH),
     "comm": (("comm/status", "comm/ordered"), LIBTORCH),
     "checkpoint": (("comm",), LIBTORCH + ("nlohmann/",)),

@@ -3,10 +3,8 @@
 #include <torch/extension.h>
 
 #include <barrier>
-#include <map>
 #include <memory>
 #include <mutex>
-#include <string>
 #include <vector>
 
 #include "brigade/fsdp/shard_operators.h"
@@ -50,34 +48,27 @@ class RankGroup : public brigade::ShardGroup {
 }  // namespace
 
 PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
+  brigade::register_shard_operators();
   pybind11::class_<Ranks, std::shared_ptr<Ranks>>(module, "Ranks")
       .def(pybind11::init<int>())
       .def("leave", &Ranks::leave);
   pybind11::class_<RankGroup, std::shared_ptr<RankGroup>>(module, "RankGroup")
       .def(pybind11::init<std::shared_ptr<Ranks>, int>());
-  module.def("make_sharded", [](const at::Tensor& local, int64_t offset,
-                                std::shared_ptr<RankGroup> group,
-                                const std::vector<int64_t>& sizes,
-                                const std::vector<int64_t>& strides) {
-    return brigade::make_sharded(
-        {.local = local, .offset = offset, .group = group}, sizes, strides);
-  });
+  module.def(
+      "make_sharded",
+      [](const at::Tensor& local, int64_t offset, int64_t per_rank,
+         std::shared_ptr<RankGroup> group, const std::vector<int64_t>& sizes,
+         const std::vector<int64_t>& strides) {
+        return brigade::make_sharded({.local = local,
+                                      .offset = offset,
+                                      .group = group,
+                                      .flat_per_rank = per_rank},
+                                     sizes, strides);
+      });
   module.def("local",
              [](const at::Tensor& tensor) -> std::optional<at::Tensor> {
                const brigade::Shard* const shard = brigade::shard_of(tensor);
                if (shard == nullptr) return std::nullopt;
                return shard->local;
              });
-  module.def("rules", [] {
-    static const char* const names[] = {"local",  "draw",      "reduce",
-                                        "handle", "decompose", "refused"};
-    std::map<std::string, std::string> rules;
-    for (const auto& name : c10::Dispatcher::singleton().getAllOpNames()) {
-      const auto op = c10::Dispatcher::singleton().findSchema(name);
-      if (!op) continue;
-      rules[name.name + "." + name.overload_name] =
-          names[static_cast<int>(brigade::operator_rule(*op))];
-    }
-    return rules;
-  });
 }

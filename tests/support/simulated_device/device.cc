@@ -1,5 +1,6 @@
 #include "brigade/tests/support/simulated_device/device.h"
 
+#include <ATen/CPUGeneratorImpl.h>
 #include <ATen/detail/PrivateUse1HooksInterface.h>
 #include <c10/core/Allocator.h>
 #include <c10/core/DeviceType.h>
@@ -141,6 +142,11 @@ class DeviceHooks final : public at::PrivateUse1HooksInterface {
   }
   c10::DeviceIndex maybeExchangeDevice(c10::DeviceIndex device) const override {
     return exchangeDevice(device);
+  }
+  const at::Generator& getDefaultGenerator(c10::DeviceIndex) const override {
+    static const at::Generator generator =
+        at::make_generator<at::CPUGeneratorImpl>();
+    return generator;
   }
   bool isPinnedPtr(const void* address) const override {
     return is_pinned(address);

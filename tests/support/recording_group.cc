@@ -1,20 +1,17 @@
-#include "brigade/comm/recording_group.h"
+#include "brigade/tests/support/recording_group.h"
 
 #include <c10/util/Exception.h>
 
-#include <condition_variable>
-#include <deque>
 #include <map>
 #include <mutex>
 #include <optional>
 #include <thread>
 #include <utility>
 
-#include "brigade/comm/backends/identical_ranks_backend.h"
 #include "brigade/comm/group/group_info.h"
 #include "brigade/comm/process_group.h"
 #include "brigade/comm/status/status_transport.h"
-#include "brigade/comm/streams/streams.h"
+#include "brigade/tests/support/identical_ranks_backend.h"
 
 namespace brigade {
 namespace {
@@ -25,9 +22,7 @@ RecordedCollective record_of(const CollectiveCall& collective) {
     const at::Tensor dense = t.is_sparse() ? t._values() : t;
     record.numel += dense.numel();
     record.bytes += static_cast<int64_t>(dense.nbytes());
-  }
-  if (!collective.inputs.empty()) {
-    record.dtype = collective.inputs.front().scalar_type();
+    record.dtype = t.scalar_type();
   }
   return record;
 }
@@ -45,7 +40,6 @@ class RecordingBackend final : public IdenticalRanksBackend,
                                public AnswersForAllRanks {
  public:
   struct Open {
-    size_t sequence = 0;
     c10::intrusive_ptr<AnsweredWork> work = {};
     std::function<void()> compute = {};
     std::optional<c10::Event> launch = {};  // on a device with streams only
@@ -53,12 +47,7 @@ class RecordingBackend final : public IdenticalRanksBackend,
     std::exception_ptr error = {};
   };
 
-  RecordingBackend(int rank, int world_size)
-      : IdenticalRanksBackend(rank, world_size) {}
-
-  ~RecordingBackend() override { stop(); }
-
-  const std::string getBackendName() const override { return "recording"; }
+  using IdenticalRanksBackend::IdenticalRanksBackend;
 
   std::unique_ptr<StatusTransport> make_status_transport() override {
     return std::make_unique<AnsweredStatuses>(
@@ -97,69 +86,25 @@ class RecordingBackend final : public IdenticalRanksBackend,
     }
   }
 
-  // Completes queued collectives.
-  void run_thread() {
-    std::unique_lock<std::mutex> lock(mutex);
-    while (true) {
-      changed.wait(lock, [this] { return is_stopping || !queued.empty(); });
-      if (is_stopping) return;
-      Open open = std::move(queued.front());
-      queued.pop_front();
-      lock.unlock();
-      finish(open);
-      open = {};
-      lock.lock();
-    }
-  }
-
-  // Fails what is open and joins the thread.
-  void stop() {
-    std::deque<Open> open;
-    {
-      const std::lock_guard<std::mutex> lock(mutex);
-      is_holding = false;
-      is_stopping = true;
-      open.swap(queued);
-      for (auto& [sequence, collective] : held) {
-        open.push_back(std::move(collective));
-      }
-      held.clear();
-      changed.notify_all();
-    }
-    if (thread.joinable()) thread.join();
-    for (const Open& collective : open) {
-      collective.work->fail(std::make_exception_ptr(c10::DistBackendError(
-          c10::str("the recording group ended while collective ",
-                   collective.sequence, " was open."))));
-    }
-  }
-
   CommunicationStreams streams;
-  std::thread thread;  // of complete_on_own_thread()
 
   std::mutex mutex;
-  std::condition_variable changed;
   // Guarded by mutex.
   std::vector<RecordedCollective> log;
   std::map<size_t, Open> held;  // by sequence
-  std::deque<Open> queued;      // for the thread
   std::map<size_t, std::exception_ptr> launch_errors;
   std::map<size_t, std::exception_ptr> completion_errors;
   bool is_holding = false;
-  bool is_stopping = false;
   std::vector<std::string> statuses;  // sent
   StatusAnswers answers;
   int64_t num_status_holds = 0;
   int64_t num_released_holds = 0;
 
  protected:
-  c10::intrusive_ptr<c10d::Work> launch(
-      CollectiveCall collective, std::function<void()> compute) override {
-    Open open;
-    auto work =
-        c10::make_intrusive<AnsweredWork>(getRank(), collective, timeout());
-    open.work = work;
-    open.compute = std::move(compute);
+  WorkPtr launch(CollectiveCall collective,
+                 std::function<void()> compute) override {
+    auto work = c10::make_intrusive<AnsweredWork>(collective);
+    Open open = {.work = work, .compute = std::move(compute)};
     if (const auto device = accelerator_of(collective)) {
       open.launch = CommunicationStreams::record_launch(*device);
       open.tensors = collective.inputs;
@@ -168,19 +113,14 @@ class RecordingBackend final : public IdenticalRanksBackend,
     }
     {
       const std::lock_guard<std::mutex> lock(mutex);
-      open.sequence = log.size();
+      const size_t sequence = log.size();
       log.push_back(record_of(collective));
-      changed.notify_all();
-      if (auto error = take(launch_errors, open.sequence)) {
+      if (auto error = take(launch_errors, sequence)) {
         std::rethrow_exception(error);
       }
-      open.error = take(completion_errors, open.sequence);
+      open.error = take(completion_errors, sequence);
       if (is_holding) {
-        held.emplace(open.sequence, std::move(open));
-        return work;
-      }
-      if (thread.joinable() && !is_stopping) {
-        queued.push_back(std::move(open));
+        held.emplace(sequence, std::move(open));
         return work;
       }
     }
@@ -207,29 +147,22 @@ class RecordingBackend final : public IdenticalRanksBackend,
       const auto size = static_cast<size_t>(backend_->getSize());
       answer.by_rank =
           answers ? answers(own) : std::vector<RankStatus>(size, own);
-      TORCH_CHECK_VALUE(answer.by_rank.size() == size,
-                        "answers to a rank_status must be one per rank, ", size,
-                        ", got ", answer.by_rank.size(), ".");
     }
 
     bool is_complete(int64_t sequence) override {
       const std::lock_guard<std::mutex> lock(backend_->mutex);
-      return is_released(sequence) || backend_->is_stopping;
+      return answers_.at(sequence).hold <= backend_->num_released_holds;
     }
 
     std::optional<std::vector<RankStatus>> receive(int64_t sequence,
                                                    Deadline deadline) override {
-      std::unique_lock<std::mutex> lock(backend_->mutex);
-      const bool in_time = backend_->changed.wait_until(lock, deadline, [&] {
-        return is_released(sequence) || backend_->is_stopping;
-      });
-      TORCH_CHECK(!backend_->is_stopping || is_released(sequence),
-                  "the recording group ended while statuses were held.");
-      if (!in_time) return std::nullopt;
+      while (!is_complete(sequence)) {
+        if (std::chrono::steady_clock::now() >= deadline) return std::nullopt;
+        std::this_thread::sleep_for(std::chrono::milliseconds(1));
+      }
       return std::move(answers_.extract(sequence).mapped().by_rank);
     }
 
-    void leave(const RankStatus&) override {}
     void give_up(const RankStatus&) override {}
 
    private:
@@ -238,35 +171,31 @@ class RecordingBackend final : public IdenticalRanksBackend,
       int64_t hold = 0;  // the last one before it was sent
     };
 
-    bool is_released(int64_t sequence) const {
-      return answers_.at(sequence).hold <= backend_->num_released_holds;
-    }
-
     const c10::intrusive_ptr<RecordingBackend> backend_;
     std::map<int64_t, Answer> answers_;  // by sequence
   };
 };
 
-RecordingGroup::RecordingGroup(int world_size, int rank) {
-  TORCH_CHECK_VALUE(world_size >= 1 && rank >= 0 && rank < world_size,
-                    "rank must be >= 0 and below the world size, got rank ",
-                    rank, " and world size ", world_size, ".");
-  backend_ = c10::make_intrusive<RecordingBackend>(rank, world_size);
-  group_ = RecordingBackend::group_of(backend_);
-}
+RecordingGroup::RecordingGroup(int world_size, int rank)
+    : backend_(c10::make_intrusive<RecordingBackend>(rank, world_size)),
+      group_(RecordingBackend::group_of(backend_)) {}
 
-RecordingGroup::~RecordingGroup() { backend_->stop(); }
+RecordingGroup::~RecordingGroup() {
+  std::map<size_t, RecordingBackend::Open> open;
+  {
+    const std::lock_guard<std::mutex> lock(backend_->mutex);
+    backend_->is_holding = false;
+    open.swap(backend_->held);
+  }
+  for (const auto& [sequence, collective] : open) {
+    collective.work->fail(std::make_exception_ptr(
+        c10::DistBackendError("the recording group has ended.")));
+  }
+}
 
 std::vector<RecordedCollective> RecordingGroup::log() const {
   const std::lock_guard<std::mutex> lock(backend_->mutex);
   return backend_->log;
-}
-
-bool RecordingGroup::wait_for_launches(
-    size_t count, std::chrono::milliseconds patience) const {
-  std::unique_lock<std::mutex> lock(backend_->mutex);
-  return backend_->changed.wait_for(
-      lock, patience, [&] { return backend_->log.size() >= count; });
 }
 
 void RecordingGroup::hold() {
@@ -288,11 +217,7 @@ void RecordingGroup::complete(size_t sequence) {
   RecordingBackend::Open open;
   {
     const std::lock_guard<std::mutex> lock(backend_->mutex);
-    auto node = backend_->held.extract(sequence);
-    TORCH_CHECK_VALUE(!node.empty(), "collective ", sequence,
-                      " is not held: ", backend_->log.size(),
-                      " were launched, ", backend_->held.size(), " are held.");
-    open = std::move(node.mapped());
+    open = std::move(backend_->held.extract(sequence).mapped());
   }
   backend_->finish(open);
 }
@@ -317,12 +242,6 @@ void RecordingGroup::fail_at_completion(size_t sequence,
   backend_->completion_errors[sequence] = std::move(error);
 }
 
-void RecordingGroup::complete_on_own_thread() {
-  const std::lock_guard<std::mutex> lock(backend_->mutex);
-  backend_->thread =
-      std::thread([backend = backend_.get()] { backend->run_thread(); });
-}
-
 std::vector<std::string> RecordingGroup::statuses() const {
   const std::lock_guard<std::mutex> lock(backend_->mutex);
   return backend_->statuses;
@@ -341,7 +260,6 @@ void RecordingGroup::hold_statuses() {
 void RecordingGroup::release_statuses() {
   const std::lock_guard<std::mutex> lock(backend_->mutex);
   backend_->num_released_holds = backend_->num_status_holds;
-  backend_->changed.notify_all();
 }
 
 }  // namespace brigade
