@@ -137,9 +137,7 @@ def main() -> None:
     if is_first:
         print("".join(f"{name:<9} {value}\n" for name, value in set_up.items()), flush=True)
     sizes = given.caps.split(",")
-    table, data = sweep(
-        module, loss, sizes, rounds=given.rounds, steps=given.steps, **options
-    )
+    table, data = sweep(module, loss, sizes, rounds=given.rounds, steps=given.steps, **options)
     if is_first:
         print(table, end="", flush=True)
         if given.json:

@@ -68,13 +68,6 @@ TEST_F(GptTest, EveryStrategyHasTheSameLosses) {
   }
 }
 
-// Two shards of two replicas sum otherwise than one row of four ranks, or than
-// each rank for itself; so it has losses of its own, which repeat.
-TEST_F(GptTest, AHybridOfFourRanksRepeats) {
-  const std::vector<double> first = losses(4, small(Strategy::kHybrid), 4);
-  EXPECT_EQ(losses(4, small(Strategy::kHybrid), 4), first);
-}
-
 TEST_F(GptTest, SlicesOfFourRanksHaveTheLossesOfShards) {
   EXPECT_EQ(losses(4, small(Strategy::kSlices), 4),
             losses(4, small(Strategy::kFull), 4));

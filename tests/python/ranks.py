@@ -1,9 +1,6 @@
 """Runs a function on several ranks, each in a process of its own, over Gloo on loopback.
 
 The processes are kept for later calls; one that a call has changed (rank_state.py) is not.
-
-With `BRIGADE_TEST_DEVICE=cuda` in the environment their tensors lie on that device, all ranks'
-on the same one (tests/python/on_device.py).
 """
 
 from __future__ import annotations
@@ -18,6 +15,7 @@ import importlib
 import inspect
 import multiprocessing
 import os
+import subprocess
 import sys
 import tempfile
 import time
@@ -170,6 +168,26 @@ def run_ranks(
     return [answer.value for answer in answers]
 
 
+def torchrun(*command: Any, world_size: int = 2, **options: Any) -> str:
+    """Runs a program under torchrun; returns its output.
+
+    Args:
+        command: After torchrun's own arguments.
+        options: Of subprocess.run().
+    """
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(world_size)]
+    done = subprocess.run(
+        [sys.executable, *launcher, *command],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=600,
+        **options,
+    )
+    assert done.returncode == 0, done.stdout
+    return done.stdout
+
+
 def on_ranks(world_size: int = 2, **options: Any) -> Callable[[Callable[..., None]], Any]:
     """Makes a function that is called with a rank a test of pytest, which calls it on each rank.
 
@@ -243,7 +261,6 @@ def _serve(pipe: Connection) -> None:
 
 def _run(call: _Call, function: Callable[..., Any], args: tuple[Any, ...]) -> tuple[Any, bool]:
     """Returns what the function does, and whether it has left the group as it was."""
-    import on_device
     import torch
     import torch.distributed as dist
 
@@ -255,8 +272,7 @@ def _run(call: _Call, function: Callable[..., Any], args: tuple[Any, ...]) -> tu
         timeout=datetime.timedelta(seconds=call.timeout_s),
         device_id=torch.device("cuda", call.rank) if call.backend == "nccl" else None,
     )
-    with on_device.tensors_on(os.environ.get("BRIGADE_TEST_DEVICE", "cpu")):
-        value = function(call.rank, *args)
+    value = function(call.rank, *args)
     if not dist.is_initialized():
         return value, False
     dist.barrier()  # a peer may still want what this rank has to send

@@ -63,15 +63,14 @@ def replicated(net, **arguments):
     return brigade.fully_shard(net, mesh=mesh, **arguments)
 
 
-def whole_optimizer_state(model, optimizer, rank0_only=False):
-    options = StateDictOptions(full_state_dict=True, cpu_offload=rank0_only)
-    return get_optimizer_state_dict(model, optimizer, options=options)
+def step_of_all(plain, optimizer, step, world_size, without=()):
+    """A step of one process: separate gradients of the ranks' batches, summed in order.
 
-
-def step_of_all(plain, optimizer, step, world_size):
-    """A step of one process: gradients of the ranks' batches apart, summed in order."""
+    Args:
+        without: Ranks that have no batch.
+    """
     sums = None
-    for rank in range(world_size):
+    for rank in sorted({*range(world_size)} - {*without}):
         plain.zero_grad()
         loss_of(plain, rank, step).backward()
         gradients = [p.grad for p in plain.parameters()]
@@ -83,6 +82,12 @@ def step_of_all(plain, optimizer, step, world_size):
 
 def loss_of(model, rank, step):
     return model(batch_of(rank, step)).square().mean()
+
+
+def train_step(model, optimizer, step, rank):
+    optimizer.zero_grad()
+    loss_of(model, rank, step).backward()
+    optimizer.step()
 
 
 class Pair:
@@ -133,6 +138,31 @@ def expect_equal(model, plain):
     state = model.full_state_dict()
     for name, value in plain.state_dict().items():
         assert torch.equal(state[name], value.cpu()), name  # whole states are on the host
+
+
+def whole_optimizer_state(model, optimizer, rank0_only=False):
+    options = StateDictOptions(full_state_dict=True, cpu_offload=rank0_only)
+    return get_optimizer_state_dict(model, optimizer, options=options)
+
+
+def whole_state(model, optimizer):
+    """Of a sharded model and its optimizer. Collective."""
+    return model.full_state_dict(), whole_optimizer_state(model, optimizer)
+
+
+def expect_same(found, expected, name=""):
+    """Containers of equal structure, tensors of equal bits, and other equal values."""
+    if isinstance(expected, dict):
+        assert found.keys() == expected.keys(), name
+        for key, value in expected.items():
+            expect_same(found[key], value, f"{name}.{key}")
+    elif isinstance(expected, (list, tuple)):
+        for i, pair in enumerate(zip(found, expected, strict=True)):
+            expect_same(*pair, f"{name}.{i}")
+    elif isinstance(expected, torch.Tensor):
+        assert found.dtype == expected.dtype and torch.equal(found, expected), name
+    else:
+        assert found == expected, name
 
 
 def expect_alike(value):

@@ -86,27 +86,3 @@ def test_another_torch_than_it_was_built_with_is_named_when_it_is_imported():
     built_with = ".".join(torch.__version__.split(".")[:2])
     assert f"built with torch {built_with}, this is torch 2.1.0+cpu" in run.stderr
     assert f"Install torch=={built_with}.*" in run.stderr
-
-
-def test_the_compiler_for_cuda_has_the_version_that_the_wheel_requires():
-    tool = load(ROOT / "scripts" / "cuda_of_torch.py")
-    requirements = [
-        "filelock",
-        'nvidia-nccl-cu13==2.30.7; platform_system == "Linux"',
-        'cuda-toolkit[cublas,cudart]==13.2.2; platform_system == "Linux"',
-    ]
-    assert tool.toolkit_version(requirements) == "13.2.2"
-    assert tool.toolkit_version(requirements[:2]) == ""
-    if torch.version.cuda is not None:
-        found = tool.toolkit_version(importlib.metadata.requires("torch"))
-        assert found == "" or found.startswith(torch.version.cuda + ".")
-
-
-def test_stubs_are_the_same_whichever_pybind11_wrote_them():
-    make_stub = load(ROOT / "python_bindings" / "make_stub.py")
-    older = "def f(a: typing.SupportsInt, b: list[typing.SupportsFloat] = 1) -> int: ..."
-    newer = (
-        "def f(a: typing.SupportsInt | typing.SupportsIndex, "
-        "b: list[typing.SupportsFloat | typing.SupportsIndex] = 1) -> int: ..."
-    )
-    assert make_stub.normalized(newer) == make_stub.normalized(older) == older

@@ -5,11 +5,19 @@ import torch
 import torch.distributed as dist
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
 from torch.distributed.tensor import DTensor
+from torch.utils._pytree import tree_map_only
 
 import brigade
 
 from ranks import on_ranks, run_ranks
-from sharded_training import loss_of, make_net, shard_blocks, step_of_all, whole_optimizer_state
+from sharded_training import (
+    expect_same,
+    make_net,
+    shard_blocks,
+    step_of_all,
+    train_step,
+    whole_state,
+)
 
 dcp = pytest.importorskip("torch.distributed.checkpoint")
 pytest.importorskip(
@@ -26,12 +34,6 @@ STEPS = 2
 
 def _optimizer(model):
     return torch.optim.AdamW(model.parameters(), lr=0.05, foreach=False)
-
-
-def _step(model, optimizer, rank, step):
-    optimizer.zero_grad()
-    loss_of(model, rank, step).backward()
-    optimizer.step()
 
 
 def _of_one_process(num_steps):
@@ -61,33 +63,22 @@ def _nest(model, optimizer):
     return {"model": model.state_dict(), "optimizer": get_optimizer_state_dict(model, optimizer)}
 
 
-def _whole(value):
-    if isinstance(value, DTensor):
-        return value.full_tensor()
-    return value
-
-
 def _expect_state_of(model, optimizer, plain, plain_optimizer):
     """Of one process, in all bits."""
     if isinstance(model, brigade.FSDPModule):
-        parameters = model.full_state_dict()
-        state = whole_optimizer_state(model, optimizer)["state"]
+        parameters, states = whole_state(model, optimizer)
     else:
-        parameters = {name: _whole(value) for name, value in model.state_dict().items()}
-        state = get_optimizer_state_dict(model, optimizer)["state"]
-    for name, value in plain.state_dict().items():
-        assert torch.equal(parameters[name], value), name
+        nest = _nest(model, optimizer)
+        nest = tree_map_only(DTensor, lambda tensor: tensor.full_tensor(), nest)
+        parameters, states = nest["model"], nest["optimizer"]
     expected = get_optimizer_state_dict(plain, plain_optimizer)["state"]
-    assert state.keys() == expected.keys()
-    for name, values in expected.items():
-        for key, value in values.items():
-            assert torch.equal(_whole(state[name][key]), value), (name, key)
+    expect_same((dict(parameters), states["state"]), (dict(plain.state_dict()), expected))
 
 
 def _writes(rank, folder, kind):
     model, optimizer = MAKERS[kind]()
     for step in range(STEPS):
-        _step(model, optimizer, rank, step)
+        train_step(model, optimizer, step, rank)
     dcp.save(_nest(model, optimizer), checkpoint_id=f"{folder}/{kind}")
 
 
@@ -114,7 +105,7 @@ def test_ranks_read_what_others_have_written(rank, folder, kind, world_size):
     """And goes on for two steps, exactly."""
     for written_by in ("brigade", "FSDP2", "one process"):
         model, optimizer = MAKERS[kind]()
-        _step(model, optimizer, rank, 7)  # which is undone
+        train_step(model, optimizer, 7, rank)  # which is undone
         nest = _nest(model, optimizer)
         dcp.load(nest, checkpoint_id=f"{folder}/{written_by}")
         model.load_state_dict(nest["model"])
@@ -123,7 +114,7 @@ def test_ranks_read_what_others_have_written(rank, folder, kind, world_size):
         if dist.get_world_size() != 2:
             continue  # FSDP2 adds up in another order than one process
         for step in range(STEPS, STEPS + 2):
-            _step(model, optimizer, rank, step)
+            train_step(model, optimizer, step, rank)
         _expect_state_of(model, optimizer, *_of_one_process(STEPS + 2))
 
 

@@ -116,26 +116,6 @@ def _expect_step(model, plain, step):
 
 
 @on_ranks()
-def test_settings_before_forwards(rank):
-    """As torch's schedules do: what is set before the last forward counts for its backward."""
-    plain, model = layers(*SIZES), layers(*SIZES)
-    for layer in model:
-        brigade.fully_shard(layer)
-    brigade.fully_shard(model)
-    for step in range(2):
-        losses = []
-        for batch in range(NUM_BATCHES):
-            model.set_requires_gradient_sync(batch == NUM_BATCHES - 1)
-            model.set_is_last_backward(batch == NUM_BATCHES - 1)
-            losses.append(loss_of(model, _batch(rank, step, batch)))
-            if batch > 0:
-                losses.pop(0).backward()
-        losses.pop(0).backward()
-        _expect_step(model, plain, step)
-    assert model.sharding_statistics()["reduced_backwards"] == 2 * 2  # that before the last, too
-
-
-@on_ranks()
 def test_two_stages_in_one_process(rank):
     """Two models in one process, one's outputs the other's inputs, each an outermost one."""
     plain, model = layers(*SIZES, 2), layers(*SIZES, 2)

@@ -5,7 +5,6 @@ import functools
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
 import brigade
@@ -13,7 +12,7 @@ import brigade
 from cases import pairwise
 from exact_training import MODES, Training, UserError
 from ranks import on_ranks, run_ranks
-from training import Perceptron, assert_same_bits, both, inputs, loss_of, train
+from training import Perceptron, inputs, loss_of, train
 
 LIMITS = {"timeout_s": 20, "deadline_s": 60}  # ranks that wait for different things fail early
 
@@ -30,52 +29,6 @@ def _done(value):
     future = torch.futures.Future()
     future.set_result(value)
     return future
-
-
-@on_ranks()
-def test_a_hook_sees_raw_gradients_and_the_callers_state(rank):
-    seen = []
-
-    def look(state, bucket: dist.GradBucket):
-        shapes = [[t.shape for t in of] for of in (bucket.gradients(), bucket.parameters())]
-        state.append((bucket.index(), bucket.is_last(), bucket.buffer().clone(), shapes))
-        return _done(bucket.buffer())
-
-    wrapped = brigade.DistributedDataParallel(nn.Linear(2, 1))
-    wrapped.register_comm_hook(seen, look)
-    wrapped(torch.full((1, 2), float(rank + 1))).sum().backward()
-    ((index, is_last, buffer, (gradients, parameters)),) = seen
-    assert (index, is_last) == (0, True)
-    assert sorted(buffer.tolist()) == sorted([rank + 1.0, rank + 1.0, 1.0])
-    assert gradients == parameters and {tuple(s) for s in gradients} == {(1, 2), (1,)}
-
-
-@on_ranks(1)
-def test_a_hook_sees_neither_grad_mode_nor_autocast(rank):
-    seen = []
-
-    def hook(state, bucket):
-        product = torch.ones(2, 2) @ torch.ones(2, 2)  # bfloat16 under autocast
-        seen.append((torch.is_grad_enabled(), torch.is_autocast_enabled("cpu"), product.dtype))
-        return _average_of(_sum(bucket.buffer()))
-
-    wrapped = brigade.DistributedDataParallel(nn.Linear(3, 2))
-    wrapped.register_comm_hook(None, hook)
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        loss = wrapped(torch.ones(2, 3)).sum()
-    loss.backward()
-    assert seen == [(False, False, torch.float32)]
-
-
-@on_ranks()
-def test_buffer_hooks_are_awaited_at_the_end_of_backward(rank):
-    def average(state, buffers):
-        return [_sum(buffer) for buffer in buffers.values() if buffer.is_floating_point()]
-
-    def register(wrapped):
-        wrapped._register_buffer_comm_hook(None, average)
-
-    assert_same_bits(both(Perceptron, inputs(rank, 4), register))
 
 
 @on_ranks()
@@ -112,22 +65,6 @@ def finish_bucket(state, bucket):
     return _done(buffer)
 
 
-def finish_all(state, bucket):
-    """One callback per backward, as torch's hook for mixed precision has."""
-    buffer = bucket.buffer()
-    state.append((dist.all_reduce(buffer, async_op=True), buffer))
-
-    def finish():
-        for work, reduced in state:
-            work.wait()
-            reduced.div_(dist.get_world_size())
-        state.clear()
-
-    if len(state) == 1:
-        at_the_end_of_backward(finish)
-    return _done(buffer)
-
-
 def complete_future(state, bucket):
     """The future is completed by the callback, with memory of the hook's own."""
     buffer, future = bucket.buffer().clone(), torch.futures.Future()
@@ -156,7 +93,6 @@ def the_collectives_own(state, bucket):
 
 HOOKS = [
     finish_bucket,
-    finish_all,
     complete_future,
     finish_in_a_second_callback,
     the_collectives_own,
@@ -170,30 +106,6 @@ def test_gradients_are_delivered_behind_what_hooks_have_queued(rank, hook, mode)
     training = Training(rank, MODES[mode])
     training.wrapped.register_comm_hook([], hook)
     training.expect_steps(4)
-
-
-@on_ranks(**LIMITS)
-def test_a_queued_callback_that_raises_on_one_rank_is_told_to_the_others(rank):
-    armed = False
-
-    def hook(state, bucket):
-        index = bucket.index()
-
-        def maybe_raise():
-            if armed and index == 0:
-                raise UserError("no disk")
-
-        at_the_end_of_backward(maybe_raise)
-        return _average_of(_sum(bucket.buffer()))
-
-    training = Training(rank, {})
-    training.wrapped.register_comm_hook(None, hook)
-    for _ in range(2):
-        training.expect_steps(2)
-        armed = rank == 1
-        training.expect_failure([1], UserError, "no disk", ".")
-        armed = False
-    training.expect_steps(1)
 
 
 # ------------------------------------------------------- ordered second collectives
@@ -240,30 +152,6 @@ def test_then_collective_launches_in_plan_order(rank, mode):
     assert len(hook.launched) == 3
 
 
-def _scatter_then_gather(state, bucket):
-    """Both halves are collectives: each rank averages its part, then all collect the parts."""
-    ranks, buffer = dist.get_world_size(), bucket.buffer()
-    padded = torch.zeros(-(-buffer.numel() // ranks) * ranks)
-    padded[: buffer.numel()] = buffer
-    parts = torch.empty_like(padded)
-    first = dist.all_to_all_single(parts, padded, async_op=True).get_future()
-
-    def gather(value):
-        own = parts.view(ranks, -1).sum(0) / ranks
-        whole = torch.empty_like(padded)
-        second = dist.all_gather_into_tensor(whole, own, async_op=True).get_future()
-        return second.then(lambda done: whole[: buffer.numel()])
-
-    return brigade.then_collective(first, gather)
-
-
-@on_ranks(3, **LIMITS)
-def test_a_chain_of_two_collectives_averages(rank):
-    training = Training(rank, {})
-    training.wrapped.register_comm_hook(None, _scatter_then_gather)
-    training.expect_steps(6)
-
-
 @pairwise(bucket=[0, 2], fault=["fail_at", "return_nothing_at"])
 @on_ranks(**LIMITS)
 def test_a_second_launch_that_fails_on_one_rank_is_told_to_the_others(rank, fault, bucket):
@@ -282,7 +170,16 @@ def test_a_second_launch_that_fails_on_one_rank_is_told_to_the_others(rank, faul
     dist.destroy_process_group()
 
 
-# ------------------------------------------------- a continuation that raises
+# ------------------------------------- a continuation or a queued callback that raises
+
+
+def _raises_at_the_end(future, error):
+    def finish():
+        if error is not None:
+            raise error
+
+    at_the_end_of_backward(finish)
+    return _average_of(future)
 
 
 def _raises_then(future, error):
@@ -307,9 +204,9 @@ def _set_exception(future, error):
     return result
 
 
-@pairwise(mode=MODES, bucket=[0, 2], way=[_raises_then, _set_exception])
+@pairwise(mode=MODES, bucket=[0, 2], way=[_raises_at_the_end, _raises_then, _set_exception])
 @on_ranks(**LIMITS)
-def test_a_continuation_that_raises_on_one_rank_is_quoted_on_the_others(rank, way, bucket, mode):
+def test_a_continuation_that_raises_on_one_rank_is_told_to_the_others(rank, way, bucket, mode):
     """That rank raises its own error (torch's then() makes a RuntimeError of it)."""
     armed, at_bucket = False, bucket
 
@@ -319,10 +216,11 @@ def test_a_continuation_that_raises_on_one_rank_is_quoted_on_the_others(rank, wa
 
     training = Training(rank, MODES[mode])
     training.wrapped.register_comm_hook(None, hook)
+    peers_text = "." if way is _raises_at_the_end else "no disk"
     for _ in range(2):
         training.expect_steps(2)
         armed = rank == 1
-        training.expect_failure([1], (UserError, RuntimeError), "no disk", "no disk")
+        training.expect_failure([1], (UserError, RuntimeError), "no disk", peers_text)
         armed = False
     training.expect_steps(2)
 

@@ -13,10 +13,6 @@ from ranks import on_ranks
 from training import Perceptron, assert_equal, inputs, train
 
 
-def _copied(wrapped):
-    return copy.deepcopy(wrapped)
-
-
 def _pickled(wrapped):
     file = io.BytesIO()
     torch.save(wrapped, file)
@@ -24,7 +20,7 @@ def _pickled(wrapped):
     return torch.load(file, weights_only=False)
 
 
-@pytest.mark.parametrize("make", [_copied, _pickled])
+@pytest.mark.parametrize("make", [copy.deepcopy, _pickled])
 @pytest.mark.parametrize(
     "options",
     [{}, {"static_graph": True}, {"find_unused_parameters": True, "check_module": "off"}],
@@ -47,16 +43,3 @@ def test_one_rank_may_copy_its_wrapper_alone(rank, make, options):
     assert_equal(train(again, inputs(rank, 3)), expected)
     assert again.check_module == options.get("check_module", "error")
     assert again.static_graph == options.get("static_graph", False)
-
-
-@on_ranks(timeout_s=30)
-def test_a_copy_that_is_never_trained_disturbs_nobody(rank):
-    """A copy that is kept on rank 0 only, as an average of weights is."""
-    wrapped = brigade.DistributedDataParallel(Perceptron())
-    spare = copy.deepcopy(wrapped) if rank == 0 else None
-    train(wrapped, inputs(rank, 3))
-    if spare is not None:
-        with torch.no_grad():
-            spare.module(inputs(rank, 1)[0])
-    del spare
-    train(wrapped, inputs(rank, 2))

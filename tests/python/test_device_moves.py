@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.testing._internal.two_tensor import TwoTensor
 
 import brigade
 from brigade import _device_moves, _sharded_units
@@ -84,84 +85,29 @@ def test_what_moves(rank):
     assert module.ignored is before["ignored"] and module.on_meta is before["on_meta"]
 
 
-def _moving(copies):
-    """Moves that copy, as those between devices do, and don't tell devices apart."""
-
-    def move(tensor, device):
-        copies.append(tensor)
-        tensor.data = tensor.data.clone()
-
-    elsewhere = mock.patch.object(_device_moves, "_device_for", lambda *_: torch.device("cpu", 0))
-    return elsewhere, mock.patch.object(_sharded_units, "move", move)
-
-
-@on_ranks()
-def test_tied_memory_is_not_parted(rank):
-    module = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
-    module[1].weight = nn.Parameter(module[0].weight.data)
-    copies = []
-    elsewhere, move = _moving(copies)
-    with elsewhere, move:
-        with pytest.raises(ValueError, match=r"shares its memory with '0\.weight'"):
-            brigade.fully_shard(module)
-        assert not copies  # nothing of what is refused has moved
-        brigade.fully_shard(module[0])
-        with pytest.raises(ValueError, match="has the memory of 'weight'"):
-            brigade.fully_shard(module[1])
-        assert len(copies) == 2
-
-
 @on_ranks()
 def test_a_move_that_fails_on_one_rank_fails_on_all(rank):
     class Rotary(nn.Module):
         def __init__(self):
             super().__init__()
             self.register_buffer("table", torch.ones(2))
-            self.block = nn.Linear(2, 2)
+            self.block = brigade.fully_shard(nn.Linear(2, 2))
 
-    for make in (Rotary, lambda: nn.Linear(2, 2)):
-        module = make()
-        if hasattr(module, "block"):
-            brigade.fully_shard(module.block)
-        elsewhere, move = _moving([])
-        if rank == 1:
-            move = mock.patch.object(_sharded_units, "move", side_effect=RuntimeError("no room"))
+    for module in (Rotary(), nn.Linear(2, 2)):
+        elsewhere = mock.patch.object(
+            _device_moves, "_device_for", lambda *_: torch.device("cpu", 0)
+        )
+        move = mock.patch.object(
+            _sharded_units, "move", side_effect=RuntimeError("no room") if rank == 1 else None
+        )
         with elsewhere, move, pytest.raises((RuntimeError, ValueError), match="no room"):
             brigade.fully_shard(module)
 
 
-class _Pair(torch.Tensor):
-    """A traceable subclass of two tensors."""
-
-    @staticmethod
-    def __new__(cls, one, other):
-        return torch.Tensor._make_wrapper_subclass(
-            cls, one.shape, dtype=one.dtype, device=one.device
-        )
-
-    def __init__(self, one, other):
-        self.one, self.other = one, other
-
-    def __tensor_flatten__(self):
-        return ["one", "other"], None
-
-    @staticmethod
-    def __tensor_unflatten__(inner, context, size, stride):
-        return _Pair(inner["one"], inner["other"])
-
-    @classmethod
-    def __torch_dispatch__(cls, function, types, args=(), kwargs=None):
-        if function in (torch.ops.aten._to_copy.default, torch.ops.aten.detach.default):
-            tensor, *rest = args
-            inner = (function(each, *rest, **(kwargs or {})) for each in (tensor.one, tensor.other))
-            return _Pair(*inner)
-        raise NotImplementedError(function)
-
-
 @pytest.mark.parametrize("is_parameter", [True, False])
 def test_subclasses_move_with_what_is_inside(is_parameter):
-    pair = _Pair(torch.ones(2), torch.ones(2))
+    pair = TwoTensor(torch.ones(2), torch.ones(2))
     tensor = nn.Parameter(pair, requires_grad=False) if is_parameter else pair
     _device_moves.move(tensor, torch.device("meta"))
-    assert isinstance(tensor, _Pair) and tensor.is_meta and tensor.one.is_meta
+    assert isinstance(tensor, TwoTensor) and tensor.is_meta and tensor.a.is_meta
     assert isinstance(tensor, nn.Parameter) == is_parameter

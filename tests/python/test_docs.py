@@ -10,19 +10,17 @@ import io
 import os
 import pathlib
 import re
-import subprocess
 import sys
 
 import pytest
 
-from ranks import run_ranks
+from ranks import run_ranks, torchrun
 
 _TESTS = pathlib.Path(__file__).parents[1]
 sys.path.insert(0, str(_TESTS / "docs"))
 
 from page_blocks import DOCS, README, Block, blocks_of, pages_with  # noqa: E402
 
-_DEADLINE_S = 300
 _GIVEN = """
 import os, signal, sys, threading
 from contextlib import nullcontext
@@ -80,27 +78,15 @@ def _padded(blocks: list[Block]) -> str:
 
 def _run(
     folder: pathlib.Path, blocks: list[Block], before: str, after: str, fault: str = ""
-) -> subprocess.CompletedProcess:
-    """The blocks between `before` and `after`, under torchrun."""
+) -> str:
+    """Runs the blocks between `before` and `after` under torchrun; returns the output."""
     program = folder / "page.py"
-    code = _padded(blocks)
     name = str(blocks[0].page) if blocks else "no page"
-    program.write_text(f"{before}exec(compile({code!r}, {name!r}, 'exec'))\n{after}")
-    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    program.write_text(f"{before}exec(compile({_padded(blocks)!r}, {name!r}, 'exec'))\n{after}")
+    path = os.pathsep.join([str(_TESTS / "python"), os.environ["PYTHONPATH"]])
     restarts = ["--max-restarts", "1"] if fault == "dies" else []
-    return subprocess.run(
-        [sys.executable, *launcher, *restarts, str(program)],
-        cwd=folder,
-        env={
-            **os.environ,
-            "MY_FAULT": fault,
-            "PYTHONPATH": os.pathsep.join([str(_TESTS / "python"), os.environ["PYTHONPATH"]]),
-        },
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        timeout=_DEADLINE_S,
-    )
+    environment = {**os.environ, "MY_FAULT": fault, "PYTHONPATH": path}
+    return torchrun(*restarts, program, cwd=folder, env=environment)
 
 
 def _programs(page: str) -> dict[str, list[Block]]:
@@ -112,11 +98,10 @@ def _programs(page: str) -> dict[str, list[Block]]:
     return programs
 
 
-def _weights(done: subprocess.CompletedProcess) -> str:
-    """What both ranks ended with, if they ran to the end and have the same."""
-    assert done.returncode == 0, done.stdout
-    found = re.findall(r"rank (\d) is through with weights (-?\d+)", done.stdout)
-    assert {rank for rank, _ in found} == {"0", "1"}, done.stdout
+def _weights(output: str) -> str:
+    """Those of both ranks at the end, which are equal."""
+    found = re.findall(r"rank (\d) is through with weights (-?\d+)", output)
+    assert {rank for rank, _ in found} == {"0", "1"}, output
     (weights,) = {weights for _, weights in found}
     return weights
 
@@ -171,9 +156,7 @@ def test_a_resumed_training_has_the_bits_of_one_that_was_not_interrupted(tmp_pat
 
 def test_the_readmes_sharded_program_learns(tmp_path):
     (block,) = [block for block in blocks_of(README) if block.use == "torchrun"]
-    done = _run(tmp_path, [block], "", _LEARNT)
-    assert done.returncode == 0, done.stdout
-    assert done.stdout.count("has learnt") == 2, done.stdout
+    assert _run(tmp_path, [block], "", _LEARNT).count("has learnt") == 2
 
 
 @pytest.mark.slow
@@ -181,6 +164,6 @@ def test_the_readmes_sharded_program_learns(tmp_path):
 def test_training_that_a_rank_broke_ends_as_if_nothing_had_been(fault, tmp_path):
     blocks = _programs("recovery")[fault]
     done = _run(tmp_path, blocks, _GIVEN, _END, fault)
-    assert "rank 0, step 2: " in done.stdout, done.stdout
+    assert "rank 0, step 2: " in done, done
     unbroken = _run(tmp_path, [], _GIVEN + _GROUP + _UNBROKEN, _END)
     assert _weights(done) == _weights(unbroken)

@@ -26,15 +26,6 @@ def _returns_a_number(state: object, bucket: dist.GradBucket) -> int:
     raise AssertionError("not called")
 
 
-class Plain(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.a, self.b = nn.Linear(2, 2), nn.Linear(2, 2)
-
-    def forward(self, x):
-        return self.b(self.a(x))
-
-
 class Two(nn.Module):
     """Uses one or both of its layers; the second one in two checkpoints if `twice`."""
 
@@ -63,13 +54,6 @@ def _register(hook, times=1):
     return run
 
 
-def _register_builtin_twice(wrapper):
-    wrapped = wrapper(nn.Linear(2, 2))
-    for _ in range(2):
-        dist_type = dist.BuiltinCommHookType.ALLREDUCE
-        wrapped._register_builtin_comm_hook(dist_type)
-
-
 def _leave_out(wrapper):
     wrapped = wrapper(Two(use_both=False))
     wrapped(X).sum().backward()
@@ -83,49 +67,25 @@ def _use_twice(wrapper):
 
 # What programs look for, which torch's class says too.
 WORDS = {
-    "not callable": (_register(3), TypeError, "Communication hook must be callable"),
-    "bucket": (
-        _register(_takes_a_number),
-        ValueError,
-        r"bucket annotation should be dist\.GradBucket",
-    ),
-    "return": (
-        _register(_returns_a_number),
-        ValueError,
-        r"return annotation should be torch\.futures\.Future\[torch\.Tensor\]",
-    ),
-    "lazy": (lambda wrapper: wrapper(nn.LazyLinear(2)), RuntimeError, "uninitialized parameters"),
-    "twice": (
-        _register(_sum, times=2),
-        RuntimeError,
-        "register_comm_hook or register_builtin_comm_hook can only be called once",
-    ),
-    "built-in twice": (
-        _register_builtin_twice,
-        RuntimeError,
-        "register_builtin_comm_hook or register_comm_hook can only be called once",
-    ),
-    "left out": (
-        _leave_out,
-        RuntimeError,
-        r"(?s)Expected to have finished reduction in the prior iteration.*"
-        r"Parameter indices which did not receive grad for rank 0: 2",
-    ),
-    "ready twice": (
-        _use_twice,
-        RuntimeError,
-        r"(?s)Expected to mark a variable ready only once.*"
-        r"Parameter at index 3 with name b\.bias",
-    ),
+    "Communication hook must be callable": _register(3),
+    r"bucket annotation should be dist\.GradBucket": _register(_takes_a_number),
+    r"return annotation should be torch\.futures\.Future\[": _register(_returns_a_number),
+    "register_comm_hook or .* can only be called once": _register(_sum, times=2),
+    "uninitialized parameters": lambda wrapper: wrapper(nn.LazyLinear(2)),
+    r"(?s)Expected to have finished reduction in the prior iteration.*"
+    r"Parameter indices which did not receive grad for rank 0: 2": _leave_out,
+    r"(?s)Expected to mark a variable ready only once.*"
+    r"Parameter at index 3 with name b\.bias": _use_twice,
 }
 
 
 @on_ranks(1)
 def test_the_words_that_programs_look_for_are_torchs(rank):
-    for run, kind, words in WORDS.values():
-        for wrapper in (TorchDistributedDataParallel, brigade.DistributedDataParallel):
-            with pytest.raises(kind, match=words):
-                run(wrapper)
+    for words, run in WORDS.items():
+        with pytest.raises(Exception, match=words) as theirs:
+            run(TorchDistributedDataParallel)
+        with pytest.raises(theirs.type, match=words):
+            run(brigade.DistributedDataParallel)
 
 
 # ------------------------------------------------------- what to do, in Python
@@ -165,27 +125,6 @@ def test_texts_name_what_can_be_done_in_python(rank):
     texts = [text, _error_of(_use_twice), _error_of(_go_back_twice), _error_of(_resize)]
     for text in texts:
         assert not re.search(r"prepare_for_backward|the reducer\.|tie_outputs", text), text
-
-
-def _freeze(wrapper):
-    wrapped = wrapper(Two())
-    for parameter in wrapped.module.a.parameters():
-        parameter.requires_grad_(False)
-    x = X.clone().requires_grad_()
-    wrapped(x).sum().backward()
-    wrapped(x)
-
-
-@on_ranks(1)
-def test_a_parameter_frozen_after_wrapping_is_named_as_frozen(rank):
-    text = _error_of(_freeze)
-    assert "Frozen since the module was wrapped: parameters 0 ('a.weight'), 1 ('a.bias')." in text
-    assert "Freeze parameters before the module is wrapped" in text
-    wrapped = brigade.DistributedDataParallel(Plain(), find_unused_parameters=True)
-    wrapped.module.a.requires_grad_(False)
-    for _ in range(2):
-        wrapped(X.clone().requires_grad_()).sum().backward()
-    assert wrapped.module.b.bias.grad.tolist() == [2.0, 2.0]
 
 
 class Lazy(nn.Module):

@@ -2,29 +2,16 @@
 
 import pathlib
 import re
-import subprocess
-import sys
 
 import pytest
 
+from ranks import torchrun
+
 _FOLDER = pathlib.Path(__file__).parents[2] / "examples" / "python"
-_DEADLINE_S = 300
 
 
 def _run(name: str, *arguments: str) -> str:
-    """What an example prints, on two ranks that torchrun starts."""
-    done = subprocess.run(
-        [
-            *(sys.executable, "-m", "torch.distributed.run"),
-            *("--standalone", "--nproc-per-node", "2", _FOLDER / name, *arguments),
-        ],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        timeout=_DEADLINE_S,
-    )
-    assert done.returncode == 0, done.stdout
-    return done.stdout
+    return torchrun(_FOLDER / name, *arguments)
 
 
 def _need(*packages: str) -> None:

@@ -115,39 +115,8 @@ def test_misuse_is_told_in_words_that_torch_has_too(rank, name):
     assert torch.equal(*gathered)
 
 
-@pytest.mark.parametrize("name", CLASSES)
-@on_ranks()
-def test_finalizing_before_all_gradients_are_there_is_an_error(rank, name):
-    wrapper = CLASSES[name]
-    wrapped = wrapper(Perceptron())
-    wrapped.require_manual_backward_finalization = True
-    x = inputs(rank, 1)[0]
-    refused = []
-
-    def on_gradient(_):  # which nobody has told the reducer of yet
-        with pytest.raises(RuntimeError, match="before all DDP buckets were ready"):
-            wrapped.finalize_backward()
-        refused.append(True)
-
-    wrapped.module.layers[0].weight.register_post_accumulate_grad_hook(on_gradient)
-    loss_of(wrapped(x)).backward()
-    assert refused == [True]
-    wrapped.finalize_backward()
-
-
 @on_ranks(1)
 def test_without_a_reducer_there_is_nothing_to_finalize(rank):
-    model, before = nn.Linear(3, 2), nn.Parameter(torch.ones(3))
-    model = nn.Sequential(model)
-    delayed = brigade.DistributedDataParallel(
-        model,
-        delay_all_reduce_named_params=list(model.named_parameters()),
-        param_to_hook_all_reduce=before,
-    )
-    with pytest.raises(RuntimeError, match="Manual backward finalization is not supported when"):
-        delayed.require_manual_backward_finalization = True
-    delayed.require_manual_backward_finalization = False
-    assert not delayed.should_finalize_after_backward
     with torch._dynamo.config.patch(optimize_ddp="python_reducer"):
         compiled = brigade.DistributedDataParallel(nn.Linear(3, 2))
     with pytest.raises(RuntimeError, match="Manual backward finalization is not supported with"):

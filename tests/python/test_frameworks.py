@@ -1,11 +1,11 @@
 """Frameworks that build the wrapper themselves train to torch's bits with brigade's class."""
 
 import pathlib
-import subprocess
-import sys
 
 import pytest
 import torch
+
+from ranks import torchrun
 
 _FOLDER = pathlib.Path(__file__).parent
 _PACKAGES = {
@@ -20,18 +20,7 @@ def _run(program: str, framework: str, world_size: int = 2) -> str:
     """What it prints on all ranks."""
     for package in _PACKAGES[framework]:
         pytest.importorskip(package, reason=f"examples/python/requirements.txt: no {package}")
-    done = subprocess.run(
-        [
-            *(sys.executable, "-m", "torch.distributed.run"),
-            *("--standalone", "--nproc-per-node", str(world_size), _FOLDER / program, framework),
-        ],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        timeout=600,
-    )
-    assert done.returncode == 0, done.stdout
-    return done.stdout
+    return torchrun(_FOLDER / program, framework, world_size=world_size)
 
 
 @pytest.mark.slow

@@ -13,7 +13,7 @@ import brigade
 
 from ranks import on_ranks
 from sharded_training import expect_equal, loss_of, make_net, shard_blocks
-from whole_numbers import backward_of_all
+from whole_numbers import backward_of_all, expect_gradients
 
 
 def _random(size, rank, step):
@@ -99,12 +99,6 @@ def _speakers():
     return plain, brigade.fully_shard(model), torch.arange(4)
 
 
-def _expect_equal_gradients(model, plain):
-    for part, whole in zip(model.parameters(), plain.parameters(), strict=True):
-        assert (part.grad is None) == (whole.grad is None)
-        assert part.grad is None or torch.equal(part.grad.full_tensor(), whole.grad)
-
-
 @on_ranks()
 def test_generation_in_parts_and_whole(rank):
     plain, model, token = _speakers()
@@ -123,7 +117,7 @@ def test_generation_in_parts_and_whole(rank):
                 model.generate(torch.tensor([99]), 1)
     model(token).sum().backward()
     plain(token).sum().backward()
-    _expect_equal_gradients(model, plain)
+    expect_gradients(model, plain)
 
 
 @on_ranks()
@@ -138,4 +132,4 @@ def test_a_method_in_forwards_place(rank):
     with pytest.raises(IndexError):
         model.encode(torch.tensor([99]))
     assert isinstance(model.embed.weight, brigade.ShardedParameter)
-    _expect_equal_gradients(model, plain)
+    expect_gradients(model, plain)

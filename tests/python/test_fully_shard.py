@@ -24,7 +24,6 @@ from sharded_training import (
     expect_losses_alike,
     make_net,
     shard_blocks,
-    step_of_all,
 )
 
 
@@ -55,12 +54,6 @@ def test_surface(rank):
     held = torch.tensor(sum(p.to_local().numel() for p in model.parameters()))
     dist.all_reduce(held)
     assert held.item() == sum(p.numel() for p in names.values())
-    inside = []
-    model.blocks[1].up.register_forward_hook(
-        lambda module, args, output: inside.append(module.weight.shape)
-    )
-    model(batch_of(rank, 0)).sum().backward()
-    assert inside == [names["blocks.1.up.weight"].shape]
     assert "'blocks.1': 6 parameters" in model.explain()
     with model.whole_parameters():
         assert torch.equal(model.head.weight, make_net().head.weight)
@@ -70,26 +63,6 @@ def test_surface(rank):
         brigade.fully_shard(model)
     with pytest.raises(NotImplementedError, match=r"'blocks\.1\.up\.weight'"):
         whole.detach() @ whole.detach().t()
-
-
-@pytest.mark.parametrize("norm_type", [1.0, 2.0, 3.0, float("inf")])
-@pytest.mark.parametrize("foreach", [None, True, False])
-@on_ranks()
-def test_torchs_clip_grad_norm_is_global(rank, norm_type, foreach):
-    plain = make_net()
-    model = shard_blocks(make_net())
-    optimizer = torch.optim.SGD(plain.parameters(), lr=0.0)
-    step_of_all(plain, optimizer, 0, 2)
-    model(batch_of(rank, 0)).square().mean().backward()
-    expected = nn.utils.get_total_norm([p.grad for p in plain.parameters()], norm_type)
-    most = 0.5 * expected.item()
-    found = nn.utils.clip_grad_norm_(model.parameters(), most, norm_type, foreach=foreach)
-    torch.testing.assert_close(found, expected)
-    clipped = model.clip_grad_norm_(1e9, norm_type)
-    torch.testing.assert_close(clipped, 0.5 * expected, check_dtype=False)
-    every = [None, None]
-    dist.all_gather_object(every, found.item())
-    assert every[0] == every[1]
 
 
 @on_ranks()
@@ -145,24 +118,6 @@ def test_what_is_tied_has_the_name_of_its_first_place(rank, tmp_path):
 
 
 @on_ranks()
-def test_units_may_have_parts_of_one_memory(rank):
-    torch.manual_seed(0)
-    memory = torch.randn(2, 4, 4)
-    model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4))
-    for layer, part in zip((model[0], model[2]), memory.clone(), strict=True):
-        layer.weight = nn.Parameter(part)
-    plain = copy.deepcopy(model)
-    brigade.fully_shard(model[0])
-    brigade.fully_shard(model[2])
-    brigade.fully_shard(model)
-    for trained in (model, plain):
-        optimizer = torch.optim.SGD(trained.parameters(), lr=0.1)
-        trained(torch.ones(2, 4)).square().sum().backward()
-        optimizer.step()
-    expect_equal(model, plain)
-
-
-@on_ranks()
 def test_losses_equal_torchs_on_two_ranks(rank):
     mesh = dist.device_mesh.init_device_mesh("cpu", (2,))
     expect_losses_alike(rank, brigade.fully_shard, functools.partial(torch_fully_shard, mesh=mesh))
@@ -204,25 +159,6 @@ def test_one_class_for_all_modules_of_a_class(rank):
     assert type(first) is type(second)
     assert type(first).__name__ == "FSDPNet"
     assert type(nn.Sequential(*first.blocks)[:1][0]) is type(second.blocks[0])
-
-
-@on_ranks()
-def test_an_outermost_module_without_parameters_of_its_own(rank):
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 2))
-    plain = copy.deepcopy(model)
-    for layer in (model[0], model[2]):
-        brigade.fully_shard(layer)
-    brigade.fully_shard(model)
-    for trained in (plain, model):
-        optimizer = torch.optim.SGD(trained.parameters(), lr=0.1)
-        for _ in range(3):
-            optimizer.zero_grad()
-            trained(torch.ones(2, 4)).square().sum().backward()
-            optimizer.step()
-    expect_equal(model, plain)
-    empty = brigade.fully_shard(nn.Tanh())
-    assert torch.equal(empty(torch.ones(1)), torch.ones(1).tanh())
 
 
 class _Product(torch.autograd.Function):

@@ -1,7 +1,5 @@
 """What a user keeps of a gradient stays as it was, whosever memory the gradient has."""
 
-import io
-
 import numpy as np
 import pytest
 import torch
@@ -44,28 +42,6 @@ def _step(model, x):
     for parameter in model.parameters():
         parameter.grad = None
     model(x).square().sum().backward()
-
-
-def _lie_in_bucket(net):
-    """Both weights have their place in the bucket, with a bias between them."""
-    # Not by their storages: Python keeps one that it has seen.
-    first, second = (net[i].weight.grad.data_ptr() for i in (0, 2))
-    return abs(first - second) == 4 * (WIDTH * WIDTH + WIDTH)
-
-
-@on_ranks()
-def test_gradients_get_memory_of_their_bucket_and_can_be_saved(rank):
-    model = brigade.DistributedDataParallel(_net())
-    for step, x in enumerate(_inputs(rank)):
-        _step(model, x)
-        # Not at first, nor when buckets have just been rebuilt.
-        if step > 1:
-            assert _lie_in_bucket(model.module), step
-        assert not model.module[0].weight.grad._is_view()
-    file, gradient = io.BytesIO(), model.module[0].weight.grad
-    torch.save(gradient, file)
-    file.seek(0)
-    assert torch.equal(torch.load(file), gradient)
 
 
 @pytest.mark.parametrize("form", FORMS)

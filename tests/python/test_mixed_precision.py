@@ -3,11 +3,8 @@
 from contextlib import nullcontext
 from unittest import mock
 
-import pytest
 import torch
 from torch.nn.parallel.distributed import _MixedPrecision
-
-import brigade
 
 from cases import pairwise
 from ranks import on_ranks
@@ -60,15 +57,3 @@ def test_training_in_low_precision_gives_torchs_bits(rank, views, set_to_none, r
     assert_equal(gradients["brigade"][0], gradients["torch"][1])
     for ours, torchs in zip(gradients["brigade"][1:], gradients["torch"][1:], strict=True):
         assert_equal(ours, torchs)
-
-
-@on_ranks(1)
-def test_unused_parameters_are_not_looked_for(rank):
-    streams, current = _streams_on_the_cpu()
-    precision = _MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)
-    model = Perceptron()
-    with streams, current, pytest.raises(RuntimeError, match="static_graph"):
-        brigade.DistributedDataParallel(
-            model, mixed_precision=precision, find_unused_parameters=True
-        )
-    assert all(not module._forward_pre_hooks for module in model.modules())

@@ -7,9 +7,7 @@ import copy
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
-from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
@@ -17,6 +15,7 @@ import brigade
 
 from ranks import on_ranks
 from sharded_training import Net, shard_blocks
+from whole_numbers import backward_of_all
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 
@@ -83,44 +82,6 @@ def test_bits_are_those_of_one_process_over_nccl(rank, mode):
             optimizer.zero_grad()
             model(_batch_of(rank, step), uses).square().mean().backward()
             optimizer.step()
-        _expect_same(wrapped, plain)
-
-
-@pytest.mark.parametrize("name", ["allreduce_hook", "fp16_compress_hook", "bf16_compress_hook"])
-@on_ranks(1, backend="nccl")
-def test_hooks_over_nccl(rank, name):
-    plain = _make()
-    wrapped = brigade.DistributedDataParallel(copy.deepcopy(plain))
-    wrapped.register_comm_hook(None, getattr(default_hooks, name))
-    for step in range(4):
-        plain.zero_grad()
-        wrapped.zero_grad()
-        plain(_batch_of(rank, step)).square().mean().backward()
-        wrapped(_batch_of(rank, step)).square().mean().backward()
-        low = torch.float16 if name.startswith("fp16") else torch.bfloat16
-        for ours, theirs in zip(wrapped.parameters(), plain.parameters(), strict=True):
-            rounded = theirs.grad if name == "allreduce_hook" else theirs.grad.to(low).float()
-            torch.testing.assert_close(ours.grad, rounded, rtol=0, atol=0)
-
-
-@pytest.mark.parametrize("mode", ["copies", "views", "static_graph"])
-@on_ranks(1, backend="nccl")
-def test_accumulates_over_nccl(rank, mode):
-    options = MODES[mode]
-    plain = _make()
-    wrapped = brigade.DistributedDataParallel(copy.deepcopy(plain), **options)
-    scaler = torch.amp.GradScaler("cuda")
-    for step in range(4):
-        plain.zero_grad()
-        wrapped.zero_grad()
-        for part in range(3):
-            x = _batch_of(rank, 3 * step + part)
-            scaler.scale(plain(x).square().mean()).backward()
-            if part < 2:
-                with wrapped.no_sync():
-                    scaler.scale(wrapped(x).square().mean()).backward()
-            else:
-                scaler.scale(wrapped(x).square().mean()).backward()
         _expect_same(wrapped, plain)
 
 
@@ -267,24 +228,19 @@ def test_captured_in_a_cuda_graph(rank, mode):
 def test_ranks_that_share_a_device(rank, mode):
     options = MODES[mode]
     torch.cuda.set_device(DEVICE)
-    world_size = dist.get_world_size()
     plain = _make(WithUnused)
     wrapped = brigade.DistributedDataParallel(copy.deepcopy(plain), **options)
     for step in range(4):
         uses = [not options.get("find_unused_parameters") or (step + r) % 3 != 0 for r in (0, 1)]
-        wrapped.zero_grad()
-        wrapped(_batch_of(rank, step), uses[rank]).square().mean().backward()
-        sums: list[torch.Tensor | None] = [None for _ in plain.parameters()]
-        for peer in range(world_size):
-            plain.zero_grad()
-            plain(_batch_of(peer, step), uses[peer]).square().mean().backward()
-            for i, parameter in enumerate(plain.parameters()):
-                if parameter.grad is not None:
-                    sums[i] = parameter.grad if sums[i] is None else sums[i] + parameter.grad
-        for parameter, of_all in zip(wrapped.parameters(), sums, strict=True):
-            assert (parameter.grad is None) == (of_all is None)
-            if of_all is not None:
-                torch.testing.assert_close(parameter.grad, of_all / world_size, rtol=0, atol=0)
+
+        def loss_on(net, r, step=step, uses=uses):
+            return net(_batch_of(r, step), uses[r]).square().mean()
+
+        for net in (plain, wrapped):
+            net.zero_grad()
+        backward_of_all(plain, 2, loss_on)
+        loss_on(wrapped, rank).backward()
+        _expect_same(wrapped, plain)
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
@@ -296,16 +252,15 @@ def test_shards_of_ranks_that_share_a_device(rank, strategy):
     model = shard_blocks(copy.deepcopy(plain), reshard_after_forward=reshards)
     optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in (plain, model)]
     for step in range(4):
+
+        def loss_on(net, r, step=step):
+            return net(_batch_of(r, step)).square().mean()
+
         for optimizer in optimizers:
             optimizer.zero_grad()
-        for peer in range(dist.get_world_size()):
-            plain(_batch_of(peer, step)).square().mean().backward()
-        for parameter in plain.parameters():
-            parameter.grad /= dist.get_world_size()
-        model(_batch_of(rank, step)).square().mean().backward()
+        backward_of_all(plain, 2, loss_on)
+        loss_on(model, rank).backward()
         for optimizer in optimizers:
             optimizer.step()
-    for whole, theirs in zip(
-        (p.full_tensor() for p in model.parameters()), plain.parameters(), strict=True
-    ):
-        torch.testing.assert_close(whole, theirs)
+    for part, whole in zip(model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(part.full_tensor(), whole)

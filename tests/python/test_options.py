@@ -5,14 +5,12 @@ import warnings
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
-from torch.nn.parallel import DistributedDataParallel as TorchDistributedDataParallel
 
 import brigade
 
 from ranks import on_ranks
-from training import CLASSES, Perceptron, assert_equal, assert_same_bits, both, inputs, train
+from training import CLASSES
 
 
 @pytest.mark.parametrize(
@@ -39,14 +37,6 @@ def test_a_changed_module_is_an_error_a_warning_or_nobodys_business(rank, check,
         assert torch.allclose(average, torch.full((2, 3), 0.5))  # the others are reduced
 
 
-@on_ranks(1)
-def test_checks_are_named_and_given_by_name(rank):
-    with pytest.raises(ValueError, match="check_module must be one of error, warn, off"):
-        brigade.DistributedDataParallel(nn.Linear(2, 2), check_module="no")
-    with pytest.raises(TypeError, match="positional"):
-        brigade.DistributedDataParallel(nn.Linear(2, 2), *[None] * 20, "off")
-
-
 class _OwnBuffer(nn.Module):
     def __init__(self, rank):
         super().__init__()
@@ -57,13 +47,10 @@ class _OwnBuffer(nn.Module):
         return self.layer(x)
 
 
-_OURS = {"brigade": brigade.DistributedDataParallel}
-
-
-def _classes_with(argument):
-    """Brigade's, and torch's if its version knows the argument."""
-    known = inspect.signature(CLASSES["torch"]).parameters
-    return CLASSES if argument in known else _OURS
+# torch's too, if its version knows the argument.
+_CLASSES = [brigade.DistributedDataParallel]
+if "forward_sync_buffers" in inspect.signature(CLASSES["torch"]).parameters:
+    _CLASSES.append(CLASSES["torch"])
 
 
 @pytest.mark.parametrize(
@@ -81,7 +68,7 @@ def _classes_with(argument):
 )
 @on_ranks()
 def test_buffers_are_synced_where_torch_syncs_them(rank, options, at_construction, in_forward):
-    for wrapper in _classes_with("forward_sync_buffers").values():
+    for wrapper in _CLASSES:
         wrapped = wrapper(_OwnBuffer(rank), **options)
         assert wrapped.module.seen.item() == (1 if at_construction else rank + 1)
         assert wrapped.forward_sync_buffers is wrapped.broadcast_buffers is in_forward
@@ -93,110 +80,3 @@ def test_buffers_are_synced_where_torch_syncs_them(rank, options, at_constructio
         wrapped.module.seen.fill_(20.0 + rank)
         wrapped(torch.ones(1, 2)).sum().backward()
         assert wrapped.module.seen.item() == (20 + rank if in_forward else 20)
-
-
-@pytest.mark.skipif(
-    not hasattr(TorchDistributedDataParallel, "broadcast_buffers"), reason="not in this torch"
-)
-@on_ranks(1)
-def test_broadcast_buffers_is_deprecated_as_torchs_is(rank):
-    for options, count in (
-        ({}, 0),
-        ({"forward_sync_buffers": False}, 0),
-        ({"broadcast_buffers": True}, 1),
-        ({"broadcast_buffers": False, "forward_sync_buffers": True}, 1),
-    ):
-        for wrapper in CLASSES.values():
-            with warnings.catch_warnings(record=True) as caught:
-                warnings.simplefilter("always")
-                wrapper(nn.Linear(2, 2), **options)
-            found = [w for w in caught if "`broadcast_buffers` is deprecated" in str(w.message)]
-            assert len(found) == count, (wrapper, options)
-            assert all(w.category is FutureWarning and w.filename == __file__ for w in found)
-
-
-def _add_up_in_group(wrapped):
-    if isinstance(wrapped, brigade.DistributedDataParallel):
-        wrapped._register_builtin_comm_hook(dist.BuiltinCommHookType.ALLREDUCE)
-
-
-@pytest.mark.parametrize("views", [False, True])
-@on_ranks(3)
-def test_batched_copies_have_the_bits_of_torchs_default(rank, views):
-    results = {
-        batched: both(
-            Perceptron,
-            inputs(rank, 3),
-            prepare=_add_up_in_group,
-            batched_grad_copy=batched,
-            gradient_as_bucket_view=views,
-            bucket_cap_mb=1e-5,
-        )
-        for batched in (False, True)
-    }
-    assert_same_bits(results[False])
-    assert_equal(results[True]["brigade"], results[False]["brigade"])
-
-
-@pytest.mark.parametrize("views", [False, True])
-@pytest.mark.parametrize("options", [{}, {"find_unused_parameters": True}, {"static_graph": True}])
-@on_ranks()
-def test_lazily_allocated_buckets_train_to_the_same_bits(rank, views, options):
-    options = {"gradient_as_bucket_view": views, "bucket_cap_mb": 1e-5, **options}
-    batches = inputs(rank, 4)
-    expected = both(Perceptron, batches, **options)["torch"]
-    for wrapper in _classes_with("lazy_bucket_allocation").values():
-        torch.manual_seed(0)
-        lazy = wrapper(Perceptron(), lazy_bucket_allocation=True, **options)
-        assert_equal(train(lazy, batches), expected)
-
-
-@on_ranks(1)
-def test_buckets_are_configured_as_torchs(rank):
-    for options in (
-        {},
-        {"bucket_cap_mb": 3},
-        {"bucket_cap_mb_list": [1, 2.5]},
-        {"bucket_cap_mb": 7, "bucket_cap_mb_list": [1, 2]},
-    ):
-        ours, theirs = (wrapper(nn.Linear(2, 2), **options) for wrapper in CLASSES.values())
-        assert ours._bucket_config == theirs._bucket_config
-        for name in ("bucket_bytes_cap", "bucket_bytes_cap_list", "bucket_bytes_cap_default"):
-            assert getattr(ours, name) == getattr(theirs, name), (name, options)
-
-
-class _Outer(nn.Module):
-    """Notes which wrapper the compiler would take for the active one."""
-
-    def __init__(self, inner):
-        super().__init__()
-        self.inner = inner
-        self.layer = nn.Linear(2, 2)
-        self.active = []
-
-    def forward(self, x):
-        self.active.append(TorchDistributedDataParallel._get_active_ddp_module())
-        x = self.inner(x)
-        self.active.append(TorchDistributedDataParallel._get_active_ddp_module())
-        return self.layer(x)
-
-
-@on_ranks()
-def test_a_wrapper_within_a_wrapper_gives_the_active_one_back(rank):
-    for outer in CLASSES.values():
-        for inner in CLASSES.values():
-            model = _Outer(inner(nn.Linear(2, 2)))
-            names = [f"inner.module.{name}" for name in ("weight", "bias")]
-            outer._set_params_and_buffers_to_ignore_for_model(model, names)
-            wrapped = outer(model)
-            wrapped(torch.full((1, 2), float(rank))).sum().backward()
-            assert model.active == [wrapped, wrapped]
-            assert TorchDistributedDataParallel._get_active_ddp_module() is None
-            for parameter in wrapped.parameters():
-                gathered = [torch.empty_like(parameter) for _ in range(2)]
-                dist.all_gather(gathered, parameter.grad)
-                assert torch.equal(*gathered)
-            with pytest.raises(RuntimeError):
-                wrapped(torch.ones(1, 3))
-            assert TorchDistributedDataParallel._get_active_ddp_module() is None
-            wrapped.module.active.clear()

@@ -10,7 +10,6 @@ import brigade
 
 from ranks import on_ranks
 from training import (
-    CLASSES,
     Perceptron,
     assert_equal,
     assert_same_bits,
@@ -21,13 +20,7 @@ from training import (
     train,
 )
 
-OPTIONS = {
-    "default": {},
-    "views": {"gradient_as_bucket_view": True},
-    "small_buckets": {"bucket_cap_mb": 0.0002},
-    "caps_by_bucket": {"bucket_cap_mb_list": [0.0001, 0.0004]},
-    "no_buffers": {"broadcast_buffers": False},
-}
+VIEWS = {"gradient_as_bucket_view": True}
 
 
 class Embedding(nn.Module):
@@ -81,10 +74,10 @@ class Nested(nn.Module):
 
 # A model, the shape of its inputs, and options of the wrapper.
 CASES = [
-    *((Perceptron, (4, 6), options) for options in OPTIONS.values()),
-    *((make, (4, 6), OPTIONS["views"]) for make in (Embedding, Complex, Nested)),
+    (Perceptron, (4, 6), {}),
+    *((make, (4, 6), VIEWS) for make in (Embedding, Complex, Nested)),
     *((make, (4, 6), {}) for make in (Embedding, Complex, Nested)),
-    *((Mixed, (6, 4), OPTIONS[name]) for name in ("default", "views")),
+    *((Mixed, (6, 4), options) for options in ({}, VIEWS)),
 ]
 
 
@@ -96,44 +89,6 @@ def test_training_gives_the_same_bits(rank, make, shape, options):
         batches = [(batch.abs() * 100).long() % 11 for batch in batches]
     for set_to_none in (True, False):
         assert_same_bits(both(make, batches, set_to_none=set_to_none, **options))
-
-
-@on_ranks()
-def test_half_precision_gradients_are_divided_before_the_sum(rank):
-    results = both(lambda: nn.Linear(6, 3).half(), [x.half() for x in inputs(rank, 3)])
-    assert_same_bits(results)
-
-
-class _Checkpointed(nn.Module):
-    """Whose backward runs others inside."""
-
-    def __init__(self):
-        super().__init__()
-        self.inner = nn.Linear(3, 2)
-
-    def forward(self, x):
-        x = x.detach().requires_grad_()
-        return torch.utils.checkpoint.checkpoint(self.inner, x, use_reentrant=True)
-
-
-@on_ranks()
-def test_backwards_of_forwards_under_no_sync_are_local_whichever_forward_was_first(rank):
-    """Micro-batches whose forward runs before the backward of the one before."""
-    wrapped = brigade.DistributedDataParallel(_Checkpointed())
-    weight = next(wrapped.module.parameters())
-    x = torch.ones(1, 3)
-    for _ in range(3):
-        wrapped.zero_grad()
-        with wrapped.no_sync():
-            first = wrapped(x * 100 * (rank + 1)).sum()
-            second = wrapped(x * 10).sum()
-        last = wrapped(x * 8).sum()
-        first.backward()
-        assert weight.grad.tolist() == [[100.0 * (rank + 1)] * 3] * 2
-        second.backward()
-        assert weight.grad.tolist() == [[100.0 * (rank + 1) + 10] * 3] * 2
-        last.backward()
-        assert weight.grad.tolist() == [[150.0 + 10 + 8] * 3] * 2
 
 
 @on_ranks(timeout_s=30, deadline_s=60)
@@ -170,12 +125,6 @@ def test_ranks_with_fewer_inputs_join(rank, by_initial, batches):
     expect_torchs_bits(run)
 
 
-@on_ranks()
-def test_construction_without_init_sync_waits_for_nobody(rank):
-    if rank == 0:
-        brigade.DistributedDataParallel(Perceptron(), init_sync=False)
-
-
 class Summed(nn.Module):
     """Autograd gives the layer and the table one gradient in the same memory."""
 
@@ -200,49 +149,3 @@ def test_a_sparse_gradient_that_shares_memory_leaves_the_other_one_alone(rank):
         assert model.layer.bias.grad.tolist() == [8.0] * 2
         dense = model.table.weight.grad.to_dense()
         assert dense.tolist() == [[2.0] * 2, [2.0] * 2, [0.0] * 2, [4.0] * 2]
-
-
-class _Shared(nn.Module):
-    """A weight used twice."""
-
-    def __init__(self):
-        super().__init__()
-        self.body = Perceptron()
-        self.twice = nn.Linear(3, 3)
-
-    def forward(self, x):
-        return self.twice(self.twice(self.body(x)).tanh())
-
-
-@pytest.mark.parametrize(
-    ("make_model", "options"),
-    [
-        (Perceptron, {}),
-        (Perceptron, {"gradient_as_bucket_view": True}),
-        (Perceptron, {"find_unused_parameters": True}),
-        (Perceptron, {"static_graph": True}),
-        (_Shared, {"static_graph": True}),
-        (_Shared, {"static_graph": True, "find_unused_parameters": True}),
-    ],
-    ids=["default", "views", "find_unused", "static", "static_shared", "static_find_unused"],
-)
-@on_ranks()
-def test_buckets_are_rebuilt_when_torch_rebuilds_them(rank, make_model, options):
-    """Per forward: whether buckets have been rebuilt; then what they are."""
-
-    def run(wrapper):
-        wrapped = wrapper(make_model(), bucket_cap_mb_list=[1e-5], **options)
-        forwards = []
-        for step, x in enumerate(inputs(rank, 6)):
-            if step == 1:
-                with wrapped.no_sync():  # counts for nothing
-                    loss_of(wrapped(x)).backward()
-                forwards.append(wrapped._has_rebuilt_buckets)
-            loss = loss_of(wrapped(x))
-            forwards.append(wrapped._has_rebuilt_buckets)
-            loss.backward()
-        data = wrapped._get_ddp_logging_data()
-        keys = ("rebuilt_bucket_sizes", "rebuilt_per_bucket_param_indices")
-        return forwards, [data.get(key) for key in keys]
-
-    assert run(CLASSES["brigade"]) == run(CLASSES["torch"])

@@ -39,49 +39,17 @@ def _step(rank, plain, model, step):
     step_by_sign(model, plain)
 
 
-def _all_at_once(model):
-    handles = [layer.unshard(async_op=True) for layer in model]
-    for layer, handle in zip(model, handles, strict=True):
-        handle.wait()
-        assert is_unsharded(layer.weight)
-
-
-def _gather_in_the_forward_before(model):
-    """Each layer's hook begins the next one's gather, and waits for its own."""
-    for layer, following in itertools.pairwise(model):
-        handles = []
-        layer.register_forward_pre_hook(
-            lambda *_, following=following, handles=handles: handles.append(following.unshard(True))
-        )
-        following.register_forward_pre_hook(lambda *_, handles=handles: handles.pop().wait())
-
-
-def _gather_in_the_backward_behind(model):
-    """The same where backward reaches a layer: the one before it is next."""
-    for before, layer in itertools.pairwise(model):
-        layer.register_full_backward_pre_hook(
-            lambda *_, before=before: before.unshard(async_op=True) and None
-        )
-
-
-BY_HAND = {
-    "all at once": _all_at_once,
-    "in passes": lambda model: None,
-}
-
-
-@pytest.mark.parametrize("name", BY_HAND)
 @pytest.mark.parametrize("reshards", [True, False])
 @on_ranks()
-def test_handles_in_a_training_loop_gather_no_unit_twice(rank, name, reshards):
+def test_handles_in_a_training_loop_gather_no_unit_twice(rank, reshards):
     plain, model = _pair(reshard_after_forward=reshards)
     model._set_unshard_async_op(True)
-    if name == "in passes":
-        _gather_in_the_forward_before(model)
-        _gather_in_the_backward_behind(model)
     for step in range(4):
         before = model.sharding_statistics()
-        BY_HAND[name](model)
+        handles = [layer.unshard(async_op=True) for layer in model]
+        for layer, handle in zip(model, handles, strict=True):
+            handle.wait()
+            assert is_unsharded(layer.weight)
         _step(rank, plain, model, step)
         assert not any(is_unsharded(layer.weight) for layer in model)
         after = model.sharding_statistics()

@@ -8,6 +8,7 @@ from torch import nn
 import brigade
 
 from ranks import on_ranks
+from sharded_training import expect_same
 
 VARIANTS = {
     "1 KB": {"bucket_cap_mb": 1 / 1024},
@@ -67,11 +68,6 @@ def _train_alone(world_size, row_size, steps=3):
     return net.state_dict()
 
 
-def _expect_equal(found, expected, what):
-    for name, value in expected.items():
-        assert torch.equal(found[name], value), f"{what}: {name}"
-
-
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])
 @on_ranks()
 def test_buckets_graphs_views_and_shards_do_not_show(rank, world_size):
@@ -80,13 +76,13 @@ def test_buckets_graphs_views_and_shards_do_not_show(rank, world_size):
     for what, options in VARIANTS.items():
         model = brigade.DistributedDataParallel(_net(), reproducible=True, **options)
         _train(model, rank)
-        _expect_equal(model.module.state_dict(), expected, what)
+        expect_same(model.module.state_dict(), expected, what)
     sharded = _net()
     for layer in (sharded[0], sharded[2], sharded[4]):
         brigade.fully_shard(layer)
     brigade.fully_shard(sharded)
     _train(sharded, rank)
-    _expect_equal(sharded.full_state_dict(), expected, "fully_shard")
+    expect_same(sharded.full_state_dict(), expected, "fully_shard")
 
 
 @on_ranks(4)
@@ -95,13 +91,13 @@ def test_rows_are_summed_as_by_hybrid_shards(rank):
     sharded = brigade.fully_shard(_net(), mesh=mesh)
     _train(sharded, rank)
     expected = _train_alone(4, row_size=2)
-    _expect_equal(sharded.full_state_dict(), expected, "fully_shard")
+    expect_same(sharded.full_state_dict(), expected, "fully_shard")
     for what, options in VARIANTS.items():
         model = brigade.DistributedDataParallel(
             _net(), reproducible=True, reproducible_row_size=2, **options
         )
         _train(model, rank)
-        _expect_equal(model.module.state_dict(), expected, what)
+        expect_same(model.module.state_dict(), expected, what)
 
 
 @pytest.mark.parametrize("by_world_size", [True, False])
@@ -122,50 +118,22 @@ def test_ranks_without_data_count_as_zeros(rank, world_size, by_world_size):
                 assert torch.equal(p.grad, gradient * (1.0 / divisor)), step
 
 
-@on_ranks(3)
-def test_optimizers_may_step_in_backward(rank):
-    from torch.distributed.optim import _apply_optimizer_in_backward
-
-    world_size = dist.get_world_size()
-    net = _net()
-    _apply_optimizer_in_backward(torch.optim.SGD, net.parameters(), {"lr": 0.1, "foreach": False})
-    model = brigade.DistributedDataParallel(net, reproducible=True, bucket_cap_mb=0.001)
-    for step in range(3):
-        model(_input(rank, step)).square().mean().backward()
-    _expect_equal(net.state_dict(), _train_alone(world_size, world_size), "steps in backward")
-
-
-class _Sparse(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.table = nn.Embedding(4, 2, sparse=True)
-
-    def forward(self, i):
-        return self.table(i)
-
-
 @on_ranks()
 def test_what_cannot_be_summed_in_order_is_refused_on_every_rank(rank):
-    def expect(text, net=None, error=RuntimeError, **options):
-        with pytest.raises(error, match=text):
-            brigade.DistributedDataParallel(net or _net(), **{"reproducible": True, **options})
-
-    expect(r"'table.weight'\) has a sparse gradient", _Sparse())
-    expect("must divide the number of ranks, 2, it is 3", reproducible_row_size=3)
-    expect("must be unset without reproducible", reproducible=False, reproducible_row_size=2)
-    expect("reproducible = ", reproducible=rank == 0)
-    precision = torch.nn.parallel.distributed._MixedPrecision(param_dtype=torch.bfloat16)
-    expect("can't be given with mixed_precision", mixed_precision=precision)
     net = _net()
-    expect(
-        "can't be given with delay_all_reduce_named_params",
-        net,
-        delay_all_reduce_named_params=[("0.weight", net[0].weight)],
-        param_to_hook_all_reduce=net[2].weight,
-    )
-    model = brigade.DistributedDataParallel(_net(), reproducible=True)
+    precision = torch.nn.parallel.distributed._MixedPrecision(param_dtype=torch.bfloat16)
+    delayed = {
+        "delay_all_reduce_named_params": [("0.weight", net[0].weight)],
+        "param_to_hook_all_reduce": net[2].weight,
+    }
+    for text, options in (
+        ("must be unset without reproducible", {"reproducible": False, "reproducible_row_size": 2}),
+        ("can't be given with mixed_precision", {"mixed_precision": precision}),
+        ("can't be given with delay_all_reduce_named_params", delayed),
+    ):
+        with pytest.raises(RuntimeError, match=text):
+            brigade.DistributedDataParallel(net, **{"reproducible": True, **options})
+    model = brigade.DistributedDataParallel(net, reproducible=True)
     with pytest.raises(RuntimeError, match="reproducible is set"):
         model.register_comm_hook(None, lambda state, bucket: None)
-    with pytest.raises(RuntimeError, match="reproducible is set"):
-        model._register_builtin_comm_hook(dist.BuiltinCommHookType.ALLREDUCE)
     _train(model, rank)

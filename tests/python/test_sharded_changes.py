@@ -80,17 +80,6 @@ def test_modules_that_are_added_are_named(rank):
 
 
 @on_ranks()
-def test_ignored_parameters_and_modules_around_others_are_nobodys_business(rank):
-    net = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
-    brigade.fully_shard(net, ignored_params=set(net[1].parameters()))
-    net(torch.ones(2, 4)).sum().backward()
-    net[0] = nn.Sequential(net[0])  # the same parameters, below another module
-    net.append(nn.Tanh())
-    net(torch.ones(2, 4)).sum().backward()
-    assert isinstance(net[0][0].weight, brigade.ShardedParameter)
-
-
-@on_ranks()
 def test_functional_call_computes_with_what_it_is_given_or_is_refused(rank):
     pair = Pair(rank)
     model = pair.model

@@ -101,27 +101,6 @@ def test_compiled_either_way_the_bits_are_those_of_one_process(rank, way, reshar
     assert statistics["reduced_backwards"] == 4
 
 
-@pytest.mark.parametrize("way", quick(_WAYS, [_WAYS[-1]]))
-@on_ranks(1)
-def test_the_compiler_converts_nothing_of_sharding(rank, way):
-    from torch._dynamo.convert_frame import CatchErrorsWrapper
-
-    converted = []
-    call = CatchErrorsWrapper.__call__
-
-    def recording(self, frame, *args):
-        result = call(self, frame, *args)
-        if "/brigade/" in frame.f_code.co_filename and result.guarded_code is not None:
-            converted.append(frame.f_code.co_name)
-        return result
-
-    CatchErrorsWrapper.__call__ = recording
-    _, run = way(make_net(), {}, [])
-    for step in range(3):
-        run(batch_of(rank, step)).sum().backward()
-    assert converted == []
-
-
 @on_ranks(1)
 def test_a_compiled_backward_raises_and_is_forgotten(rank):
     from torch._dynamo import compiled_autograd

@@ -76,16 +76,6 @@ def test_only_what_is_trained_is_reduced(rank, world_size):
         _expect_sent(rank, *_pair(frozen), 0)
 
 
-@on_ranks()
-def test_units_may_be_frozen_and_thawed_between_steps(rank):
-    """Freezes whole units, and what was frozen by itself before."""
-    plain, model = _pair(("1.bias",))
-    for step, frozen in enumerate(((), ("0.",), ("1.",), ("0.", "2."), ("1.bias",), ())):
-        for net in (model, plain):
-            _freeze(net, frozen)
-        _expect_sent(rank, plain, model, step)
-
-
 class _Encoded(nn.Module):
     """A front that is called without gradients, and what is trained behind it."""
 
@@ -122,21 +112,6 @@ class Tapped:
         self.output = net(self.x)
         hook.remove()
         self.inside = inside[0]
-
-
-@on_ranks()
-def test_inputs_of_a_model_that_is_all_frozen(rank):
-    plain, model = _pair(("",))
-    for step in range(3):
-        x = batch_of(SIZE, rank, step)
-        taps = [Tapped(net, x) for net in (plain, model)]
-        for tap in taps:
-            tap.output.square().sum().backward()
-        assert torch.equal(taps[0].x.grad, taps[1].x.grad)
-    assert model.sharding_statistics()["sent_by_sums"] == 0
-    assert all(p.grad is None for p in model.parameters())
-    with torch.no_grad():
-        assert torch.equal(model(x), plain(x))
 
 
 @pytest.mark.parametrize("frozen", [("0.",), ("1.", "2.weight")])

@@ -1,7 +1,5 @@
 """Forwards that interrupts leave, of which hooks are not told, or that torch.func transforms."""
 
-import threading
-
 import pytest
 import torch
 
@@ -67,20 +65,6 @@ def test_a_forward_inside_of_another_is_a_part_of_it(rank):
     expect_equal(model, plain)
 
 
-@on_ranks()
-def test_reset_iter_state_ends_one_of_another_thread(rank):
-    plain, model = make_net(), shard_blocks(make_net())
-    model(batch_of(rank, 0)).sum().backward()
-    thread = threading.Thread(
-        target=_leave_forward, args=(model, rank, "blocks.0", KeyboardInterrupt)
-    )
-    thread.start()
-    thread.join()
-    model.blocks[1].reset_iter_state()
-    model(batch_of(rank, 0)).sum().backward()
-    expect_equal(model, plain)
-
-
 # ---- torch.func's transforms around a forward.
 
 
@@ -90,10 +74,8 @@ def _calls(model, x):
 
     return [
         lambda: torch.func.grad(loss)(x),
-        lambda: torch.func.vjp(loss, x),
         lambda: torch.func.jacrev(loss)(x),
         lambda: torch.func.jvp(loss, (x,), (x,)),
-        lambda: torch.func.jacfwd(loss)(x),
         lambda: torch.func.vmap(torch.func.grad(loss))(x),
     ]
 

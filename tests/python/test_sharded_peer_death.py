@@ -7,6 +7,7 @@ import signal
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
 
 import brigade
 
@@ -122,4 +123,31 @@ def test_saving_without_a_peer_is_an_error_in_good_time(rank, way, tmp_path):
     with pytest.raises(RuntimeError, match=r"rank 1 \(process \d+\) has ended"):
         getattr(brigade, way)(model, path)
     assert not path.is_file() and not (path / "index.safetensors").exists()
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("place", ["register_forward_pre_hook", "register_forward_hook"])
+@on_ranks(3, timeout_s=HOUR_S, deadline_s=DEADLINE_S, may_die=[0])
+def test_a_model_whose_peer_is_gone_leaves_that_of_others_alone(rank, place):
+    """Ranks 0 and 1 have a model, 1 and 2 another one; the first rank vanishes."""
+    groups = [dist.new_group(ranks) for ranks in ((0, 1), (1, 2))]
+    if rank < 2:
+        mesh = DeviceMesh.from_group(groups[0], "cpu")
+        first = Pair(rank, world_size=2, mesh=mesh, prefetch_depth=0)
+        first.expect_step(0)
+    if rank == 0:
+        getattr(first.model.blocks[1], place)(_vanish, prepend=True)
+        first.loss(1)
+    second = Pair(rank - 1, world_size=2, mesh=DeviceMesh.from_group(groups[1], "cpu"))
+    second.expect_step(0)
+    if rank == 1:
+        with pytest.raises(dist.DistBackendError, match=r"fully_shard: .*rank 0\b"):
+            first.loss(1).backward()
+        assert all(isinstance(p, brigade.ShardedParameter) for p in first.model.parameters())
+    for step in range(1, 4):
+        second.expect_step(step)
+        if rank == 1:
+            with pytest.raises(RuntimeError):
+                first.loss(step)
+    # The default group has lost a rank: nobody may wait in it.
     dist.destroy_process_group()

@@ -8,7 +8,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.optim.optimizer import _foreach_supported_types
 
 import brigade
 
@@ -150,27 +149,6 @@ def test_optimizers_of_whole_parameters(rank):
 
 
 @on_ranks()
-def test_parameters_are_compared_in_grad_mode(rank):
-    net = brigade.fully_shard(nn.Linear(3, 5))
-    net(torch.ones(2, 3)).sum().backward()
-    weight = net.weight
-    assert torch.equal(weight, weight) and not torch.equal(weight, weight.grad)
-    assert (weight == weight.detach()).all() and weight.isfinite().all()
-    with pytest.raises(RuntimeError, match="not recorded"):
-        weight * 2
-
-
-@on_ranks()
-def test_norms_of_replicas_have_torchs_bits(rank):
-    replica = replicated(nn.Linear(3, 4, bias=False))
-    for seed in range(100):
-        weight = torch.randn(4, 3, generator=torch.Generator().manual_seed(seed))
-        with torch.no_grad():
-            replica.weight.copy_(weight)
-            assert torch.equal(replica.weight.norm(), weight.norm())
-
-
-@on_ranks()
 def test_a_part_whose_module_is_gone_says_so(rank):
     part = _nets()[1].weight
     gc.collect()
@@ -270,49 +248,39 @@ def _split(model):
 
 @on_ranks()
 def test_torchs_function_refuses_both_together(rank):
-    for foreach in (None, True):
-        plain, model = _partly_sharded()
-        _backward(plain, model, rank)
-        ignored = [p.grad.clone() for p in _split(model)[1]]
-        parts = [p.grad.to_local().clone() for p in _split(model)[0]]
-        with pytest.raises(
-            NotImplementedError, match=r"(?s)together with others.*Clip them separately"
-        ):
-            nn.utils.clip_grad_norm_(model.parameters(), 0.5, foreach=foreach)
-        for parameter, gradient in zip(_split(model)[1], ignored, strict=True):
-            assert torch.equal(parameter.grad, gradient)
-        for parameter, gradient in zip(_split(model)[0], parts, strict=True):
-            assert torch.equal(parameter.grad.to_local(), gradient)
-
-
-def _apart(rank, norm_type):
-    """As the error says: norms apart, put together, and both clipped by the total."""
     plain, model = _partly_sharded()
     _backward(plain, model, rank)
-    sharded, ignored = _split(model)
-    norms = [
-        nn.utils.get_total_norm([p.grad for p in of_kind], norm_type)
-        for of_kind in (sharded, ignored)
-    ]
+    before = [_local(p.grad).clone() for p in model.parameters()]
+    with pytest.raises(
+        NotImplementedError, match=r"(?s)together with others.*Clip them separately"
+    ):
+        nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+    after = [_local(p.grad) for p in model.parameters()]
+    assert all(map(torch.equal, after, before))
+
+
+def _local(tensor):
+    return tensor.to_local() if isinstance(tensor, brigade.TensorShard) else tensor
+
+
+@pytest.mark.parametrize("norm_type", [2.0, 1.0, math.inf])
+@on_ranks()
+def test_norms_are_put_together_by_hand(rank, norm_type):
+    """As the error says: separate norms give a total, by which both are clipped."""
+    plain, model = _partly_sharded()
+    _backward(plain, model, rank)
+    kinds = _split(model)
+    norms = [nn.utils.get_total_norm([p.grad for p in kind], norm_type) for kind in kinds]
     total = torch.linalg.vector_norm(torch.stack(norms), norm_type)
     expected = nn.utils.clip_grad_norm_(plain.parameters(), 0.5, norm_type)
     torch.testing.assert_close(total, expected)
-    for of_kind in (sharded, ignored):
-        nn.utils.clip_grads_with_norm_(of_kind, 0.5, total)
-    wholes = dict(plain.named_parameters())
-    for name, parameter in model.named_parameters():
-        gradient = wholes[name].grad
+    for kind in kinds:
+        nn.utils.clip_grads_with_norm_(kind, 0.5, total)
+    for whole, parameter in zip(plain.parameters(), model.parameters(), strict=True):
+        gradient = whole.grad
         if isinstance(parameter, brigade.ShardedParameter):
-            torch.testing.assert_close(parameter.grad.norm(), gradient.norm())
-            torch.testing.assert_close(parameter.grad.to_local(), own_part(parameter, gradient))
-        else:
-            torch.testing.assert_close(parameter.grad, gradient)
-
-
-@on_ranks()
-def test_norms_are_put_together_by_hand(rank):
-    for norm_type in (2.0, 1.0, float("inf")):
-        _apart(rank, norm_type)
+            gradient = own_part(parameter, gradient)
+        torch.testing.assert_close(_local(parameter.grad), gradient)
 
 
 @on_ranks()
@@ -367,10 +335,3 @@ def test_lists_are_stepped_as_each(rank, name):
         found.append([p.full_tensor().detach() for p in model.parameters()])
     for one_by_one, together in zip(*found, strict=True):
         torch.testing.assert_close(together, one_by_one)
-
-
-@on_ranks()
-def test_it_is_the_default(rank):
-    """As on devices, where it is torch's default for its own parameters."""
-    model = shard_blocks(make_net())
-    assert all(type(parameter) in _foreach_supported_types for parameter in model.parameters())

@@ -34,21 +34,11 @@ MODULES = {
         r"sharded parameter 1 differs: rank 0 has .*'0\.weight' cpu Float \[6, 4\].*"
         r"ranks 1, 2 have .*'0\.weight' cpu Float \[5, 4\]",
     ),
-    "the dtype of one": (
-        lambda: nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)),
-        lambda: nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4).double()),
-        r"sharded parameter 3 differs: .*'1\.weight' cpu Float.*'1\.weight' cpu Double",
-    ),
     "number of parameters": (
         lambda: _two((4, 4), (4, 4)),
         lambda: nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4, bias=False)),
         r"sharded parameter 4 differs: rank 0 has .*'1\.bias'.*no such sharded parameter.*"
         r"Number of sharded parameters: rank 0 has 5, .* 4",
-    ),
-    "memory format": (
-        lambda: nn.Conv2d(2, 3, 3),
-        lambda: nn.Conv2d(2, 3, 3).to(memory_format=torch.channels_last),
-        r"sharded parameter 1 differs: .*\[3, 2, 3, 3\] \[18, 9, 3, 1\]",
     ),
 }
 

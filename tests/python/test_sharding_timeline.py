@@ -33,13 +33,3 @@ def test_has_the_gathers_and_reductions_of_a_step(rank):
     assert model.sharding_timeline().iteration == 3
     with pytest.raises(ValueError, match="sample rate >= 0"):
         model.set_timeline_sample_rate(-1)
-
-
-@on_ranks()
-def test_the_time_of_a_stall_report_may_be_set(rank):
-    model = shard_blocks(make_net())
-    model.set_stall_report_after(1.5)
-    model.set_stall_report_after(0)
-    with pytest.raises(ValueError, match="set_stall_report_after: expected 0 at least"):
-        model.set_stall_report_after(-1)
-    model(batch_of(rank, 0)).square().mean().backward()

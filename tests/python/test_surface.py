@@ -1,6 +1,5 @@
 """The classes look like torch's, to users, frameworks, pickle and the compiler."""
 
-import copy
 import gc
 import inspect
 import pathlib
@@ -72,28 +71,6 @@ def test_an_instance_is_one_of_torchs_class_and_has_its_attributes(rank):
 
 
 @on_ranks()
-def test_functional_call_leaves_the_parameters_alone(rank):
-    wrapped = brigade.DistributedDataParallel(nn.Linear(3, 2))
-    x = torch.full((1, 3), float(rank))
-    parameters = {name: torch.zeros_like(p) for name, p in wrapped.named_parameters()}
-    assert torch.func.functional_call(wrapped, parameters, x).abs().sum() == 0
-    wrapped(x).sum().backward()
-    assert wrapped.module.weight.grad.tolist() == [[0.5] * 3] * 2
-
-
-@on_ranks()
-def test_the_profiler_sees_forward_and_all_reduce(rank):
-    wrapped = brigade.DistributedDataParallel(nn.Linear(3, 2))
-    wrapped._register_builtin_comm_hook(dist.BuiltinCommHookType.ALLREDUCE)  # the group's own
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
-        wrapped(torch.ones(1, 3)).sum().backward()
-    names = {event.key for event in profile.key_averages()}
-    assert "DistributedDataParallel.forward" in names
-    assert "c10d::allreduce_" in names, names
-    assert "brigade: bucket 0 of 1 launch" in names, names
-
-
-@on_ranks()
 def test_deleting_the_wrapper_takes_its_hooks_off(rank):
     model = nn.Linear(3, 2)
     wrapped = brigade.DistributedDataParallel(model)
@@ -111,14 +88,6 @@ def test_deleting_the_wrapper_takes_its_hooks_off(rank):
 
 
 @on_ranks()
-def test_without_hooks_gradients_are_local(rank):
-    wrapped = brigade.DistributedDataParallel(nn.Linear(3, 2))
-    wrapped._remove_autograd_hooks()
-    wrapped(torch.full((1, 3), float(rank))).sum().backward()
-    assert wrapped.module.weight.grad.tolist() == [[float(rank)] * 3] * 2
-
-
-@on_ranks()
 def test_the_process_group_may_be_replaced(rank):
     wrapped = brigade.DistributedDataParallel(nn.Linear(3, 2))
     alone, _ = dist.new_subgroups(group_size=1)
@@ -129,43 +98,6 @@ def test_the_process_group_may_be_replaced(rank):
     wrapped.zero_grad()
     wrapped(x).sum().backward()
     assert wrapped.module.weight.grad.tolist() == [[float(rank)] * 3] * 2
-
-
-@on_ranks()
-def test_a_mesh_of_one_dimension_stands_for_its_group(rank):
-    mesh = dist.init_device_mesh("cpu", (2,), mesh_dim_names=("data",))
-    wrapped = brigade.DistributedDataParallel(nn.Linear(3, 2), device_mesh=mesh)
-    wrapped(torch.full((1, 3), float(rank))).sum().backward()
-    assert wrapped.module.weight.grad.tolist() == [[0.5] * 3] * 2
-    with pytest.raises(RuntimeError, match="process_group and device_mesh"):
-        brigade.DistributedDataParallel(
-            nn.Linear(3, 2), process_group=dist.group.WORLD, device_mesh=mesh
-        )
-    square = dist.init_device_mesh("cpu", (1, 2), mesh_dim_names=("a", "b"))
-    with pytest.raises(RuntimeError, match="2"):
-        brigade.DistributedDataParallel(nn.Linear(3, 2), device_mesh=square)
-
-
-@on_ranks()
-def test_ignored_tensors_stay_each_ranks_own(rank):
-    model = Perceptron()
-    names = ["layers.0.weight", "layers.1.running_mean"]
-    brigade.DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, names)
-    with torch.no_grad():
-        model.layers[0].weight.fill_(float(rank))
-        model.layers[1].running_mean.fill_(float(rank))
-        model.layers[3].weight.fill_(1.0 + rank)
-    wrapped = brigade.DistributedDataParallel(model)
-    assert model.layers[0].weight.eq(rank).all()
-    assert model.layers[1].running_mean.eq(rank).all()
-    assert model.layers[3].weight.eq(1).all()
-    loss_of(wrapped(inputs(rank, 1)[0])).backward()
-    flat = torch.cat([p.grad.flatten() for p in wrapped.parameters()])
-    gathered = [torch.empty_like(flat) for _ in range(2)]
-    dist.all_gather(gathered, flat)
-    first = model.layers[0].weight.numel()
-    assert not torch.equal(gathered[0][:first], gathered[1][:first])
-    assert torch.equal(gathered[0][first:], gathered[1][first:])
 
 
 @pytest.mark.parametrize(
@@ -234,27 +166,6 @@ def test_ranks_that_differ_are_told_before_anything_is_sent(rank):
 
 
 @on_ranks()
-def test_constructor_errors_name_what_is_wrong_on_every_rank(rank):
-    wrap = brigade.DistributedDataParallel
-    frozen = nn.Linear(2, 2).requires_grad_(False)
-    with pytest.raises(RuntimeError, match="Linear has no parameter that requires a gradient"):
-        wrap(frozen)
-    with pytest.raises(RuntimeError, match="'weight'"):
-        wrap(nn.LazyLinear(2))
-    with pytest.raises(ValueError, match="device_ids"):
-        wrap(nn.Linear(2, 2), device_ids=[0])
-    with pytest.warns(FutureWarning, match="check_reduction"):
-        wrap(nn.Linear(2, 2), check_reduction=True)
-    with pytest.raises(RuntimeError, match=r"'weight' Float \[2, [23]\]"):
-        wrap(nn.Linear(2, 2 + rank))
-    two = copy.deepcopy(nn.ModuleList([nn.Linear(2, 2)] * (1 + rank)))
-    wrap(two)  # a shared layer counts once
-    with pytest.raises(RuntimeError):
-        wrap(nn.ModuleList(nn.Linear(2, 2) for _ in range(1 + rank)))
-    wrap(nn.Linear(2, 2))  # the group goes on working
-
-
-@on_ranks()
 def test_a_reducer_works_without_a_module(rank):
     parameters = [torch.nn.Parameter(torch.ones(3)), torch.nn.Parameter(torch.ones(2))]
     reducer = brigade.Reducer(parameters, [[1], [0]], [1 << 20] * 2, dist.group.WORLD)
@@ -265,12 +176,6 @@ def test_a_reducer_works_without_a_module(rank):
         assert [p.grad.unique().tolist() for p in parameters] == [[0.5 + step]] * 2
         for parameter in parameters:
             parameter.grad = None
-    with pytest.raises(TypeError):
-        brigade.Reducer(parameters, [[0, 1]])
-    with pytest.raises(RuntimeError, match="1"):
-        brigade.Reducer(parameters, [[0]], [1 << 20], dist.group.WORLD)
-    with pytest.raises(RuntimeError, match="per_bucket_size_limits"):
-        brigade.Reducer(parameters, [[0], [1]], [1 << 20], dist.group.WORLD)
 
 
 def test_the_stub_is_that_of_the_module(tmp_path):
@@ -283,10 +188,6 @@ def test_the_stub_is_that_of_the_module(tmp_path):
     assert (tmp_path / "_C.pyi").read_text() == (
         root / "python_bindings" / "brigade" / "_C.pyi"
     ).read_text()
-
-
-def test_the_package_is_typed():
-    assert (pathlib.Path(brigade.__file__).parent / "py.typed").exists()
 
 
 def test_the_version_is_that_of_cmakelists_txt():

@@ -67,17 +67,6 @@ def test_a_module_split_over_the_other_dimension_trains_to_torchs_bits(rank, giv
 
 
 @on_ranks()
-def test_a_parameter_that_somebody_else_adds_is_still_named(rank):
-    mesh = dist.init_device_mesh("cpu", (1, 2), mesh_dim_names=("data", "model"))
-    wrapped = brigade.DistributedDataParallel(_split(mesh["model"]), device_mesh=mesh["data"])
-    for _ in range(2):
-        wrapped(torch.ones(2, 4)).sum().backward()
-    wrapped.module[0].extra = nn.Parameter(torch.ones(1))
-    with pytest.raises(RuntimeError, match=r"added: '0\.extra'"):
-        wrapped(torch.ones(2, 4))
-
-
-@on_ranks()
 def test_split_parameters_with_a_group_are_told_to_give_the_mesh(rank):
     mesh = dist.init_device_mesh("cpu", (1, 2), mesh_dim_names=("data", "model"))
     with pytest.raises(RuntimeError, match=r"'0\.weight' is a DTensor.*\n.*device_mesh"):

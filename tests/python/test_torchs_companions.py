@@ -1,21 +1,11 @@
 """What torch ships to go with its wrapper goes with brigade's: same bits in the end.
 
-Each companion is used as it is in the wheel. Left out, since torch's own class cannot
-use them on Gloo either (torch 2.15):
-
-* batched_powerSGD_hook hands 2-D matrices to a function that asserts 3-D ones.
-* hook_with_zero_step_interleaved, and PowerSGD and quantization over several buckets start
-  collectives in callbacks, which come in another order on each rank.
-
-The hook of mixed_precision_hooks needs what `mixed_precision=` sets up, and
-test_mixed_precision.py has that.
+Left out, since torch's own class cannot use them on Gloo either (torch 2.15):
+batched_powerSGD_hook, hook_with_zero_step_interleaved, and PowerSGD and quantization over
+several buckets, whose collectives come in another order on each rank.
 """
 
-import collections
-import copy
 import dataclasses
-import gc
-import io
 import itertools
 
 import pytest
@@ -26,20 +16,12 @@ from torch.distributed.algorithms.ddp_comm_hooks import (
     ddp_zero_hook,
     debugging_hooks,
     default_hooks,
-    optimizer_overlap_hooks,
-    post_localSGD_hook,
     powerSGD_hook,
     quantization_hooks,
 )
-from torch.distributed.algorithms.join import Join, Joinable, JoinHook
-from torch.distributed.algorithms.model_averaging.averagers import PeriodicModelAverager
-from torch.distributed.algorithms.model_averaging.hierarchical_model_averager import (
-    HierarchicalModelAverager,
-)
+from torch.distributed.algorithms.join import Join
 from torch.distributed.optim import (
-    PostLocalSGDOptimizer,
     ZeroRedundancyOptimizer,
-    as_functional_optim,
 )
 
 from cases import pairwise
@@ -100,24 +82,9 @@ def power_sgd(**options):
     return powerSGD_hook.PowerSGDState(None, start_powerSGD_iter=2, **options)
 
 
-def post_local_sgd():
-    alone, _ = dist.new_subgroups(group_size=1)
-    return post_localSGD_hook.PostLocalSGDState(None, alone, start_localSGD_iter=3)
-
-
 def chained(state, bucket):
     future = dist.all_reduce(bucket.buffer(), async_op=True).get_future()
     return future.then(lambda done: done.value()[0].div_(2)).then(lambda done: done.value() * 3)
-
-
-class CallableHook:
-    def __init__(self) -> None:
-        self.__name__ = self.__qualname__ = "CallableHook"  # torch wants them
-
-    def __call__(
-        self, state: object, bucket: dist.GradBucket
-    ) -> torch.futures.Future[torch.Tensor]:
-        return default_hooks.allreduce_hook(None, bucket)
 
 
 # By what they do: a state, a hook, options of the wrapper, and whether ranks agree in the end.
@@ -127,20 +94,6 @@ HOOKS = {
     "bf16": (no_state, default_hooks.bf16_compress_hook, SEVERAL_BUCKETS, True),
     "noop": (no_state, debugging_hooks.noop_hook, SEVERAL_BUCKETS, False),
     "chained": (no_state, chained, SEVERAL_BUCKETS, True),
-    "callable": (no_state, CallableHook(), SEVERAL_BUCKETS, True),
-    "fp16_around_allreduce": (
-        no_state,
-        default_hooks.fp16_compress_wrapper(default_hooks.allreduce_hook),
-        SEVERAL_BUCKETS,
-        True,
-    ),
-    "post_local_sgd": (post_local_sgd, post_localSGD_hook.post_localSGD_hook, {}, False),
-    "power_sgd_without_memory": (
-        lambda: power_sgd(use_error_feedback=False, warm_start=False),
-        powerSGD_hook.powerSGD_hook,
-        {},
-        True,
-    ),
     "power_sgd_of_batches": (
         lambda: power_sgd(matrix_approximation_rank=2, batch_tensors_with_same_shape=True),
         powerSGD_hook.powerSGD_hook,
@@ -163,12 +116,6 @@ if torch.torch_version.TorchVersion(torch.__version__) >= (2, 15):
             {},
             True,
         ),
-        "quantization_perchannel": (
-            no_state,
-            quantization_hooks.quantization_perchannel_hook,
-            {},
-            True,
-        ),
     }
 
 
@@ -187,54 +134,17 @@ def test_a_hook_gives_the_same_bits(rank, name, views):
     assert ranks_agree(expect_same_bits(run)) == agree
 
 
-@on_ranks()
-def test_a_pickled_power_sgd_state_goes_on_with_a_new_wrapper(rank):
-    batches = inputs(rank, 8)
-
-    def run(wrapper):
-        first, state = wrap(wrapper), power_sgd()
-        first.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
-        take_steps(first, sgd(first), batches[:4])
-        file = io.BytesIO()
-        torch.save(state, file)
-        file.seek(0)
-
-        restored = torch.load(file, weights_only=False)
-        assert restored.iter == 4 and torch.equal(restored.error_dict[0], state.error_dict[0])
-        second = wrapper(copy.deepcopy(first.module))
-        second.register_comm_hook(restored, powerSGD_hook.powerSGD_hook)
-        take_steps(second, sgd(second), batches[4:])
-        assert restored.iter == 8
-        return second, restored.error_dict[0], restored.q_memory_dict[0]
-
-    assert ranks_agree(expect_same_bits(run))
-
-
 # -------------------------------------------------------- optimizers inside hooks
 
 
-def _register_then_optimizer(wrapped, only):
-    optimizer = as_functional_optim(torch.optim.Adam, lr=1 / 128)
-    state = optimizer_overlap_hooks._OptimizerHookState(optimizer, only)
-    hook = optimizer_overlap_hooks._hook_then_optimizer(default_hooks.allreduce_hook, state)
-    wrapped.register_comm_hook(None, hook)
-
-
-def _register_fused(wrapped, only):
-    wrapped._register_fused_optim(torch.optim.Adam, lr=1 / 128, optim_params=only)
-
-
-@pairwise(
-    views=[False, True],
-    some=[False, True],
-    register=[_register_then_optimizer, _register_fused],
-)
+@pairwise(views=[False, True], some=[False, True])
 @on_ranks()
-def test_an_optimizer_steps_in_the_hook(rank, register, some, views):
+def test_an_optimizer_steps_in_the_hook(rank, some, views):
     def run(wrapper):
         wrapped = wrap(wrapper, gradient_as_bucket_view=views, **SEVERAL_BUCKETS)
         start = parameters_of(wrapped)
-        register(wrapped, list(wrapped.parameters())[::2] if some else None)
+        only = list(wrapped.parameters())[::2] if some else None
+        wrapped._register_fused_optim(torch.optim.Adam, lr=1 / 128, optim_params=only)
         for batch in inputs(rank, 4):
             wrapped.zero_grad()
             loss_of(wrapped(batch)).backward()
@@ -297,148 +207,20 @@ def test_an_optimizer_of_shards_steps_in_the_hook(rank, shard_buckets, views):
     assert ranks_agree(expect_same_bits(run))
 
 
-# -------------------------------------------------------------- model averaging
-
-
-def periodic():
-    return PeriodicModelAverager(period=2, warmup_steps=2)
-
-
-def hierarchical():
-    groups = collections.OrderedDict([(1, 1), (2, dist.get_world_size())])
-    return HierarchicalModelAverager(groups, warmup_steps=2)
-
-
-AVERAGERS = [periodic, hierarchical]
-STEPS = 5  # 0, 1, ... 4: averaged after steps 2 and 4
-
-
-@pairwise(views=[False, True], local_reduce=[False, True], averager=AVERAGERS)
-@on_ranks()
-def test_models_are_averaged_after_local_steps(rank, averager, local_reduce, views):
-    def run(wrapper):
-        alone, _ = dist.new_subgroups(group_size=1)
-        wrapped = wrap(wrapper, gradient_as_bucket_view=views, **SEVERAL_BUCKETS)
-        state = post_localSGD_hook.PostLocalSGDState(
-            None, alone, start_localSGD_iter=2, post_local_gradient_allreduce=local_reduce
-        )
-        wrapped.register_comm_hook(state, post_localSGD_hook.post_localSGD_hook)
-        optimizer = PostLocalSGDOptimizer(sgd(wrapped), averager())
-        take_steps(wrapped, optimizer, inputs(rank, STEPS))
-        assert optimizer.averager.step == STEPS and state.iter == 2
-        assert ranks_agree(wrapped)
-        averaged = state_of(wrapped)
-        take_steps(wrapped, optimizer, inputs(rank, 1))
-        return wrapped, *averaged
-
-    assert not ranks_agree(expect_same_bits(run))  # the step after that was local
-
-
-@pytest.mark.parametrize("averager", AVERAGERS)
-@on_ranks()
-def test_models_are_averaged_instead_of_gradients(rank, averager):
-    def run(wrapper):
-        wrapped, average = wrap(wrapper), averager()
-        optimizer = sgd(wrapped)
-        for batch in inputs(rank, STEPS):
-            with wrapped.no_sync():
-                take_steps(wrapped, optimizer, [batch])
-            average.average_parameters(wrapped.parameters())
-        assert ranks_agree(wrapped)
-        averaged = state_of(wrapped)
-        take_steps(wrapped, optimizer, inputs(rank, 2))  # reduces gradients again
-        return wrapped, *averaged
-
-    expect_same_bits(run)
-
-
 # ------------------------------------------------------------------------- join
-
-
-class _Counter(Joinable):
-    """Counts the inputs of all ranks, as the counter in torch's tutorial does."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.seen = 0
-        self.last_joiners: list[bool] = []
-
-    def __call__(self) -> None:
-        Join.notify_join_context(self)
-        self.count(1)
-
-    def count(self, own: int) -> None:
-        inputs_of_all = torch.tensor([own])
-        dist.all_reduce(inputs_of_all)
-        self.seen += int(inputs_of_all)
-
-    def join_hook(self, **options: object) -> JoinHook:
-        return _CounterHook(self)
-
-    @property
-    def join_device(self) -> torch.device:
-        return torch.device("cpu")
-
-    @property
-    def join_process_group(self) -> dist.ProcessGroup:
-        return dist.group.WORLD
-
-
-class _CounterHook(JoinHook):
-    def __init__(self, counter: _Counter) -> None:
-        self.counter = counter
-
-    def main_hook(self) -> None:
-        self.counter.count(0)
-
-    def post_hook(self, is_last_joiner: bool) -> None:
-        self.counter.last_joiners.append(is_last_joiner)
 
 
 @pairwise(views=[False, True], by_initial=[True, False], batches=[(2, 4), (4, 1), (0, 2)])
 @on_ranks()
-def test_model_optimizer_and_counter_join_together(rank, batches, by_initial, views):
+def test_model_and_optimizer_join_together(rank, batches, by_initial, views):
     def run(wrapper):
         wrapped = wrap(wrapper, gradient_as_bucket_view=views, **SEVERAL_BUCKETS)
         optimizer = ZeroRedundancyOptimizer(wrapped.parameters(), torch.optim.Adam, lr=1 / 128)
-        counter = _Counter()
-        with Join([wrapped, optimizer, counter], divide_by_initial_world_size=by_initial):
-            for batch in inputs(rank, batches[rank]):
-                take_steps(wrapped, optimizer, [batch])
-                counter()
-        assert counter.seen == sum(batches)
-        assert counter.last_joiners == [batches[rank] == max(batches)]
+        with Join([wrapped, optimizer], divide_by_initial_world_size=by_initial):
+            take_steps(wrapped, optimizer, inputs(rank, batches[rank]))
         joined = state_of(wrapped)
         take_steps(wrapped, optimizer, inputs(rank, 1))
         return wrapped, *joined
-
-    assert ranks_agree(expect_same_bits(run))
-
-
-# -------------------------------------------------------------------- new group
-
-
-@pytest.mark.parametrize("keep", [False, True])
-@on_ranks()
-def test_a_second_wrapper_trains_in_a_group_made_after_the_first_was_destroyed(
-    rank, tmp_path, keep
-):
-    batches = inputs(rank, 4)
-
-    def run(wrapper):
-        first = wrap(wrapper, **SEVERAL_BUCKETS)
-        take_steps(first, sgd(first), batches[:2])
-        dist.barrier()
-        dist.destroy_process_group()
-        module = copy.deepcopy(first.module) if keep else first.module
-        if not keep:
-            del first
-            gc.collect()
-        store = f"file://{tmp_path}/{wrapper.__module__}"
-        dist.init_process_group("gloo", init_method=store, rank=rank, world_size=2)
-        second = wrapper(module, **SEVERAL_BUCKETS)
-        take_steps(second, sgd(second), batches[2:])
-        return (second,)
 
     assert ranks_agree(expect_same_bits(run))
 

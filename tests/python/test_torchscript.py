@@ -7,8 +7,6 @@ import pytest
 import torch
 from torch import nn
 
-import brigade
-
 from ranks import on_ranks
 from training import expect_torchs_bits, inputs, train
 
@@ -57,19 +55,3 @@ def test_parts_and_whole_models_train_to_torchs_bits(rank, kind, whole):
             return train(wrapper(model, **options), inputs(rank, 4))
 
         expect_torchs_bits(run)
-
-
-@pytest.mark.parametrize("kind", KINDS)
-@on_ranks(1)
-def test_a_parameter_that_takes_anothers_place_is_named(rank, kind):
-    model = _model(kind)
-    wrapped = brigade.DistributedDataParallel(model)
-    x = torch.ones(2, 6)
-    wrapped(x).sum().backward()
-    model.frozen = nn.Linear(2, 2).requires_grad_(False)
-    wrapped(x).sum().backward()
-    assert wrapped._watch._registered.is_as_remembered()  # once more is enough
-    getattr(model[0], "0").weight = nn.Parameter(torch.zeros(4, 6))
-    for _ in range(2):
-        with pytest.raises(RuntimeError, match=r"replaced: '0.0.weight'\."):
-            wrapped(x)

@@ -4,13 +4,12 @@ import pytest
 import torch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard as torch_fully_shard
 
 import brigade
 
 from ranks import on_ranks, run_ranks
-from sharded_training import expect_alike, whole_optimizer_state
-from whole_numbers import linear, own_part, step_by_sign
+from sharded_training import expect_alike
+from whole_numbers import linear, step_by_sign
 
 WORLD_SIZE = 4
 
@@ -120,36 +119,6 @@ def test_trains_as_one_process_does(rank):
 
 
 @on_ranks(WORLD_SIZE)
-def test_begins_with_the_first_rank_of_each_mesh(rank):
-    """The first rank's values of each mesh."""
-    model = make_moe(rank % 2)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(100 * rank)
-    shard_moe(model, *meshes())
-    state = model.full_state_dict()
-    plain = make_moe(rank % 2).state_dict()
-    for name, value in plain.items():
-        first = rank % 2 if "experts" in name else 0
-        assert torch.equal(state[name], value + 100 * first), name
-
-
-def _expect_parts(parameters, wholes):
-    """Gradients are this rank's parts of whole ones."""
-    for parameter, whole in zip(parameters, wholes, strict=True):
-        assert torch.equal(parameter.grad.to_local(), own_part(parameter, whole))
-
-
-@on_ranks(WORLD_SIZE)
-def test_averages_as_torch_does(rank):
-    model = shard_moe(make_moe(rank % 2), *meshes())
-    of_torch = shard_moe(make_moe(rank % 2), *meshes(), torch_fully_shard)
-    for each in (model, of_torch):
-        each(batch_of(rank, 0)).sum().backward()
-    _expect_parts(model.parameters(), [p.grad.full_tensor() for p in of_torch.parameters()])
-
-
-@on_ranks(WORLD_SIZE)
 def test_norms_are_of_all_experts(rank):
     reference = OneProcess()
     reference.backward(0)
@@ -165,25 +134,6 @@ def test_norms_are_of_all_experts(rank):
         found[p] = total.item()
     assert found[1.0] > 0
     expect_alike(found)
-
-
-@on_ranks(WORLD_SIZE)
-def test_a_failure_is_one_on_all_meshes(rank):
-    all_ranks, of_expert = meshes()
-    reference = OneProcess()
-    model = shard_moe(make_moe(rank % 2), all_ranks, of_expert)
-    fails = [True]
-
-    def fail(module, args):
-        if rank == 3 and fails[0]:
-            raise RuntimeError("no token fits")
-
-    model.experts[str(rank % 2)].register_forward_pre_hook(fail)
-    with pytest.raises(RuntimeError, match="no token fits"):
-        model(batch_of(rank, 0)).sum().backward()
-    fails[0] = False
-    for step in range(2):
-        step_with(reference, model, rank, step, expert=rank % 2)
 
 
 def _bad_mesh(rank):
@@ -262,14 +212,8 @@ def test_resumes_from_a_checkpoint(rank, tmp_path):
     train(again, resumed, range(3, 6))
     for (name, a), b in zip(model.named_parameters(), again.parameters(), strict=True):
         assert torch.equal(a.to_local(), b.to_local()), name
-    whole = whole_optimizer_state(model, optimizer)
-    assert whole["state"][f"experts.{rank % 2}.weight"]["exp_avg"].shape == (3, 3)
-    for collect in (
-        lambda: model.full_state_dict(rank0_only=True),
-        lambda: whole_optimizer_state(model, optimizer, rank0_only=True),
-    ):
-        with pytest.raises(NotImplementedError, match="rank 0 has those of its own meshes only"):
-            collect()
+    with pytest.raises(NotImplementedError, match="rank 0 has those of its own meshes only"):
+        model.full_state_dict(rank0_only=True)
 
 
 @on_ranks(WORLD_SIZE)

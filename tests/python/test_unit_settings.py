@@ -1,15 +1,16 @@
 """What is set of sharded modules between steps, under the names of torch's fully_shard."""
 
+from unittest import mock
+
 import pytest
 import torch
-import torch.distributed as dist
 from torch.distributed.fsdp import FSDPModule as TorchFSDPModule
 
 import brigade
 from brigade._sharded_units import unit_of
 
 from ranks import on_ranks
-from sharded_training import Pair, batch_of, expect_equal, loss_of, make_net, shard_blocks
+from sharded_training import Pair, batch_of, loss_of, make_net, shard_blocks, step_of_all
 
 
 def _gradients(model):
@@ -21,35 +22,8 @@ def _expect_same(found, expected, factor=1.0):
         assert torch.equal(a, b * factor)
 
 
-@on_ranks()
-def test_divide_factors(rank):
-    averaged, summed = shard_blocks(make_net()), shard_blocks(make_net())
-    for module in (summed, *summed.blocks):
-        module.set_gradient_divide_factor(1.0)
-    summed.set_force_sum_reduction_for_comms(True)
-    for model in (averaged, summed):
-        loss_of(model, rank, 0).backward()
-    _expect_same(_gradients(summed), _gradients(averaged), 2)
-    summed.blocks[0].set_reduce_scatter_divide_factor(2.0)
-    with pytest.raises(ValueError, match="found 0"):
-        summed.set_gradient_divide_factor(0)
-
-
 @on_ranks(4)
 def test_numbers_of_neighbours(rank):
-    def settings_of(reshards):
-        block = shard_blocks(make_net()).blocks[0]
-        block.set_reshard_after_forward(reshards)
-        settings = unit_of(block).settings()
-        return settings.reshards_after_forward, settings.reshards_to
-
-    found = {reshards: settings_of(reshards) for reshards in (1, 2, 4)}
-    assert found == {1: (False, None), 2: (True, 2), 4: (True, None)}
-    assert settings_of(True) == (True, None)
-    assert settings_of(False) == (False, None)
-    pair = [torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)]
-    brigade.fully_shard(pair, reshard_after_forward=1)
-    assert not unit_of(pair[0]).settings().reshards_after_forward
     for wrong in (0, -2, 3, 8, 2.0, "2"):
         with pytest.raises(ValueError, match=r"Give one of \[1, 2, 4\]"):
             brigade.fully_shard(make_net(), reshard_after_forward=wrong)
@@ -115,53 +89,33 @@ def test_finalization_by_hand(rank, async_op):
     pair.expect_equal()
 
 
-class _Event:
-    num_waits = 0
-
-    def wait(self) -> None:
-        self.num_waits += 1
-
-
 @on_ranks()
 def test_the_next_forward_waits_for_an_event_once(rank):
-    model, event = shard_blocks(make_net()), _Event()
+    model = shard_blocks(make_net())
     for _ in range(2):
+        event = mock.Mock()
         model.set_post_optim_event(event)
-        loss_of(model, rank, 0).backward()
-        assert event.num_waits == 1
-        loss_of(model, rank, 0).backward()
-        assert event.num_waits == 1
-        event.num_waits = 0
+        for _ in range(2):
+            loss_of(model, rank, 0).backward()
+            assert event.wait.call_count == 1
 
 
 @on_ranks()
 def test_ranks_run_out_of_data(rank):
     num_batches = (4, 2)
-    plain, model = make_net(), shard_blocks(make_net())
-    optimizer = torch.optim.SGD(plain.parameters(), lr=0.1, foreach=False)
-    sharded_optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    pair = Pair(rank)
     step = 0
-    while model.num_ranks_with(step < num_batches[rank]):
-        sums = None
-        for r in range(2):
-            plain.zero_grad()
-            (loss_of(plain, r, step) * (step < num_batches[r])).backward()
-            gradients = [p.grad for p in plain.parameters()]
-            sums = (
-                gradients if sums is None else [a + b for a, b in zip(sums, gradients, strict=True)]
-            )
-        for parameter, gradient in zip(plain.parameters(), sums, strict=True):
-            parameter.grad = gradient * 0.5
-        optimizer.step()
-        sharded_optimizer.zero_grad()
+    while pair.model.num_ranks_with(step < num_batches[rank]):
+        step_of_all(pair.plain, pair.optimizers[0], step, 2, without=[1] if step >= 2 else [])
+        pair.optimizers[1].zero_grad()
         if step < num_batches[rank]:
-            loss_of(model, rank, step).backward()
+            pair.loss(step).backward()
         else:
-            model.step_without_data()
-        sharded_optimizer.step()
+            pair.model.step_without_data()
+        pair.optimizers[1].step()
         step += 1
     assert step == 4
-    expect_equal(model, plain)
+    pair.expect_equal()
 
 
 @on_ranks()
@@ -183,54 +137,6 @@ def test_a_plain_tensor_on_one_rank_is_an_error_on_all(rank):
     end = begin + part.to_local().numel()
     expected = make_net().head.weight.flatten()[begin:end] * (2 if rank == 0 else 1)
     assert torch.equal(part.to_local(), expected)
-
-
-@on_ranks()
-def test_all_units_set_one_by_one_are_as_the_model_set(rank):
-    model, plain = (shard_blocks(make_net()) for _ in range(2))
-    for step in range(2):  # as Lightning does
-        for module in model.modules():
-            if isinstance(module, brigade.FSDPModule):
-                module.set_requires_gradient_sync(step == 1, recurse=False)
-        plain.set_requires_gradient_sync(step == 1)
-        for each in (model, plain):
-            loss_of(each, rank, step).backward()
-            assert (each.head.weight.grad is None) == (step == 0)
-    _expect_same(_gradients(model), _gradients(plain))
-    assert model.sharding_statistics()["reduced_backwards"] == 1
-    model.set_requires_gradient_sync(False)
-    model.blocks[2].set_requires_gradient_sync(True)
-    model.set_manual_backward_finalization(True)
-    model.zero_grad()
-    loss_of(model, rank, 0).backward()
-    model.finalize_backward()
-    assert [p.grad is not None for p in model.blocks[2].parameters()] == [True] * 6
-    assert model.head.weight.grad is None
-
-
-@on_ranks(4)
-def test_rows_of_one_unit_add_up_alone(rank):
-    mesh = dist.device_mesh.init_device_mesh("cpu", (2, 2))
-    torch.manual_seed(0)
-    model = torch.nn.Sequential(*(torch.nn.Linear(1, 1, bias=False) for _ in range(2)))
-    with torch.no_grad():
-        for layer in model:
-            layer.weight.fill_(1.0)
-    brigade.fully_shard(model[0], mesh=mesh)
-    brigade.fully_shard(model, mesh=mesh)
-    for batch in range(2):
-        model[0].set_requires_all_reduce(batch == 1)
-        model(torch.full((1, 1), 1.0 + rank)).sum().backward()
-    held = rank % 2 == 0  # each is of one element
-    for layer in model:
-        assert layer.weight.grad is not None
-        if held:
-            assert layer.weight.grad.to_local().tolist() == [5.0]
-    model.zero_grad()
-    model[0].set_requires_all_reduce(False)
-    model.set_requires_gradient_sync(True)  # of all ranks, as torch's
-    model(torch.ones(1, 1)).sum().backward()
-    assert all(layer.weight.grad is not None for layer in model)
 
 
 @on_ranks()
@@ -270,13 +176,13 @@ def test_no_method_of_torchs_is_left_to_torchs_own_state():
 
 @on_ranks()
 def test_what_has_no_meaning_here_is_without_effect(rank):
-    plain, model = shard_blocks(make_net()), shard_blocks(make_net())
+    model, other = shard_blocks(make_net()), shard_blocks(make_net())
     model.set_reduce_scatter_unused_params(True)
     model.blocks[0].set_reduce_scatter_unused_params(True, recurse=False)
-    brigade.share_comm_ctx([])
-    brigade.share_comm_ctx([model, plain])
+    model.set_force_sum_reduction_for_comms(True)
+    brigade.share_comm_ctx([model, other])
     with brigade.install():
-        torch.distributed.fsdp.share_comm_ctx([model, plain])
-    for each in (plain, model):
+        torch.distributed.fsdp.share_comm_ctx([model, other])
+    for each in (model, other):
         loss_of(each, rank, 0).backward()
-    _expect_same(_gradients(model), _gradients(plain))
+    _expect_same(_gradients(model), _gradients(other))

@@ -39,21 +39,3 @@ def test_an_error_with_one_backward_per_forward(rank):
     with ddp.no_sync():
         _loss(ddp).backward()
     assert torch.equal(ddp.module.weight.grad, averaged)
-
-
-@on_ranks()
-def test_backwards_of_forwards_of_the_wrapper_get_no_warning(rank):
-    ddp = brigade.DistributedDataParallel(nn.Linear(3, 2), one_backward_per_forward=True)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        with ddp.no_sync():
-            early, opaque = _loss(ddp), _loss(ddp)
-            opaque.backward()
-        _loss(ddp).backward()
-        early.backward()  # of a forward before the last synchronised one
-        _loss(ddp).backward()
-        with pytest.raises(RuntimeError, match="no forward after iteration 2"):
-            _loss(ddp.module).backward()
-        warnings.filterwarnings("ignore", "Using backward")
-        _loss(ddp).backward(create_graph=True)
-        _loss(ddp.module).backward()  # which might be of higher derivatives

@@ -21,34 +21,25 @@ def _wrapped(module=None, **options):
     return brigade.DistributedDataParallel(module or nn.Linear(2, 2), **options)
 
 
+_DELAYED, _HOOKED = "delay_all_reduce_named_params", "param_to_hook_all_reduce"
+_PRECISION = torch.nn.parallel.distributed._MixedPrecision()
+# By words of the error: its type, and arguments of the constructor.
 WRONG_ALONE = {
-    "bucket_cap_mb": (ValueError, lambda: {"bucket_cap_mb": -1}),
-    "bucket_cap_mb_list": (TypeError, lambda: {"bucket_cap_mb_list": ["a"]}),
-    "check_module": (ValueError, lambda: {"check_module": "x"}),
-    "bucket_plan must be sequences": (TypeError, lambda: {"bucket_plan": [["a"]]}),
-    "bucket_plan must be sequences .*, got 3": (TypeError, lambda: {"bucket_plan": 3}),
-    "bucket_plan must .*, got -1": (ValueError, lambda: {"bucket_plan": [[0, -1]]}),
-    "param_to_hook_all_reduce is missing": (
-        ValueError,
-        lambda: {"delay_all_reduce_named_params": []},
-    ),
-    "param_to_hook_all_reduce must be a torch.Tensor": (
-        TypeError,
-        lambda: {"delay_all_reduce_named_params": [], "param_to_hook_all_reduce": "weight"},
-    ),
-    "param_to_hook_all_reduce must require a gradient": (
-        ValueError,
-        lambda: {"delay_all_reduce_named_params": [], "param_to_hook_all_reduce": torch.ones(2)},
-    ),
-    "device_ids": (ValueError, lambda: {"device_ids": [0]}),
-    "module must be": (TypeError, lambda: {"module": 3}),
-    "nothing to reduce": (RuntimeError, lambda: {"module": nn.ReLU()}),
+    "bucket_cap_mb": (ValueError, {"bucket_cap_mb": -1}),
+    "bucket_cap_mb_list": (TypeError, {"bucket_cap_mb_list": ["a"]}),
+    "check_module": (ValueError, {"check_module": "x"}),
+    "bucket_plan must be sequences": (TypeError, {"bucket_plan": [["a"]]}),
+    "bucket_plan must be sequences .*, got 3": (TypeError, {"bucket_plan": 3}),
+    "bucket_plan must .*, got -1": (ValueError, {"bucket_plan": [[0, -1]]}),
+    f"{_HOOKED} is missing": (ValueError, {_DELAYED: []}),
+    f"{_HOOKED} must be a torch.Tensor": (TypeError, {_DELAYED: [], _HOOKED: "weight"}),
+    f"{_HOOKED} must require a grad": (ValueError, {_DELAYED: [], _HOOKED: torch.ones(2)}),
+    "device_ids": (ValueError, {"device_ids": [0]}),
+    "module must be": (TypeError, {"module": 3}),
+    "nothing to reduce": (RuntimeError, {"module": nn.ReLU()}),
     "DistributedDataParallel: find_unused_parameters": (
         RuntimeError,
-        lambda: {
-            "mixed_precision": torch.nn.parallel.distributed._MixedPrecision(),
-            "find_unused_parameters": True,
-        },
+        {"mixed_precision": _PRECISION, "find_unused_parameters": True},
     ),
 }
 
@@ -58,7 +49,7 @@ def test_an_argument_wrong_on_one_rank_alone_is_an_error_on_all(rank):
     for words, (error, options) in WRONG_ALONE.items():
         if rank == 1:
             with pytest.raises(error, match=words):
-                brigade.DistributedDataParallel(**{"module": nn.Linear(2, 2), **options()})
+                brigade.DistributedDataParallel(**{"module": nn.Linear(2, 2), **options})
         else:
             with pytest.raises(RuntimeError, match=rf"rank 1: {error.__name__}: .*{words}"):
                 _wrapped()

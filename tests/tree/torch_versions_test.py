@@ -46,17 +46,12 @@ class InTemporaryFolder(unittest.TestCase):
         self.folder = pathlib.Path(folder.name)
 
 
-class FileTest(unittest.TestCase):
+class FilesTest(unittest.TestCase):
 
-    def test_supported_versions_have_no_gap(self):
+    def test_supported_versions_have_no_gap_and_the_pinned_one_is_of_the_newest(self):
         minors = [int(version.removeprefix("2.")) for version in SUPPORTED]
         self.assertEqual(minors, list(range(minors[0], minors[-1] + 1)))
-
-    def test_the_pinned_version_is_of_the_newest_minor(self):
         self.assertRegex(PINNED, rf"^{re.escape(SUPPORTED[-1])}\.\d+$")
-
-
-class OthersTest(unittest.TestCase):
 
     def test_no_file_of_requirements_names_a_version_of_torch_or_nvcc(self):
         for file in [*ROOT.glob("requirements*.txt"), ROOT / "pyproject.toml"]:
@@ -76,16 +71,12 @@ class ScriptsTest(unittest.TestCase):
             ["bash", "-euc", command], cwd=ROOT, env={**os.environ, "BRIGADE_TORCH": version},
             capture_output=True, text=True)
 
-    def test_the_pinned_version_is_chosen_when_none_is_named(self):
+    def test_each_version_has_folders_of_its_own(self):
         for version in ("", PINNED):
             self.assertEqual(self.choose(version).stdout, f"torch=={PINNED} .venv \n")
-
-    def test_each_supported_version_has_folders_of_its_own(self):
         for version in SUPPORTED:
             self.assertEqual(self.choose(version).stdout,
                              f"torch=={version}.* .venv-{version} {version}-\n")
-
-    def test_a_patch_can_be_named(self):
         self.assertEqual(self.choose("2.12.1").stdout, "torch==2.12.1 .venv-2.12.1 2.12.1-\n")
 
     def test_others_are_refused_with_the_list(self):
@@ -135,10 +126,6 @@ class CMakeTest(InTemporaryFolder):
 
 class WheelTest(InTemporaryFolder):
 
-    def test_what_is_there_is_told_by_its_headers(self):
-        self.assertEqual(torch_wheel.minor_version(make_libtorch(self.folder / "a", "2.14.1")), "2.14")
-        self.assertEqual(torch_wheel.minor_version(self.folder), "")
-
     def dependencies(self, state: str) -> "dict[str, list[str]]":
         dependency = torch_wheel.Dependency()
         dependency.build_state(state)
@@ -148,10 +135,6 @@ class WheelTest(InTemporaryFolder):
         torch_wheel.chosen = make_libtorch(self.folder / "a", "2.13.0")
         self.addCleanup(setattr, torch_wheel, "chosen", None)
         self.assertEqual(self.dependencies("wheel"), {"dependencies": ["torch==2.13.*"]})
-
-    def test_sources_require_any_supported_version(self):
-        torch_wheel.chosen = make_libtorch(self.folder / "a", "2.13.0")
-        self.addCleanup(setattr, torch_wheel, "chosen", None)
         self.assertEqual(self.dependencies("sdist"),
                          {"dependencies": [f"torch>={SUPPORTED[0]},<{TOO_NEW}"]})
 
