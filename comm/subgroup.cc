@@ -51,6 +51,13 @@ c10::intrusive_ptr<c10d::ProcessGroup> connect_subgroup(
                     " ranks has no store to connect them by.\nUse a group made "
                     "by init_process_group().");
   const std::string name = subgroup_name(group, ranks);
+  if (!has_peers(*group)) {  // collectives that go nowhere
+    auto made = c10::make_intrusive<c10d::ProcessGroup>(store, own, size);
+    made->setBackend(device.type(), c10d::ProcessGroup::BackendType::CUSTOM,
+                     find_backend(*group, device.type()));
+    made->setGroupName(name);
+    return made;
+  }
   const bool over_gloo =
       !device.is_cpu() && is_over_gloo(*group, device.type());
   const c10::DeviceGuard on_device(device);  // which the backend is bound to

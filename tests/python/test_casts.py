@@ -73,8 +73,13 @@ def test_settings_policies_and_hooks_stay(rank):
     policy = MixedPrecisionPolicy(
         torch.bfloat16, param_dtype_override_fn=lambda p: p.dtype if p.dim() == 1 else None
     )
-    shard_blocks(model, mesh=mesh, mp_policy=policy, block_numel_fn=lambda p: p.shape[-1])
-    model.register_comm_hook(None, "bf16_compress")
+    shard_blocks(
+        model,
+        mesh=mesh,
+        mp_policy=policy,
+        block_numel_fn=lambda p: p.shape[-1],
+        comm_hook="bf16_compress",
+    )
     model.set_gradient_divide_factor(4.0)
     model.blocks[0].set_requires_gradient_sync(False)
     model.set_reduce_scatter_max_input_buffers(3)
