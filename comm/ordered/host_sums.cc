@@ -4,10 +4,10 @@
 #include <ATen/core/ivalue.h>
 #include <ATen/record_function.h>
 
-#include <algorithm>
 #include <atomic>
 #include <exception>
 #include <functional>
+#include <mutex>
 #include <set>
 #include <stdexcept>
 #include <vector>
@@ -37,23 +37,42 @@ std::function<void()> begin_range(const at::Tensor& tensor) {
 }  // namespace
 
 struct HostSums::OfGroup {
+  std::mutex mutex;
+  std::weak_ptr<HostSums> living;  // guarded by mutex
   std::atomic<int64_t> num_launches = 0;
 };
 
 HostSums::HostSums(const c10::intrusive_ptr<c10d::ProcessGroup>& group)
-    : of_group_(per_group<OfGroup>(group)), collectives_(group) {}
+    : of_group_(per_group<OfGroup>(group)),
+      number_(channel_number(group)),
+      collectives_(group) {}
 
 std::shared_ptr<HostSums> HostSums::meet(
     const c10::intrusive_ptr<c10d::ProcessGroup>& group, bool wants) {
   if (group->getSize() == 1 || !has_gloo_backend(*group)) return nullptr;
+  const std::shared_ptr<OfGroup> of_group = per_group<OfGroup>(group);
+  std::shared_ptr<HostSums> sums;
+  {
+    const std::lock_guard<std::mutex> lock(of_group->mutex);
+    sums = of_group->living.lock();
+  }
+  if (sums && sums->collectives_.has_failed()) sums = nullptr;
   const int64_t host = wants && group->getStore() ? SharedSegment::host() : 0;
-  const std::vector<int64_t> hosts =
-      numbers_of_ranks(group, {host}, "could not tell the others its host");
-  const bool can_share = std::ranges::all_of(
-      hosts, [&](int64_t other) { return other != 0 && other == host; });
-  if (!can_share) return nullptr;
-  const std::shared_ptr<HostSums> sums(new HostSums(group));
-  return sums->collectives_.is_on_one_host() ? sums : nullptr;
+  const std::vector<int64_t> offers =
+      numbers_of_ranks(group, {host, sums ? sums->number_ : 0},
+                       "could not tell the others its host");
+  bool all_have_it = offers[1] != 0;
+  for (size_t i = 0; i < offers.size(); i += 2) {
+    if (offers[i] == 0 || offers[i] != offers[0]) return nullptr;
+    // A peer may have let go of the previous one.
+    all_have_it = all_have_it && offers[i + 1] == offers[1];
+  }
+  if (all_have_it) return sums;
+  sums.reset(new HostSums(group));
+  if (!sums->collectives_.is_on_one_host()) return nullptr;
+  const std::lock_guard<std::mutex> lock(of_group->mutex);
+  of_group->living = sums;
+  return sums;
 }
 
 bool HostSums::can_reduce(const at::Tensor& tensor) {

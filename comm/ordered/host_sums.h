@@ -23,8 +23,9 @@
 
 namespace brigade {
 
-// Its sums count as the group's collectives, closing the group ends them, and
-// profilers see them as "gloo:all_reduce".
+// Each group has at most one at a time, for all its users: its sums count as
+// the group's collectives, closing the group ends them, and profilers see them
+// as "gloo:all_reduce".
 class HostSums {
  public:
   // Collective: all ranks call it at the same place of their programs. Returns
@@ -52,6 +53,7 @@ class HostSums {
   explicit HostSums(const c10::intrusive_ptr<c10d::ProcessGroup>& group);
 
   const std::shared_ptr<OfGroup> of_group_;
+  const int64_t number_;  // equal on all ranks
   OrderedCollectives collectives_;
 };
 

@@ -123,6 +123,9 @@ class OrderedCollectives {
     return slice_of_rank(numel, ranks_.rank, ranks_.size);
   }
 
+  // Whether an error ends all calls from here on.
+  bool has_failed() const { return failure() != nullptr; }
+
   // Whether all ranks share memory. The same on all ranks.
   bool is_on_one_host() const { return is_on_one_host_; }
 

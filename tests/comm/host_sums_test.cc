@@ -49,6 +49,37 @@ TEST(HostSumsTest, RanksOfAHostAddInTheirOrder) {
   });
 }
 
+TEST(HostSumsTest, AGroupHasOne) {
+  run_ranks(2, [](const Group& group) {
+    const auto first = HostSums::meet(group, true);
+    EXPECT_EQ(HostSums::meet(group, true), first);
+  });
+}
+
+// Another rank of an earlier meeting may have let go of it.
+TEST(HostSumsTest, RanksTakeTheOneThatAllHave) {
+  run_ranks(3, [](const Group& group) {
+    auto first = HostSums::meet(group, true);
+    if (group->getRank() == 1) first = nullptr;
+    const auto second = HostSums::meet(group, true);
+    EXPECT_NE(second, first);
+    ASSERT_NE(second, nullptr);
+    expect_sums(*second, group);
+    EXPECT_EQ(HostSums::meet(group, true), second);
+  });
+}
+
+TEST(HostSumsTest, AfterAFailureRanksMeetAnew) {
+  run_ranks(2, [](const Group& group) {
+    const auto first = HostSums::meet(group, true);
+    OrderedCollectives::abort_all_of(
+        *group, std::make_exception_ptr(std::runtime_error("x")));
+    const auto second = HostSums::meet(group, true);
+    EXPECT_NE(second, first);
+    expect_sums(*second, group);
+  });
+}
+
 TEST(HostSumsTest, ProfilersSeeThemUnderTheNameOfGloos) {
   static std::atomic<int> num_begun = 0;
   static std::atomic<int> num_ended = 0;
