@@ -168,7 +168,9 @@ void SegmentRun::wait_for(size_t number) {
   try {
     for (const auto& future : futures) {
       wait(future, unit);
-      future->waitAndThrow();
+      if (future->hasError()) {
+        std::rethrow_exception(future->exception_ptr());
+      }
     }
   } catch (...) {
     is_broken_ = true;
