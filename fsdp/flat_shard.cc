@@ -8,6 +8,8 @@
 #include <cstring>
 #include <utility>
 
+#include "absl/strings/str_cat.h"
+#include "absl/strings/str_join.h"
 #include "brigade/comm/errors/peer_error.h"
 #include "brigade/comm/streams/streams.h"
 #include "brigade/fsdp/shard_operators.h"
@@ -178,8 +180,30 @@ bool FlatShard::is_own(const Shard& shard) const {
              shard_.storage().unsafeGetStorageImpl();
 }
 
+// Parameters that were given the data of others get their own back.
+void FlatShard::refuse_exchanged() {
+  std::vector<std::string> names;
+  for (size_t i = 0; i < parameters_.size(); ++i) {
+    const at::Tensor& tensor = parameters_[i].tensor;
+    const Shard* const shard = shard_of(tensor);
+    if (shard == nullptr || context_.owner == nullptr ||
+        shard->owner != context_.owner ||
+        shard->number == context_.first_number + i) {
+      continue;
+    }
+    names.push_back(absl::StrCat("'", parameters_[i].name, "'"));
+    replace_shard(tensor, make_piece(i));
+    if (is_bound_) bind_parameter(i);
+    unbind(parameters_[i]);
+  }
+  TORCH_CHECK(names.empty(), "fully_shard: ", absl::StrJoin(names, ", "),
+              " got another parameter's memory, by an assignment to `data` for "
+              "instance, and did not keep it.\nCopy values: a.copy_(b).");
+}
+
 bool FlatShard::adopt_pieces() {
   note_use();
+  refuse_exchanged();
   bool is_other = false;
   for (size_t i = 0; i < parameters_.size(); ++i) {
     const at::Tensor& tensor = parameters_[i].tensor;
@@ -260,14 +284,17 @@ void FlatShard::write_own_slice(const at::Tensor& whole) {
 }
 
 void FlatShard::bind(const at::Tensor& whole) {
-  char* const begin = static_cast<char*>(whole.mutable_data_ptr());
-  const auto size = static_cast<int64_t>(whole.itemsize());
-  for (size_t i = 0; i < parameters_.size(); ++i) {
-    bind_memory(parameters_[i].tensor, begin + layout_.offset(i) * size,
-                whole.dtype());
-  }
   whole_ = whole;
   is_bound_ = true;
+  for (size_t i = 0; i < parameters_.size(); ++i) bind_parameter(i);
+}
+
+void FlatShard::bind_parameter(size_t parameter) const {
+  bind_memory(
+      parameters_[parameter].tensor,
+      static_cast<char*>(whole_.mutable_data_ptr()) +
+          layout_.offset(parameter) * static_cast<int64_t>(whole_.itemsize()),
+      whole_.dtype());
 }
 
 void FlatShard::unbind() {
@@ -297,6 +324,7 @@ void FlatShard::take_plain(size_t parameter) {
 }
 
 void FlatShard::read_own_slice() {
+  refuse_exchanged();
   const at::NoGradGuard no_grad;
   for (size_t i = 0; i < parameters_.size(); ++i) {
     if (shard_of(parameters_[i].tensor) == nullptr) take_plain(i);

@@ -141,6 +141,8 @@ class FlatShard {
   void take_plain(size_t parameter);
   void begin_write();
   bool is_own(const Shard& shard) const;
+  void refuse_exchanged();
+  void bind_parameter(size_t parameter) const;
   void unbind(const UnitParameter& parameter) const;
 
   std::vector<UnitParameter> parameters_;

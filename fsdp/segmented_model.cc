@@ -124,15 +124,24 @@ void SegmentedModel::show_compute_dtypes(bool value) {
 
 void SegmentedModel::adopt_pieces() {
   bool is_converted = false;
+  std::exception_ptr error;
   for (ShardedUnit& unit : units_) {
     for (const auto& flat : unit.flats) {
-      if (!flat->adopt_pieces()) continue;
+      try {
+        if (!flat->adopt_pieces()) continue;
+      } catch (...) {
+        error = std::current_exception();
+        continue;
+      }
       is_converted = true;
       written(static_cast<size_t>(&unit - units_.data()));
     }
   }
   const std::vector<std::vector<at::Tensor>> replicas = {hooked_};
-  if (is_converted || hooks_->first_detached(replicas)) make_hooks();
+  if (is_converted || (!error && hooks_->first_detached(replicas))) {
+    make_hooks();
+  }
+  if (error) std::rethrow_exception(error);
 }
 
 void SegmentedModel::check_neighbours() const {

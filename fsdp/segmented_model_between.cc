@@ -64,16 +64,22 @@ void SegmentedModel::unshard(std::span<const size_t> units, bool may_write) {
 void SegmentedModel::reshard(std::span<const size_t> units, bool drops_writes) {
   const std::lock_guard lock(mutex_);
   SegmentRun run(parts(), {});
+  std::exception_ptr error;
   for (const size_t number : units) {
     ShardedUnit& unit = units_.at(number);
     const bool was_by_hand = std::exchange(unit.is_by_hand, false);
     if (was_by_hand && may_write_ && !drops_writes) {
       unit.uses->note();
-      for (const auto& flat : unit.flats) flat->read_own_slice();
+      try {
+        for (const auto& flat : unit.flats) flat->read_own_slice();
+      } catch (...) {
+        error = std::current_exception();
+      }
       unit.slices.clear();
     }
     if (!is_open()) run.release(number);
   }
+  if (error) std::rethrow_exception(error);
 }
 
 ShardedModel::Unsharded::Unsharded(ShardedModel& model, bool may_write)

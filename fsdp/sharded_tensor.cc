@@ -147,9 +147,13 @@ void shard_in_place(const at::Tensor& parameter, Shard shard) {
                     shard.name, "' is not dense: its strides are ",
                     parameter.strides(), " for sizes ", parameter.sizes(), ".");
   TORCH_INTERNAL_ASSERT(shard.local.dtype() == parameter.dtype());
-  const auto sizes = parameter.sizes().vec();
-  const auto strides = parameter.strides().vec();
-  parameter.unsafeGetTensorImpl()->shallow_copy_from(
+  replace_shard(parameter, std::move(shard));
+}
+
+void replace_shard(const at::Tensor& tensor, Shard shard) {
+  const auto sizes = tensor.sizes().vec();
+  const auto strides = tensor.strides().vec();
+  tensor.unsafeGetTensorImpl()->shallow_copy_from(
       make_impl(std::move(shard), sizes, strides));
 }
 

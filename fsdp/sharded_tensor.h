@@ -115,6 +115,9 @@ at::Tensor gather_whole(const at::Tensor& sharded);
 // its dtype and device. Throws ValueError if it is sharded already.
 void shard_in_place(const at::Tensor& parameter, Shard shard);
 
+// Gives `tensor` this shard, and a storage of its own.
+void replace_shard(const at::Tensor& tensor, Shard shard);
+
 // The storage of a sharded tensor reads `memory` from here on, which has the
 // whole's elements in `dtype` and outlives unbind_memory(); or nothing. Until
 // then the tensor has that dtype.

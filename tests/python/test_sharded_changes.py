@@ -128,3 +128,22 @@ def test_what_is_replaced_while_parameters_are_whole_is_not_overwritten(rank):
     model.blocks[0].up.bias = own
     pair.step(1)
     pair.expect_equal()
+
+
+@pytest.mark.parametrize("is_whole", [True, False])
+@on_ranks()
+def test_exchanged_data_are_refused_and_nothing_is_exchanged(rank, is_whole):
+    """`a.data, b.data = b.data, a.data` gives each the memory of the other."""
+    pair = Pair(rank)
+    pair.step(0)
+    first, second = pair.model.blocks[0].up.weight, pair.model.blocks[1].up.weight
+    words = r"'blocks\.\d\.up\.weight' got another parameter's memory"
+    with pytest.raises(RuntimeError, match=words):
+        if is_whole:
+            with pair.model.whole_parameters(writes=True):
+                first.data, second.data = second.data, first.data
+        else:
+            first.data, second.data = second.data, first.data
+            pair.loss(1)
+    pair.step(1)
+    pair.expect_equal()
