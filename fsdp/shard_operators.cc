@@ -706,14 +706,14 @@ void on_sharded(const c10::OperatorHandle& op, c10::DispatchKeySet keys,
 
 }  // namespace
 
-void register_shard_operators() {
-  static const auto* const library = [] {
+const torch::Library& register_shard_operators() {
+  static const torch::Library* const library = [] {
     auto* made = new torch::Library(torch::Library::IMPL, "_", kShardedKey,
                                     __FILE__, static_cast<uint32_t>(__LINE__));
     made->fallback(torch::CppFunction::makeFromBoxedFunction<&on_sharded>());
-    return made;  // for ever: tensors may be used until the process ends
+    return made;
   }();
-  static_cast<void>(library);
+  return *library;
 }
 
 at::Tensor piece_norm(const at::Tensor& piece, double order) {

@@ -24,12 +24,13 @@
 #define BRIGADE_FSDP_SHARD_OPERATORS_H_
 
 #include <ATen/core/Tensor.h>
+#include <torch/library.h>
 
 namespace brigade {
 
-// Registers the fallback, once for the process; before any operator on a
-// sharded tensor. Any thread.
-void register_shard_operators();
+// Registers the fallback, once and until the process ends; before any operator
+// on a sharded tensor. Returns what holds it. Any thread.
+const torch::Library& register_shard_operators();
 
 // In float64, also of complex elements; 0 of none. `order` > 0.
 at::Tensor piece_norm(const at::Tensor& piece, double order);
