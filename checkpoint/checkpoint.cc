@@ -1,5 +1,6 @@
 #include "brigade/checkpoint/checkpoint.h"
 
+#include <string>
 #include <utility>
 
 #include "absl/strings/match.h"
@@ -14,6 +15,17 @@ CheckpointLayout layout_of(const std::string& path) {
                                               : CheckpointLayout::kFolder;
 }
 
+// Collective: an optimizer of another type is an error on all ranks.
+OptimizerState state_on_all_ranks(const CheckpointModel& model,
+                                  const torch::optim::Optimizer& optimizer) {
+  OptimizerState state;
+  on_all_ranks(model.group, [&] {
+    state = state_of(optimizer);
+    return std::string();
+  });
+  return state;
+}
+
 CheckpointMetadata warn_and_return(LoadedCheckpoint loaded) {
   for (const std::string& warning : loaded.warnings) TORCH_WARN(warning);
   return std::move(loaded.metadata);
@@ -24,7 +36,7 @@ CheckpointMetadata warn_and_return(LoadedCheckpoint loaded) {
 void save_checkpoint(const std::string& path, const CheckpointModel& model,
                      const torch::optim::Optimizer& optimizer,
                      const CheckpointMetadata& metadata) {
-  const OptimizerState state = state_of(optimizer);
+  const OptimizerState state = state_on_all_ranks(model, optimizer);
   save_with_state(path, layout_of(path), model, &state, metadata);
 }
 
@@ -36,7 +48,7 @@ void save_checkpoint(const std::string& path, const CheckpointModel& model,
 CheckpointMetadata load_checkpoint(const std::string& path,
                                    const CheckpointModel& model,
                                    torch::optim::Optimizer& optimizer) {
-  OptimizerState state = state_of(optimizer);
+  OptimizerState state = state_on_all_ranks(model, optimizer);
   LoadedCheckpoint loaded = load_with_state(path, model, &state);
   set_state(optimizer, state);
   return warn_and_return(std::move(loaded));

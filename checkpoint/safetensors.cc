@@ -15,7 +15,6 @@
 #include <random>
 #include <set>
 #include <system_error>
-#include <tuple>
 #include <utility>
 
 #include "absl/strings/escaping.h"

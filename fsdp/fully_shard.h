@@ -14,13 +14,11 @@
 #include <torch/csrc/jit/api/module.h>
 #include <torch/nn/module.h>
 
-#include <cstddef>
 #include <cstdint>
 #include <functional>
 #include <memory>
 #include <optional>
 #include <string>
-#include <vector>
 
 #include "brigade/comm/subgroup.h"
 #include "brigade/fsdp/fully_shard_options.h"

@@ -7,7 +7,6 @@
 #include <algorithm>
 #include <exception>
 #include <string>
-#include <vector>
 
 #include "brigade/comm/streams/futures.h"
 

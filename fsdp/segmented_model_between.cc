@@ -4,7 +4,6 @@
 
 #include <algorithm>
 #include <exception>
-#include <functional>
 #include <numeric>
 #include <span>
 #include <utility>

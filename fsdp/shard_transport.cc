@@ -1,12 +1,10 @@
 #include "brigade/fsdp/shard_transport.h"
 
 #include <ATen/core/grad_mode.h>
-#include <c10/util/Exception.h>
 
 #include <map>
 #include <numeric>
 #include <optional>
-#include <utility>
 
 #include "brigade/comm/ordered/ordered_collectives.h"
 #include "brigade/comm/process_group.h"

@@ -180,7 +180,8 @@ struct StallWatch::State {
       }
       if (changed.wait_for(lock,
                            std::max(time / kLooksPerReport, milliseconds{1})) ==
-          std::cv_status::no_timeout) {
+              std::cv_status::no_timeout ||
+          is_over) {
         continue;
       }
       is_looking = true;

@@ -3,7 +3,6 @@
 #include <torch/csrc/autograd/python_variable.h>
 #include <torch/csrc/jit/python/pybind_utils.h>
 
-#include <algorithm>
 #include <cstddef>
 #include <cstdint>
 #include <map>
@@ -280,7 +279,7 @@ void register_reducer(py::module_& module) {
           "Nothing: _shadow_iteration() has done it.")
       .def("_shadow_iteration", &TorchReducer::shadow_iteration,
            py::arg("use_world_size") = true, NoGil())
-      .def("_was_sampled", &was_sampled,
+      .def("_was_sampled", &was_sampled, NoGil(),
            "Whether the last iteration's times were taken.")
       .def("_statistics", &statistics_of, NoGil())
       .def("_timeline", &times_of, NoGil(),

@@ -4,7 +4,6 @@
 #include <torch/csrc/Exceptions.h>
 
 #include <algorithm>
-#include <chrono>
 #include <cstddef>
 #include <cstdint>
 #include <functional>
@@ -394,7 +393,7 @@ void register_sharding(py::module_& module) {
       .def("set_max_reducing", &SegmentedModel::set_max_reducing,
            py::arg("value"))
       .def("holds_gradients", &holds_gradients)
-      .def("gradient_slot", &SegmentedModel::gradient_slot,
+      .def("gradient_slot", &SegmentedModel::gradient_slot, NoGil(),
            py::arg("parameter"))
       .def("timeline", &SegmentedModel::timeline, NoGil())
       .def("set_timeline_sample_rate",
@@ -403,7 +402,6 @@ void register_sharding(py::module_& module) {
       .def("set_stall_report_after", &SegmentedModel::set_stall_report_after,
            NoGil(), py::arg("time"))
       .def("explain", &SegmentedModel::explain, NoGil())
-      .def("can_continue", &SegmentedModel::can_continue)
       .def("statistics", [](const SegmentedModel& self) {
         const ShardedModelStatistics found = [&] {
           const py::gil_scoped_release no_gil;

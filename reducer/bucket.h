@@ -16,7 +16,6 @@
 #include <c10/core/Event.h>
 
 #include <cstddef>
-#include <cstdint>
 #include <memory>
 #include <optional>
 #include <span>

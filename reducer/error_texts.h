@@ -6,7 +6,6 @@
 #define BRIGADE_REDUCER_ERROR_TEXTS_H_
 
 #include <cstddef>
-#include <cstdint>
 #include <span>
 #include <string>
 

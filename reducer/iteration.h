@@ -125,7 +125,7 @@ void launch_rest(Iteration& iteration, PeerStatus& peers,
                  Observations& observations);
 
 // Launches second collectives, which comm hooks have chained to their first
-// ones (comm_hooks/then_collective.h): in the order of the sequence on every
+// ones (comm_hooks/comm_hooks.h): in the order of the sequence on every
 // rank, on the calling thread. Waits for each first one `timeout` at most.
 std::optional<Failure> launch_chained(Iteration& iteration, PeerStatus& peers,
                                       std::chrono::milliseconds timeout);

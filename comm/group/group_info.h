@@ -9,7 +9,6 @@
 #include <c10/core/Device.h>
 
 #include <chrono>
-#include <cstdint>
 #include <map>
 #include <memory>
 #include <mutex>

@@ -6,7 +6,6 @@
 #include <unistd.h>
 
 #include <algorithm>
-#include <functional>
 #include <set>
 #include <stdexcept>
 #include <string>

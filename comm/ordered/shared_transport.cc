@@ -61,9 +61,12 @@ class SharedPosts {
     if (place(own(), number).num_unread.load(std::memory_order_acquire) != 0) {
       return nullptr;
     }
+    // The peers' acquire and release lie between the sums and this; what a tool
+    // sees of it, where each rank maps the memory elsewhere, is `progress`.
     std::erase_if(blocks_, [&](const auto& block) {
-      return place(own(), block.second.number)
-                 .num_unread.load(std::memory_order_acquire) == 0;
+      const Place& posted = place(own(), block.second.number);
+      return posted.num_unread.load(std::memory_order_acquire) == 0 &&
+             posted.progress.load(std::memory_order_acquire) != 0;
     });
     const size_t block_bytes = padded(std::max<size_t>(1, bytes));
     const std::optional<size_t> offset = find_room(block_bytes);

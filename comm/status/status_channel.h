@@ -19,7 +19,6 @@
 #include <sys/types.h>
 
 #include <chrono>
-#include <cstdint>
 #include <exception>
 #include <memory>
 #include <optional>

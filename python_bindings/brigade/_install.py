@@ -195,11 +195,16 @@ def _shard(module: Any, **kwargs: Any) -> Any:
     return fully_shard(module, **kwargs)
 
 
+@functools.cache
+def _mesh_of(kind: str, group: dist.ProcessGroup) -> DeviceMesh:
+    return init_device_mesh(kind, (group.size(),))
+
+
 def _default_mesh(below: list[FSDPModule]) -> DeviceMesh | None:
     """Of the accelerator, as torch chooses, or of modules sharded already; None: of CPUs."""
     part = next((part for each in below for part in each.parameters()), None)
     kind = torch._C._get_accelerator().type if part is None else part.device.type
-    return None if kind == "cpu" else init_device_mesh(kind, (dist.get_world_size(),))
+    return None if kind == "cpu" else _mesh_of(kind, dist.group.WORLD)
 
 
 def _brigades_below(module: Any) -> list[FSDPModule]:
