@@ -58,15 +58,9 @@ class SharedPosts {
 
   // Memory for a post, or null while there is none. Posts come in rising order.
   std::byte* take(uint64_t number, size_t bytes, uint64_t tag) {
-    if (place(own(), number).num_unread.load(std::memory_order_acquire) != 0) {
-      return nullptr;
-    }
-    // The peers' acquire and release lie between the sums and this; what a tool
-    // sees of it, where each rank maps the memory elsewhere, is `progress`.
+    if (!has_been_read(number)) return nullptr;
     std::erase_if(blocks_, [&](const auto& block) {
-      const Place& posted = place(own(), block.second.number);
-      return posted.num_unread.load(std::memory_order_acquire) == 0 &&
-             posted.progress.load(std::memory_order_acquire) != 0;
+      return has_been_read(block.second.number);
     });
     const size_t block_bytes = padded(std::max<size_t>(1, bytes));
     const std::optional<size_t> offset = find_room(block_bytes);
@@ -136,6 +130,16 @@ class SharedPosts {
   }
   Place& place(int rank, uint64_t number) const {
     return head(rank).places[number % kNumPlaces];
+  }
+
+  // By all peers: the memory and the place of this own post are free.
+  bool has_been_read(uint64_t number) const {
+    const Place& posted = place(own(), number);
+    const bool is_read = posted.num_unread.load(std::memory_order_acquire) == 0;
+    // The peers' loads and stores lie between the sums and this; what a tool
+    // sees of it, since each rank maps the memory elsewhere, is `progress`.
+    posted.progress.load(std::memory_order_acquire);
+    return is_read;
   }
 
   // Of all ranks. A rank may have posted before it failed, so that others would
@@ -365,9 +369,12 @@ class SharedTransport::Operation final : public OrderedOperation {
         call_.kind == OrderedKind::kReduceScatter
             ? own.offset - cut_.piece(ranks_.rank, 0).offset
             : own.offset;
+    // Peers hold it until they have the sums; without sums it may be gone.
     std::byte* const own_post =
-        posts_.own_post(number(index)) +
-        cut_.offset_in_post(ranks_.rank, index) * element_size_;
+        posts_sums()
+            ? posts_.own_post(number(index)) +
+                  cut_.offset_in_post(ranks_.rank, index) * element_size_
+            : nullptr;
     const int64_t most = std::max<int64_t>(1, kBlockBytes / element_size_);
     for (int64_t begin = 0; begin < own.numel; begin += most) {
       const int64_t numel = std::min(most, own.numel - begin);
