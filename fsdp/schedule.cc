@@ -93,6 +93,10 @@ void SegmentCursor::fail(CursorActions& actions) {
 RoundMessage SegmentCursor::message(std::optional<size_t> need) const {
   RoundMessage message = {
       .need = need, .has_ended = has_ended_, .has_failed = has_failed_};
+  std::vector<uint64_t> counts(record_.accumulations.begin(),
+                               record_.accumulations.end());
+  counts.insert(counts.end(), accumulated_.begin(), accumulated_.end());
+  message.accumulations = hash_of(counts);
   for (size_t unit = 0; unit < rules_.num_units(); ++unit) {
     const bool expects = !has_ended_ && expected_[unit] > 0 &&
                          was_reduced_[unit] == 0 && !is_complete(unit);
@@ -111,11 +115,13 @@ RoundResult SegmentCursor::end_round(std::span<const RoundMessage> of_ranks,
     return RoundResult::kFailed;
   }
   bool has_ended = true;
+  bool accumulate_alike = true;
   std::set<size_t> needs;
   std::vector<char> complete(rules_.num_units(), 0);
   std::vector<char> expected(rules_.num_units(), 0);
   for (const RoundMessage& message : of_ranks) {
     has_ended &= message.has_ended;
+    accumulate_alike &= message.accumulations == of_ranks[0].accumulations;
     if (message.need) needs.insert(*message.need);
     for (size_t unit = 0; unit < rules_.num_units(); ++unit) {
       complete[unit] |= message.complete[unit];
@@ -142,6 +148,7 @@ RoundResult SegmentCursor::end_round(std::span<const RoundMessage> of_ranks,
     append(Kind::kReduceScatter, unit);
   }
   if (!has_ended) return RoundResult::kGoesOn;
+  if (!accumulate_alike) std::ranges::fill(record_.accumulations, 0);
   release_all(/*with_those_that_stay=*/false, actions);
   return RoundResult::kEnded;
 }
@@ -177,7 +184,9 @@ bool SegmentCursor::may_reduce(size_t entry) const {
   const size_t unit = record_.entries[entry].unit;
   if (expected_[unit] == 0) return true;
   const uint32_t recorded = record_.accumulations[entry];
-  return accumulated_[unit] >= (recorded > 0 ? recorded : expected_[unit]);
+  const uint32_t enough =
+      recorded > 0 ? std::min(recorded, expected_[unit]) : expected_[unit];
+  return accumulated_[unit] >= enough;
 }
 
 void SegmentCursor::issue_next(CursorActions& actions) {

@@ -11,7 +11,9 @@
 // Every rank issues each entry after all entries before it. So a rank may block
 // on any entry that it has issued. The schedule and the needs of this rank
 // alone decide which all-gather satisfies a need, not prefetch or timing: ranks
-// that repeat their programs have no round but the last one.
+// that repeat their programs have no round but the last one. Ranks with equal
+// programs issue each entry at the same place in them, so that a collective of
+// the program's own may lie between.
 //
 //   SegmentCursor cursor(rules, &recorded);  // nullptr: learn
 //   CursorActions todo = cursor.begin();     // issues the prefetch
@@ -48,11 +50,12 @@ struct ScheduleEntry {
 
 using Schedule = std::vector<ScheduleEntry>;
 
-// A schedule is the same on all ranks; accumulations are this rank's own.
+// The same on all ranks.
 struct RecordedSchedule {
   Schedule entries = {};
-  // By entry: gradients that this rank accumulated in the unit before the
-  // reduce-scatter, since the one before. 0 for an all-gather.
+  // By entry: gradients that each rank accumulated in the unit before the
+  // reduce-scatter, since the one before. 0 for an all-gather, and for all
+  // entries if ranks differed.
   std::vector<uint32_t> accumulations = {};
 
   uint64_t fingerprint() const;  // hash_of() the entries
@@ -97,6 +100,7 @@ struct RoundMessage {
   std::vector<char> complete = {};
   // By unit: more gradients are expected.
   std::vector<char> expects = {};
+  uint64_t accumulations = 0;  // hash of those recorded and since
   // Of the caller's; by parameter of the model: has a gradient. Empty: none.
   std::vector<char> used = {};
   std::string error = {};  // of the caller's: has_failed

@@ -156,7 +156,8 @@ SegmentExchange::Sent SegmentExchange::send(const RoundMessage& own,
   RankStatus head = {.kind = StatusKind::kEnd,
                      .iteration = num_opened_,
                      .unit = own.need ? static_cast<int64_t>(*own.need) : -1,
-                     .proposal = state};
+                     .proposal = state,
+                     .order = own.accumulations};
   if (own.has_failed) {
     head.kind = StatusKind::kFailed;
     head.text = status_text(own.error);
@@ -196,6 +197,7 @@ RoundAnswers SegmentExchange::await_round(
     if (message.has_failed) continue;
     message.has_ended = head.proposal != kGoesOn;
     answers.has_unconfirmed |= head.proposal == kHasGoneOn;
+    message.accumulations = head.order;
     if (head.unit >= 0) message.need = static_cast<size_t>(head.unit);
     head.unit = -1;
     size_t bit = 0;

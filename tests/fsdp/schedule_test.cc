@@ -462,6 +462,38 @@ UnitRules random_rules(std::mt19937& random) {
   return rules;
 }
 
+// The program's own collectives may lie between any two of its events.
+TEST(SegmentCursorTest, EqualProgramsIssueAtTheSameEvents) {
+  for (uint32_t seed = 0; seed < 3000; ++seed) {
+    std::mt19937 random(seed);
+    const UnitRules rules = random_rules(random);
+    const auto draw = [&] { return random_program(random, rules.num_units()); };
+    const auto learned = run(rules, {draw(), draw(), draw()}, {}, seed);
+    const Program common = draw();
+    std::vector<uint32_t> expected(rules.num_units());
+    for (uint32_t& count : expected) count = random() % 5;
+    std::vector<SegmentCursor> ranks;
+    for (const RecordedSchedule& record : learned.records) {
+      ranks.emplace_back(rules, &record, std::vector<char>(), expected);
+      ranks.back().begin();
+    }
+    bool needs_round = false;
+    for (const Event& event : common) {
+      std::vector<CursorActions> actions(ranks.size());
+      for (size_t r = 0; r < ranks.size(); ++r) {
+        if (event.kind == Event::Kind::kAccumulate) {
+          ranks[r].accumulated(event.units[0], actions[r]);
+        } else {
+          needs_round = ranks[r].need(event.units, actions[r]).has_value();
+        }
+      }
+      ASSERT_EQ(actions[0], actions[1]) << seed;
+      ASSERT_EQ(actions[0], actions[2]) << seed;
+      if (needs_round) break;
+    }
+  }
+}
+
 TEST(SegmentCursorTest, RandomProgramsLearnReplayAndDiffer) {
   for (uint32_t seed = 0; seed < 3000; ++seed) {
     std::mt19937 random(seed);
