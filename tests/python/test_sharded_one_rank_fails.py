@@ -9,7 +9,7 @@ import brigade
 
 from exact_training import UserError
 from ranks import on_ranks, run_ranks
-from sharded_training import Pair, expect_alike
+from sharded_training import Pair, batch_of, expect_alike
 
 
 class _Pair(Pair):
@@ -181,3 +181,20 @@ def test_a_write_in_forward_on_one_rank_is_told_to_all(rank, is_outermost):
     model.zero_grad()
     model(torch.ones(4)).sum().backward()
     assert torch.equal(model.weight.grad.full_tensor(), torch.ones(4))
+
+
+@on_ranks(3)
+def test_an_evaluation_that_fails_on_one_rank(rank):
+    pair = _Pair(rank)
+    for step, place in enumerate(name for name in PLACES if name.startswith("forward")):
+        pair.expect_step(step)
+        kept = pair.kept()
+        if rank == 2:
+            handle = PLACES[place](pair.model, UserError("no such batch"))
+        error = UserError if rank == 2 else dist.DistBackendError
+        with torch.no_grad(), pytest.raises(error, match="no such batch"):
+            pair.model(batch_of(rank, step))
+        if rank == 2:
+            handle.remove()
+        pair.expect_kept(kept)
+    pair.expect_step(step + 1)
