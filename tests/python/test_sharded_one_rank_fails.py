@@ -4,12 +4,13 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 import brigade
 
 from exact_training import UserError
 from ranks import on_ranks, run_ranks
-from sharded_training import Pair, batch_of, expect_alike
+from sharded_training import Net, Pair, batch_of, expect_alike, shard_blocks
 
 
 class _Pair(Pair):
@@ -198,3 +199,43 @@ def test_an_evaluation_that_fails_on_one_rank(rank):
             handle.remove()
         pair.expect_kept(kept)
     pair.expect_step(step + 1)
+
+
+class _AroundAll(Net):
+    """One checkpoint around all blocks."""
+
+    def forward(self, x):
+        x = checkpoint(self._run_blocks, self.embed(x), use_reentrant=self.checkpointed)
+        return self.head(x)
+
+    def _run_blocks(self, x):
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+def _raise_in_backward(*_):
+    if torch._C._current_graph_task_id() != -1:
+        raise UserError("no such batch")
+
+
+@pytest.mark.parametrize("kind", [Net, _AroundAll])
+@pytest.mark.parametrize("use_reentrant", [False, True])
+@on_ranks()
+def test_a_recomputation_that_fails_on_one_rank(rank, kind, use_reentrant):
+    def make():
+        torch.manual_seed(0)
+        return kind(checkpointed=use_reentrant)
+
+    pair = _Pair(rank, nets=(make(), shard_blocks(make())))
+    for step in range(2):
+        pair.optimizers[1].zero_grad()
+        kept = pair.kept()
+        if rank == 1:
+            handle = pair.model.blocks[1].down.register_forward_pre_hook(_raise_in_backward)
+        with pytest.raises(UserError if rank == 1 else dist.DistBackendError):
+            pair.loss(step).backward()
+        if rank == 1:
+            handle.remove()
+        pair.expect_kept(kept)
+        pair.expect_step(step)
