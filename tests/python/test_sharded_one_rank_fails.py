@@ -8,9 +8,9 @@ from torch.utils.checkpoint import checkpoint
 
 import brigade
 
-from exact_training import UserError
+from exact_training import SumOverRanks, UserError
 from ranks import on_ranks, run_ranks
-from sharded_training import Net, Pair, batch_of, expect_alike, shard_blocks
+from sharded_training import Net, Pair, batch_of, expect_alike, make_net, shard_blocks
 
 
 class _Pair(Pair):
@@ -239,3 +239,32 @@ def test_a_recomputation_that_fails_on_one_rank(rank, kind, use_reentrant):
             handle.remove()
         pair.expect_kept(kept)
         pair.expect_step(step)
+
+
+def _sum_in_forward(module, args, output):
+    dist.all_reduce(output.detach().clone())
+
+
+def _sum_in_backward(module, args, output):
+    return SumOverRanks.apply(output)
+
+
+@pytest.mark.parametrize("collective", [_sum_in_forward, _sum_in_backward])
+@on_ranks(3, timeout_s=3, deadline_s=60)
+def test_peers_in_a_collective_of_their_own_raise_at_the_timeout(rank, collective):
+    model = shard_blocks(make_net())
+    handle = model.blocks[1].register_forward_hook(collective)
+    for step in range(2):
+        model(batch_of(rank, step)).sum().backward()
+    if rank == 2:
+        handle.remove()
+        if collective is _sum_in_forward:
+            handle = model.blocks[1].register_forward_hook(_raises(UserError("no such batch")))
+        else:
+            handle = _in_backward_of(model.head, UserError("no such batch"))
+    with pytest.raises(UserError if rank == 2 else RuntimeError):
+        model(batch_of(rank, 2)).sum().backward()
+    handle.remove()
+    with pytest.raises(RuntimeError, match=r"can't continue|rank 2 has stopped waiting"):
+        model(batch_of(rank, 3)).sum().backward()
+    dist.destroy_process_group()
