@@ -1,5 +1,8 @@
 """An exception of one rank in a sharded step: all raise, nothing is changed, and all go on."""
 
+import contextlib
+import resource
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -268,3 +271,69 @@ def test_peers_in_a_collective_of_their_own_raise_at_the_timeout(rank, collectiv
     with pytest.raises(RuntimeError, match=r"can't continue|rank 2 has stopped waiting"):
         model(batch_of(rank, 3)).sum().backward()
     dist.destroy_process_group()
+
+
+@contextlib.contextmanager
+def _memory_limit():
+    """A function that leaves this process 12 MiB more than it has."""
+
+    def limit(*_):
+        with open("/proc/self/statm") as file:
+            used = int(file.read().split()[0]) * resource.getpagesize()
+        resource.setrlimit(resource.RLIMIT_AS, (used + (12 << 20), hard))
+
+    soft, hard = resource.getrlimit(resource.RLIMIT_AS)
+    try:
+        yield limit
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
+
+
+_SUM_NEEDS_MEMORY = pytest.mark.xfail(
+    strict=True, reason="a reduce-scatter allocates its shard, and closes the group if it can't"
+)
+
+
+@pytest.mark.parametrize(
+    ("place", "steps_before"),
+    [
+        ("forward", 0),
+        ("forward", 3),
+        ("gradient", 0),
+        pytest.param("gradient", 3, marks=_SUM_NEEDS_MEMORY),
+    ],
+)
+@on_ranks()
+def test_memory_that_runs_out_on_one_rank(rank, place, steps_before):
+    """A unit takes 80 MiB, its shard 40."""
+
+    def make():
+        torch.manual_seed(0)
+        sizes = (8, 1 << 17), (1 << 17, 160), (160, 1)
+        return nn.Sequential(*[nn.Linear(*size, bias=False) for size in sizes])
+
+    model = make()
+    for layer in model:
+        brigade.fully_shard(layer)
+    brigade.fully_shard(model)
+    x = torch.full((1, 8), rank + 1.0)
+    for _ in range(steps_before):
+        model(x).sum().backward()
+        model.zero_grad()
+    with _memory_limit() as limit:
+        if rank == 1 and place == "forward":
+            handle = model[1].register_forward_pre_hook(limit, prepend=True)
+        elif rank == 1:
+            handle = model[1].weight.register_hook(limit)
+        words = "can't allocate memory" if rank == 1 else "rank 1 failed"
+        with pytest.raises(RuntimeError, match=words) as caught:
+            model(x).sum().backward()
+        if rank == 1:
+            handle.remove()
+            assert not isinstance(caught.value, dist.DistBackendError)
+    assert all(p.grad is None for p in model.parameters())
+    model(x).sum().backward()
+    plain = make()
+    plain(torch.full((1, 8), 1.5)).sum().backward()
+    for parameter, expected in zip(model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(parameter.grad.full_tensor(), expected.grad)
