@@ -24,7 +24,7 @@
 
 // Checkpoints: of models, and of activations.
 #include "brigade/checkpoint/checkpoint.h"
-#include "brigade/hooks/checkpoint.h"
+#include "brigade/hooks/activation_checkpoint.h"
 
 // Which bucket size is fastest.
 #include "brigade/bucket_sweep/sweep.h"

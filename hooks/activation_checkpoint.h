@@ -26,8 +26,8 @@
 //
 // Thread safety: any thread. The second run is on the thread of backward.
 
-#ifndef BRIGADE_HOOKS_CHECKPOINT_H_
-#define BRIGADE_HOOKS_CHECKPOINT_H_
+#ifndef BRIGADE_HOOKS_ACTIVATION_CHECKPOINT_H_
+#define BRIGADE_HOOKS_ACTIVATION_CHECKPOINT_H_
 
 #include <ATen/core/Tensor.h>
 #include <ATen/core/grad_mode.h>
@@ -85,4 +85,4 @@ auto checkpoint(Function&& function, const Inputs&... inputs) {
 
 }  // namespace brigade
 
-#endif  // BRIGADE_HOOKS_CHECKPOINT_H_
+#endif  // BRIGADE_HOOKS_ACTIVATION_CHECKPOINT_H_
