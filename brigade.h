@@ -14,9 +14,8 @@
 #include "brigade/planning/bucket_plan.h"
 #include "brigade/reducer/reducer.h"
 
-// Comm hooks, and outputs that a loss may leave out.
+// Comm hooks.
 #include "brigade/comm_hooks/comm_hooks.h"
-#include "brigade/hooks/output_hooks.h"
 
 // Sharding.
 #include "brigade/fsdp/fully_shard.h"
