@@ -23,9 +23,7 @@ namespace {
 
 // Until buckets are rebuilt; 0: never.
 int64_t observed_iterations(const ReducerOptions& options) {
-  const bool wants_rebuild = options.rebuild_buckets.value_or(
-      rebuilds_by_default(options, !options.bucket_plan.empty()));
-  if (!wants_rebuild) return 0;
+  if (!rebuilds_buckets(options)) return 0;
   // Programs that count warm-up iterations expect torch's third forward.
   return options.static_graph ? 2 : 1;
 }
@@ -325,13 +323,7 @@ void DataParallelPolicy::on_iteration_over(Outcome outcome, bool is_shadow) {
     hook_.listener->iteration_begins(/*has_data=*/true);
   }
   if (outcome == Outcome::kAborted && hook_counts_) hook_counts_->abort();
-  if (outcome == Outcome::kDelivered) {
-    context_gradients_->write_back();
-    if (options_.lazy_bucket_allocation) {
-      for (Bucket& bucket : bound_.buckets) bucket.release_memory();
-      memory_ = {};
-    }
-  }
+  if (outcome == Outcome::kDelivered) context_gradients_->write_back();
   context_gradients_.reset();
 }
 
@@ -387,7 +379,8 @@ BoundPlan DataParallelPolicy::bind(BucketPlan plan, const HookTraits& hook) {
   std::vector<Bucket> buckets;
   buckets.reserve(plan.num_buckets());
   for (size_t b = 0; b < plan.num_buckets(); ++b) {
-    buckets.emplace_back(table_, plan, b, hook, options_, used_.get(), memory_);
+    buckets.emplace_back(table_, plan, b, hook,
+                         options_.gradient_as_bucket_view, used_.get());
   }
   std::vector<Collective*> sequence;
   sequence.reserve(buckets.size() + 1);

@@ -25,15 +25,18 @@ std::vector<std::vector<at::Tensor>> only_replica(
 
 Reducer::Reducer(std::vector<at::Tensor> parameters,
                  c10::intrusive_ptr<c10d::ProcessGroup> group,
-                 ReducerOptions options)
+                 ReducerOptions options,
+                 const std::vector<std::vector<size_t>>& first_buckets)
     : Reducer(only_replica(std::move(parameters)), std::move(group),
-              std::move(options)) {}
+              std::move(options), first_buckets) {}
 
 Reducer::Reducer(std::vector<std::vector<at::Tensor>> replicas,
                  c10::intrusive_ptr<c10d::ProcessGroup> group,
-                 ReducerOptions options)
-    : engine_(std::make_unique<Engine>(checked_setup(
-          std::move(replicas), std::move(group), std::move(options)))) {
+                 ReducerOptions options,
+                 const std::vector<std::vector<size_t>>& first_buckets)
+    : engine_(std::make_unique<Engine>(
+          checked_setup(std::move(replicas), std::move(group),
+                        std::move(options), first_buckets))) {
   engine_->connect();
 }
 

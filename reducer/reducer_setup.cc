@@ -22,9 +22,12 @@
 namespace brigade {
 namespace {
 
+using Buckets = std::vector<std::vector<size_t>>;
+
 absl::StatusOr<BucketPlan> initial_plan(const ParameterTable& table,
-                                        const ReducerOptions& options) {
-  if (options.bucket_plan.empty()) {
+                                        const ReducerOptions& options,
+                                        const Buckets& given) {
+  if (given.empty()) {
     return plan_by_size(table.specs(), reverse_registration_order(table.size()),
                         options.bucket_caps_bytes);
   }
@@ -33,8 +36,7 @@ absl::StatusOr<BucketPlan> initial_plan(const ParameterTable& table,
       !status.ok()) {
     return status;
   }
-  absl::StatusOr<BucketPlan> plan =
-      BucketPlan::create(options.bucket_plan, table.size());
+  absl::StatusOr<BucketPlan> plan = BucketPlan::create(given, table.size());
   if (!plan.ok()) return plan;
   if (absl::Status status = check_bucket_kinds(*plan, table.specs());
       !status.ok()) {
@@ -62,22 +64,8 @@ absl::Status check_devices(const ParameterTable& table,
 }
 
 // `hook`: of the user's, or null.
-absl::Status check_reproducible(const ReducerOptions& options,
-                                c10d::CommHookInterface* hook,
-                                const ParameterTable& table, int world_size) {
-  const std::optional<int> row_size = options.reproducible_row_size;
-  if (!options.reproducible) {
-    if (!row_size) return absl::OkStatus();
-    return absl::InvalidArgumentError(absl::StrCat(
-        "reproducible_row_size must be unset without reproducible, it is ",
-        *row_size, "; set reproducible, or leave it out"));
-  }
-  if (row_size && (*row_size < 1 || world_size % *row_size != 0)) {
-    return absl::InvalidArgumentError(
-        absl::StrCat("reproducible_row_size must divide the number of ranks, ",
-                     world_size, ", it is ", *row_size,
-                     "; give the number of ranks in a row of the mesh"));
-  }
+absl::Status check_reproducible(c10d::CommHookInterface* hook,
+                                const ParameterTable& table) {
   if (hook != nullptr && !traits_of(*hook).sums_in_order) {
     return absl::InvalidArgumentError(
         "reproducible: the comm hook must be null, since it decides how "
@@ -107,16 +95,16 @@ std::string describe_hook(c10d::CommHookInterface& hook,
   return absl::StrJoin(formats, ", ");
 }
 
-std::string describe(const char* flag, std::optional<bool> value) {
-  if (!value.has_value()) return absl::StrCat(flag, " unset");
-  return absl::StrCat(flag, *value ? " = true" : " = false");
+std::string describe(const char* flag, bool value) {
+  return absl::StrCat(flag, value ? " = true" : " = false");
 }
 
 // Options that must be equal on all ranks, one line each.
 std::vector<std::string> describe(const ReducerOptions& options,
+                                  const Buckets& given,
                                   const ParameterTable& table) {
   std::vector<std::string> buckets;
-  for (const std::vector<size_t>& bucket : options.bucket_plan) {
+  for (const std::vector<size_t>& bucket : given) {
     buckets.push_back(absl::StrCat("[", absl::StrJoin(bucket, ", "), "]"));
   }
   return {
@@ -124,7 +112,7 @@ std::vector<std::string> describe(const ReducerOptions& options,
       absl::StrCat("bucket_caps_bytes = [",
                    absl::StrJoin(options.bucket_caps_bytes, ", "), "]"),
       absl::StrCat("bucket_plan = [", absl::StrJoin(buckets, ", "), "]"),
-      describe("rebuild_buckets", options.rebuild_buckets),
+      describe("buckets are rebuilt", rebuilds_buckets(options)),
       describe("find_unused_parameters", options.find_unused_parameters),
       describe("skip_all_reduce_unused_parameters",
                options.skip_all_reduce_unused_parameters),
@@ -132,10 +120,6 @@ std::vector<std::string> describe(const ReducerOptions& options,
       absl::StrCat("max_unconfirmed_iterations = ",
                    options.max_unconfirmed_iterations),
       describe("reproducible", options.reproducible),
-      options.reproducible_row_size
-          ? absl::StrCat("reproducible_row_size = ",
-                         *options.reproducible_row_size)
-          : "reproducible_row_size unset",
       absl::StrCat("comm_hook: ", describe_hook(*options.comm_hook, table))};
 }
 
@@ -147,7 +131,8 @@ struct LocalSetup {
 // Names and sparse flags move from `options` into the table.
 absl::StatusOr<LocalSetup> local_setup(
     std::vector<std::vector<at::Tensor>> replicas,
-    const c10d::ProcessGroup& group, ReducerOptions& options) {
+    const c10d::ProcessGroup& group, ReducerOptions& options,
+    const Buckets& given) {
   absl::StatusOr<ParameterTable> table = ParameterTable::create(
       std::move(replicas), std::move(options.parameter_names),
       std::move(options.expect_sparse_gradients));
@@ -155,12 +140,12 @@ absl::StatusOr<LocalSetup> local_setup(
   if (absl::Status status = check_devices(*table, group); !status.ok()) {
     return status;
   }
-  if (absl::Status status = check_reproducible(options, options.comm_hook.get(),
-                                               *table, group.getSize());
-      !status.ok()) {
-    return status;
+  if (options.reproducible) {
+    const absl::Status status =
+        check_reproducible(options.comm_hook.get(), *table);
+    if (!status.ok()) return status;
   }
-  absl::StatusOr<BucketPlan> plan = initial_plan(*table, options);
+  absl::StatusOr<BucketPlan> plan = initial_plan(*table, options, given);
   if (!plan.ok()) return plan.status();
   return LocalSetup{.table = *std::move(table), .plan = *std::move(plan)};
 }
@@ -169,7 +154,8 @@ absl::StatusOr<LocalSetup> local_setup(
 
 ReducerSetup checked_setup(std::vector<std::vector<at::Tensor>> replicas,
                            c10::intrusive_ptr<c10d::ProcessGroup> group,
-                           ReducerOptions options) {
+                           ReducerOptions options,
+                           const Buckets& first_buckets) {
   TORCH_CHECK_VALUE(group,
                     "Reducer needs a process group, got null.\n"
                     "Make one with init_process_group(), or with "
@@ -178,12 +164,13 @@ ReducerSetup checked_setup(std::vector<std::vector<at::Tensor>> replicas,
       replicas.front().front().defined()) {
     suggest_control_device(group, replicas.front().front().device());
   }
+  const Buckets& given =
+      options.bucket_plan.empty() ? first_buckets : options.bucket_plan;
   absl::StatusOr<LocalSetup> local =
-      local_setup(std::move(replicas), *group, options);
+      local_setup(std::move(replicas), *group, options, given);
   std::shared_ptr<OrderedAllReduce> ordered;
   if (!options.comm_hook && options.reproducible) {
-    ordered = std::make_shared<OrderedAllReduce>(
-        group, OrderedOptions{.group_size = options.reproducible_row_size});
+    ordered = std::make_shared<OrderedAllReduce>(group);
   }
   if (!options.comm_hook) {
     options.comm_hook = default_hook(group, std::nullopt, ordered);
@@ -203,8 +190,8 @@ ReducerSetup checked_setup(std::vector<std::vector<at::Tensor>> replicas,
     throw_if_error(local.status());
   }
   if (!alone) {
-    require_agreement(group, "reducer option", describe(options, local->table),
-                      absl::OkStatus());
+    require_agreement(group, "reducer option",
+                      describe(options, given, local->table), absl::OkStatus());
   }
   if (ordered && options.verify_across_ranks) {
     ordered->connect_for(local->table.tensors());
