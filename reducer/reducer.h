@@ -44,7 +44,6 @@
 #include "brigade/observing/timeline.h"
 #include "brigade/planning/bucket_plan.h"
 #include "brigade/reducer/reducer_options.h"
-#include "brigade/reducer/statistics.h"
 
 namespace brigade {
 
