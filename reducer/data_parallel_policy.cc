@@ -15,7 +15,7 @@
 #include "brigade/comm_hooks/hook_traits.h"
 #include "brigade/hooks/graph_search.h"
 #include "brigade/planning/bucket_plan.h"
-#include "brigade/reducer/error_texts.h"
+#include "brigade/reducer/gradient_errors.h"
 #include "brigade/reducer/observations.h"
 
 namespace brigade {

@@ -12,9 +12,8 @@
 #include "absl/strings/str_cat.h"
 #include "brigade/comm/errors/error_texts.h"
 #include "brigade/comm/errors/peer_error.h"
-#include "brigade/hooks/backward_end.h"
-#include "brigade/hooks/output_hooks.h"
-#include "brigade/reducer/error_texts.h"
+#include "brigade/hooks/backward_events.h"
+#include "brigade/reducer/gradient_errors.h"
 
 namespace brigade {
 namespace {

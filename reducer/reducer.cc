@@ -7,7 +7,7 @@
 #include "absl/strings/str_cat.h"
 #include "brigade/comm/group/group_collectives.h"
 #include "brigade/comm_hooks/hook_traits.h"
-#include "brigade/hooks/backward_end.h"
+#include "brigade/hooks/backward_events.h"
 #include "brigade/reducer/engine.h"
 
 namespace brigade {

@@ -6,7 +6,7 @@
 #include <vector>
 
 #include "brigade/planning/bucket_plan.h"
-#include "brigade/reducer/error_texts.h"
+#include "brigade/reducer/gradient_errors.h"
 #include "gmock/gmock.h"
 #include "gtest/gtest.h"
 

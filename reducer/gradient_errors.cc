@@ -1,4 +1,4 @@
-#include "brigade/reducer/error_texts.h"
+#include "brigade/reducer/gradient_errors.h"
 
 #include <vector>
 
