@@ -51,10 +51,6 @@ CommHookPtr bf16_hook(const c10::intrusive_ptr<c10d::ProcessGroup>& group);
 // as OrderedCollectives'.
 CommHookPtr ordered_hook(const c10::intrusive_ptr<c10d::ProcessGroup>& group);
 
-// Adds up over ranks and divides by nothing. Several local replicas are
-// averaged before that.
-CommHookPtr sum_hook(const c10::intrusive_ptr<c10d::ProcessGroup>& group);
-
 // ---- A hook of a function.
 
 // The contract of a hook, ours or c10d's:
