@@ -15,7 +15,6 @@
 #include "brigade/comm/backends/device_backend.h"
 #include "brigade/comm/backends/end_on_own_thread.h"
 #include "brigade/comm/backends/gloo_backend.h"
-#include "brigade/comm/backends/single_process_backend.h"
 #include "brigade/comm/close_group.h"
 #include "brigade/comm/errors/peer_error.h"
 #include "brigade/comm/group/group_info.h"

@@ -60,55 +60,46 @@ c10::intrusive_ptr<c10d::Store> control_store(c10d::ProcessGroup& group);
 // if none tells its own.
 std::chrono::milliseconds group_timeout(c10d::ProcessGroup& group);
 
-// One value of type T for each process group of this process, for as long as
-// the group lives.
+// Values of type T of this process's groups, for as long as a group lives.
 template <typename T>
-class ValuesByGroup {
- public:
+struct ValuesByGroup {
+  struct Kept {
+    explicit Kept(const c10::intrusive_ptr<c10d::ProcessGroup>& of)
+        : group(of) {}
+
+    c10::weak_intrusive_ptr<c10d::ProcessGroup> group;
+    std::shared_ptr<T> value = std::make_shared<T>();
+  };
+
   static ValuesByGroup& of_process() {
     static auto& all = *new ValuesByGroup();
     return all;
   }
 
-  std::shared_ptr<T> get(const c10::intrusive_ptr<c10d::ProcessGroup>& group) {
-    const std::lock_guard<std::mutex> lock(mutex_);
-    std::erase_if(kept_,
-                  [](const auto& kept) { return kept.second.group.expired(); });
-    return kept_.try_emplace(group.get(), group).first->second.value;
-  }
-
-  std::shared_ptr<T> find(const c10d::ProcessGroup& group) {
-    const std::lock_guard<std::mutex> lock(mutex_);
-    const auto found = kept_.find(&group);
-    // An earlier group may have had this address.
-    if (found == kept_.end() || found->second.group.expired()) return nullptr;
-    return found->second.value;
-  }
-
- private:
-  struct Kept {
-    explicit Kept(const c10::intrusive_ptr<c10d::ProcessGroup>& group)
-        : group(group) {}
-
-    const c10::weak_intrusive_ptr<c10d::ProcessGroup> group;
-    const std::shared_ptr<T> value = std::make_shared<T>();
-  };
-
-  std::mutex mutex_;
-  std::map<const c10d::ProcessGroup*, Kept> kept_;
+  std::mutex mutex;
+  std::map<const c10d::ProcessGroup*, Kept> kept;  // guarded by mutex
 };
 
 // The group's value of type T, made at the first call.
 template <typename T>
 std::shared_ptr<T> per_group(
     const c10::intrusive_ptr<c10d::ProcessGroup>& group) {
-  return ValuesByGroup<T>::of_process().get(group);
+  auto& all = ValuesByGroup<T>::of_process();
+  const std::lock_guard<std::mutex> lock(all.mutex);
+  std::erase_if(all.kept,
+                [](const auto& kept) { return kept.second.group.expired(); });
+  return all.kept.try_emplace(group.get(), group).first->second.value;
 }
 
 // Null if there was no such call.
 template <typename T>
 std::shared_ptr<T> find_per_group(const c10d::ProcessGroup& group) {
-  return ValuesByGroup<T>::of_process().find(group);
+  auto& all = ValuesByGroup<T>::of_process();
+  const std::lock_guard<std::mutex> lock(all.mutex);
+  const auto found = all.kept.find(&group);
+  // An earlier group may have had this address.
+  if (found == all.kept.end() || found->second.group.expired()) return nullptr;
+  return found->second.value;
 }
 
 // Numbers of a group's ranks in errors: a subgroup's ranks have the numbers of
