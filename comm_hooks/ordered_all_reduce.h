@@ -1,10 +1,7 @@
-// The all-reduce of a group in rank order: CPU tensors by
-// comm/ordered/ordered_collectives.h, which connects when it is first needed;
-// device tensors by two collectives of the group, with the same bits.
-//
-// On devices: an all-to-all of slices, a local sum and an all-gather of the
-// sums (a ring's bytes), on a stream of this object's own, after the calling
-// thread's current one. The host does not wait.
+// The all-reduce of a group in rank order: of CPU tensors by
+// OrderedCollectives, of device tensors with the same bits by an all-to-all of
+// slices, a local sum and an all-gather, on a stream of this object's own. The
+// host does not wait.
 //
 // Thread safety: one call at a time, in the same order on all ranks.
 
@@ -45,10 +42,9 @@ class OrderedAllReduce {
   // future holds a list of it. The first call with a tensor on the CPU is
   // collective unless ranks are connected.
   //
-  // On a device, `tensor` is contiguous and of real or complex numbers. All
-  // memory is taken before the first launch: the tensor's size, 1/W of it three
-  // times (float16 and bfloat16: four), 1/F of it for rows of F, and the
-  // tensor's size once more where W does not divide its elements.
+  // On a device, `tensor` is contiguous and of real or complex numbers, and all
+  // memory is taken before the first launch: up to twice the tensor's size and
+  // four times 1/W of it.
   //
   // Errors: as OrderedCollectives'; on a device OutOfMemoryError, and nothing
   // is launched then; what the backend throws.

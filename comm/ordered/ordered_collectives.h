@@ -1,27 +1,23 @@
 // Asynchronous collectives of CPU tensors whose sums have reproducible bits:
-// each element is summed in rank order, wherever it lies in a tensor. So cuts
-// between buckets, shards and strategies don't change the bits. Gloo's own
-// all-reduce adds in an order that depends on the place of the element.
+// each element is summed in rank order, wherever it lies in a tensor, so cuts
+// between buckets, shards and strategies don't show.
 //
 //   OrderedCollectives collectives(group);
 //   auto reduced = collectives.all_reduce(bucket, 1.0 / world_size);
 //   ...                                  // computes meanwhile
 //   reduced->wait();
 //
-// *Order.*  Rank 0's value first, then rank 1's and so on. `scale` multiplies
-// the sum once. float16 and bfloat16 are added in float32 and rounded once.
+// `scale` multiplies the sum once. float16 and bfloat16 are added in float32
+// and rounded once.
 //
-// *Transport.*  If all ranks are on one host, through memory that they share
-// (comm/ordered/shared_transport.cc). Otherwise by an all-to-all of each rank's
-// slices, a local sum, and an all-gather of the sums
-// (comm/ordered/group_transport.cc), on a Gloo backend beside the group's: the
-// all-gather is launched when the all-to-all is done, at another place among
-// the group's own collectives on each rank.
+// If all ranks are on one host, data go through memory that they share
+// (shared_transport.cc); otherwise by an all-to-all of slices, a local sum, and
+// an all-gather, on a Gloo backend beside the group's (group_transport.cc).
 //
 // *Failure.*  A peer that dies, leaves, stops for longer than the group's
 // timeout or, on one host, launches something else ends all calls in flight on
-// all ranks with one PeerError, and later ones. The group stays usable. Closing
-// the group (comm/close_group.h) ends them too.
+// all ranks with one PeerError, and later ones; so does close_group(). The
+// group stays usable.
 //
 // Thread safety: any thread may call; the calls come in the same order on all
 // ranks.
