@@ -16,9 +16,10 @@
 namespace brigade {
 
 // Collective over `group`: each rank makes the group of `ranks`, numbered in
-// that order; each of these names the same ranks in the same order. If the
-// order is rising, errors name ranks of `group`. The subgroup ends with the
-// scope; for a device, on a thread of its own (GroupEnd::kApart).
+// that order and itself among them; each of these names the same ranks in the
+// same order. If the order is rising, errors name ranks of `group`. The
+// subgroup ends with the scope; for a device, on a thread of its own
+// (GroupEnd::kApart).
 //
 // `device`: the CPU, over Gloo; a CUDA device, over NCCL, or over Gloo where
 // that is what serves it in `group`; another one, over the backend of the
@@ -46,11 +47,12 @@ GroupScope make_subgroup(const c10::intrusive_ptr<c10d::ProcessGroup>& group,
 class RankMesh {
  public:
   // Collective over `group`, with the same rows on all its ranks: each rank
-  // once, and rows of one length. `device`: of the model, as for
-  // make_subgroup(). If the order is not that of `group`, makes a subgroup,
-  // which ends with this object.
+  // once, and rows of one length. One row is a mesh of one dimension. `device`:
+  // of the model, as for make_subgroup(). If the order is not that of `group`,
+  // makes a subgroup, which ends with this object.
   //
-  // Errors: ValueError on all ranks if rows are not so; as make_subgroup().
+  // Errors: ValueError on all ranks if rows are not as said; as
+  // make_subgroup().
   RankMesh(const c10::intrusive_ptr<c10d::ProcessGroup>& group,
            const std::vector<std::vector<int>>& rows,
            c10::Device device = at::kCPU);
