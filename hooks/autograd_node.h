@@ -5,21 +5,14 @@
 #ifndef BRIGADE_HOOKS_AUTOGRAD_NODE_H_
 #define BRIGADE_HOOKS_AUTOGRAD_NODE_H_
 
-#include <c10/util/intrusive_ptr.h>
 #include <torch/csrc/autograd/edge.h>
 #include <torch/csrc/autograd/function.h>
 #include <torch/csrc/autograd/variable.h>
-
-#include <memory>
-#include <type_traits>
 
 namespace brigade {
 
 using NodePtr = decltype(torch::autograd::Edge::function);
 using WeakNodePtr = decltype(torch::autograd::AutogradMeta::grad_accumulator_);
-
-inline constexpr bool kNodesAreIntrusive =
-    std::is_same_v<NodePtr, c10::intrusive_ptr<torch::autograd::Node>>;
 
 // Whether `weak` points to what `node` holds, without touching its memory.
 template <typename Weak, typename Strong>
