@@ -27,7 +27,7 @@ TEST(UsedParametersGpuTest, TheHostGoesOnWhileTheMapIsBeingCopied) {
       replica.push_back(at::ones({1}, device).requires_grad_());
     }
   }
-  const ParameterTable table = *ParameterTable::create(replicas, {}, {});
+  const ParameterTable table(replicas, {}, {});
   UsedParameters map(table, *group, UsedParameters::Turn::kLast);
   const at::Tensor matrix = at::ones({8192, 8192}, device);
   at::Tensor product = at::empty_like(matrix);
