@@ -3,16 +3,8 @@
 // all ranks (iteration_end.h): delivered on all of them, or an error on all.
 //
 // Buckets and used parameters are DataParallelPolicy's. The engine knows the
-// phases of an iteration and which backward belongs to it.
-//
-//   Engine engine(setup);
-//   engine.connect();
-//   engine.prepare(outputs);   // after each forward
-//   ... backward: gradients become ready, collectives are launched; when it
-//   ends, results are delivered.
-//
-// docs/protocol.md says when each collective is launched, and the consequences
-// of a failure.
+// phases of an iteration and which backward belongs to it. docs/protocol.md
+// says when each collective is launched, and the consequences of a failure.
 //
 // Thread safety: any thread, one call at a time; gradients on several threads
 // at once. Order of locks: the engine's, then Python's GIL, then a future's or

@@ -28,7 +28,7 @@ TEST(UsedParametersGpuTest, TheHostGoesOnWhileTheMapIsBeingCopied) {
     }
   }
   const ParameterTable table(replicas, {}, {});
-  UsedParameters map(table, *group, UsedParameters::Turn::kLast);
+  UsedParameters map(table, *group, /*goes_first=*/false);
   const at::Tensor matrix = at::ones({8192, 8192}, device);
   at::Tensor product = at::empty_like(matrix);
   // A first launch loads kernels and pins memory, which may wait.
