@@ -124,7 +124,7 @@ std::string Bucket::describe() const {
 }
 
 bool Bucket::is_skipped() {
-  return used_ != nullptr && used_->turn() == UsedParameters::Turn::kFirst &&
+  return used_ != nullptr && used_->goes_first() &&
          !used_->is_any_used_anywhere(members_);
 }
 

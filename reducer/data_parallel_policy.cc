@@ -28,22 +28,13 @@ int64_t observed_iterations(const ReducerOptions& options) {
   return options.static_graph ? 2 : 1;
 }
 
-std::optional<HookCounts> hook_counts(const ReducerOptions& options,
-                                      const ParameterTable& table) {
-  if (!options.static_graph) return std::nullopt;
-  return HookCounts(table.num_variables());
-}
-
 std::unique_ptr<UsedParameters> used_parameters(const ReducerOptions& options,
                                                 const ParameterTable& table,
                                                 c10d::ProcessGroup& group) {
-  using enum UsedParameters::Turn;
-  if (options.static_graph) {
-    return std::make_unique<UsedParameters>(table, group, kLast);
-  }
-  if (!options.find_unused_parameters) return nullptr;
+  const bool is_static = options.static_graph;
+  if (!is_static && !options.find_unused_parameters) return nullptr;
   return std::make_unique<UsedParameters>(
-      table, group, options.skip_all_reduce_unused_parameters ? kFirst : kLast);
+      table, group, !is_static && options.skip_all_reduce_unused_parameters);
 }
 
 // Equal on ranks with the same buckets: the same parameters, lengths,
@@ -80,7 +71,9 @@ DataParallelPolicy::DataParallelPolicy(ReducerSetup setup)
       options_(std::move(setup.options)),
       hook_(traits_of(*options_.comm_hook)),
       ready_order_(observed_iterations(options_)),
-      hook_counts_(hook_counts(options_, table_)),
+      hook_counts_(options_.static_graph
+                       ? std::optional<HookCounts>(table_.num_variables())
+                       : std::nullopt),
       used_(brigade::used_parameters(options_, table_, *group_)),
       bound_(bind(std::move(setup.plan), hook_)) {
   for (const Bucket& bucket : bound_.buckets) bucket.list_memory(memory_);
@@ -143,7 +136,7 @@ std::span<Collective* const> DataParallelPolicy::sequence() const {
 }
 
 bool DataParallelPolicy::skips_unused_buckets() const {
-  return used_ && used_->turn() == UsedParameters::Turn::kFirst;
+  return used_ && used_->goes_first();
 }
 
 // No backward brings gradients, whatever it goes through: a discriminator's

@@ -86,15 +86,14 @@ struct ReducerOptions {
 
   // Adds gradients in rank order and divides the sum, so that bits depend on
   // the ranks' gradients alone, and equal those of sharded training without
-  // replicas. Adds
-  // float16 and bfloat16 in float32. For dense gradients, without a comm hook
-  // that does not sum in order. CPU tensors travel through shared memory on one
-  // host, otherwise by the group's all-to-all and all-gather
-  // (comm_hooks/ordered_all_reduce.h).
+  // replicas. Adds float16 and bfloat16 in float32. For dense gradients,
+  // without a comm hook that does not sum in order. CPU tensors travel through
+  // shared memory on one host, otherwise by the group's all-to-all and
+  // all-gather (comm_hooks/ordered_all_reduce.h).
   bool reproducible = false;
 };
 
-// Buckets are planned once more.
+// True if buckets are planned once more.
 inline bool rebuilds_buckets(const ReducerOptions& options) {
   return options.bucket_plan.empty() &&
          (options.static_graph || !options.find_unused_parameters);

@@ -8,7 +8,6 @@
 #include <utility>
 
 #include "absl/status/status.h"
-#include "absl/status/statusor.h"
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_join.h"
 #include "brigade/comm/agreement.h"
@@ -24,60 +23,47 @@ namespace {
 
 using Buckets = std::vector<std::vector<size_t>>;
 
-absl::StatusOr<BucketPlan> initial_plan(const ParameterTable& table,
-                                        const ReducerOptions& options,
-                                        const Buckets& given) {
+BucketPlan initial_plan(const ParameterTable& table,
+                        const std::vector<int64_t>& caps_bytes,
+                        const Buckets& given) {
   if (given.empty()) {
-    return plan_by_size(table.specs(), reverse_registration_order(table.size()),
-                        options.bucket_caps_bytes);
+    return value_or_throw(plan_by_size(
+        table.specs(), reverse_registration_order(table.size()), caps_bytes));
   }
-  // Rebuilding plans by size as well.
-  if (absl::Status status = check_bucket_caps(options.bucket_caps_bytes);
-      !status.ok()) {
-    return status;
-  }
-  absl::StatusOr<BucketPlan> plan = BucketPlan::create(given, table.size());
-  if (!plan.ok()) return plan;
-  if (absl::Status status = check_bucket_kinds(*plan, table.specs());
-      !status.ok()) {
-    return status;
-  }
+  throw_if_error(check_bucket_caps(caps_bytes));  // rebuilding uses them
+  BucketPlan plan = value_or_throw(BucketPlan::create(given, table.size()));
+  throw_if_error(check_bucket_kinds(plan, table.specs()));
   return plan;
 }
 
-absl::Status check_devices(const ParameterTable& table,
-                           const c10d::ProcessGroup& group) {
+void check_devices(const ParameterTable& table,
+                   const c10d::ProcessGroup& group) {
   // The first parameter of a kind stands for its device.
   int num_kinds = 0;
   for (size_t i = 0; i < table.size(); ++i) {
     if (table.specs()[i].kind < num_kinds) continue;
     ++num_kinds;
     const at::Device device = table[i].device();
-    if (!supports_device(group, device.type())) {
-      return absl::InvalidArgumentError(absl::StrCat(
-          table.name_of(i), " is on ", device.str(),
-          ", but the process group has no backend for that device; make the "
-          "group for it, or move the parameter"));
-    }
+    TORCH_CHECK_VALUE(
+        supports_device(group, device.type()), table.name_of(i), " is on ",
+        device,
+        ", but the process group has no backend for that device; make the "
+        "group for it, or move the parameter");
   }
-  return absl::OkStatus();
 }
 
 // `hook`: of the user's, or null.
-absl::Status check_reproducible(c10d::CommHookInterface* hook,
-                                const ParameterTable& table) {
-  if (hook != nullptr && !traits_of(*hook).sums_in_order) {
-    return absl::InvalidArgumentError(
-        "reproducible: the comm hook must be null, since it decides how "
-        "gradients are summed; leave out one of them");
-  }
+void check_reproducible(c10d::CommHookInterface* hook,
+                        const ParameterTable& table) {
+  TORCH_CHECK_VALUE(
+      hook == nullptr || traits_of(*hook).sums_in_order,
+      "reproducible: the comm hook must be null, since it decides how "
+      "gradients are summed; leave out one of them");
   for (size_t i = 0; i < table.size(); ++i) {
-    if (!table.is_sparse(i)) continue;
-    return absl::InvalidArgumentError(absl::StrCat(
-        "reproducible: expected dense gradients, but ", table.name_of(i),
-        " has a sparse gradient; leave out reproducible"));
+    TORCH_CHECK_VALUE(
+        !table.is_sparse(i), "reproducible: expected dense gradients, but ",
+        table.name_of(i), " has a sparse gradient; leave out reproducible");
   }
-  return absl::OkStatus();
 }
 
 std::string describe_hook(c10d::CommHookInterface& hook,
@@ -123,33 +109,6 @@ std::vector<std::string> describe(const ReducerOptions& options,
       absl::StrCat("comm_hook: ", describe_hook(*options.comm_hook, table))};
 }
 
-struct LocalSetup {
-  ParameterTable table;
-  BucketPlan plan;
-};
-
-// Names and sparse flags move from `options` into the table.
-absl::StatusOr<LocalSetup> local_setup(
-    std::vector<std::vector<at::Tensor>> replicas,
-    const c10d::ProcessGroup& group, ReducerOptions& options,
-    const Buckets& given) {
-  absl::StatusOr<ParameterTable> table = ParameterTable::create(
-      std::move(replicas), std::move(options.parameter_names),
-      std::move(options.expect_sparse_gradients));
-  if (!table.ok()) return table.status();
-  if (absl::Status status = check_devices(*table, group); !status.ok()) {
-    return status;
-  }
-  if (options.reproducible) {
-    const absl::Status status =
-        check_reproducible(options.comm_hook.get(), *table);
-    if (!status.ok()) return status;
-  }
-  absl::StatusOr<BucketPlan> plan = initial_plan(*table, options, given);
-  if (!plan.ok()) return plan.status();
-  return LocalSetup{.table = *std::move(table), .plan = *std::move(plan)};
-}
-
 }  // namespace
 
 ReducerSetup checked_setup(std::vector<std::vector<at::Tensor>> replicas,
@@ -166,8 +125,24 @@ ReducerSetup checked_setup(std::vector<std::vector<at::Tensor>> replicas,
   }
   const Buckets& given =
       options.bucket_plan.empty() ? first_buckets : options.bucket_plan;
-  absl::StatusOr<LocalSetup> local =
-      local_setup(std::move(replicas), *group, options, given);
+  std::optional<ParameterTable> table;
+  std::optional<BucketPlan> plan;
+  absl::Status local;  // peers are told of an error
+  try {
+    TORCH_CHECK_VALUE(options.max_unconfirmed_iterations >= 0 &&
+                          options.max_unconfirmed_iterations <= 32,
+                      "max_unconfirmed_iterations must be 0 to 32, it is ",
+                      options.max_unconfirmed_iterations);
+    table.emplace(std::move(replicas), std::move(options.parameter_names),
+                  options.expect_sparse_gradients);
+    check_devices(*table, *group);
+    if (options.reproducible) {
+      check_reproducible(options.comm_hook.get(), *table);
+    }
+    plan = initial_plan(*table, options.bucket_caps_bytes, given);
+  } catch (const c10::ValueError& error) {
+    local = absl::InvalidArgumentError(error.what_without_backtrace());
+  }
   std::shared_ptr<OrderedAllReduce> ordered;
   if (!options.comm_hook && options.reproducible) {
     ordered = std::make_shared<OrderedAllReduce>(group);
@@ -176,30 +151,25 @@ ReducerSetup checked_setup(std::vector<std::vector<at::Tensor>> replicas,
     options.comm_hook = default_hook(group, std::nullopt, ordered);
   }
 
-  TORCH_CHECK_VALUE(options.max_unconfirmed_iterations >= 0 &&
-                        options.max_unconfirmed_iterations <= 32,
-                    "Reducer: max_unconfirmed_iterations must be 0 to 32, "
-                    "it is ",
-                    options.max_unconfirmed_iterations, ".");
   const bool alone = group->getSize() == 1 || !options.verify_across_ranks;
   std::vector<std::string> items;
-  if (local.ok() && !alone) items = local->table.describe_all();
+  if (local.ok() && !alone) items = table->describe_all();
   if (options.verify_across_ranks) {
-    require_agreement(group, "parameter", items, local.status());
+    require_agreement(group, "parameter", items, local);
   } else {
-    throw_if_error(local.status());
+    throw_if_error(local);
   }
   if (!alone) {
-    require_agreement(group, "reducer option",
-                      describe(options, given, local->table), absl::OkStatus());
+    require_agreement(group, "reducer option", describe(options, given, *table),
+                      absl::OkStatus());
   }
   if (ordered && options.verify_across_ranks) {
-    ordered->connect_for(local->table.tensors());
+    ordered->connect_for(table->tensors());
   }
   return {.group = std::move(group),
           .options = std::move(options),
-          .table = std::move(local->table),
-          .plan = std::move(local->plan)};
+          .table = *std::move(table),
+          .plan = *std::move(plan)};
 }
 
 }  // namespace brigade
