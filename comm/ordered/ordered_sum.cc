@@ -27,32 +27,22 @@ struct Accumulated<T, std::enable_if_t<std::is_integral_v<T>>> {
   using Type = std::make_unsigned_t<T>;
 };
 
-template <typename Sum>
-using Block = std::array<Sum, kBlock>;
-
-template <typename T, typename Sum>
-void load(const T* term, int64_t numel, Block<Sum>& block) {
-  for (int64_t i = 0; i < numel; ++i) block[i] = static_cast<Sum>(term[i]);
-}
-
-template <typename T, typename Sum>
-void add(const T* term, int64_t numel, Block<Sum>& block) {
-  for (int64_t i = 0; i < numel; ++i) {
-    block[i] = static_cast<Sum>(block[i] + static_cast<Sum>(term[i]));
-  }
-}
-
 template <typename T>
 void add_blocks(const std::vector<const T*>& terms, std::optional<double> scale,
                 int64_t numel, T* out) {
   using Sum = typename Accumulated<T>::Type;
   using Real = typename c10::scalar_value_type<Sum>::type;
-  Block<Sum> total;
+  std::array<Sum, kBlock> total;
   for (int64_t begin = 0; begin < numel; begin += kBlock) {
     const int64_t length = std::min(kBlock, numel - begin);
-    load(terms.front() + begin, length, total);
-    for (size_t i = 1; i < terms.size(); ++i) {
-      add(terms[i] + begin, length, total);
+    for (int64_t i = 0; i < length; ++i) {
+      total[i] = static_cast<Sum>(terms.front()[begin + i]);
+    }
+    for (size_t t = 1; t < terms.size(); ++t) {
+      const T* const term = terms[t] + begin;
+      for (int64_t i = 0; i < length; ++i) {
+        total[i] = static_cast<Sum>(total[i] + static_cast<Sum>(term[i]));
+      }
     }
     if constexpr (!std::is_integral_v<T>) {
       if (scale) {
@@ -69,22 +59,11 @@ void add_blocks(const std::vector<const T*>& terms, std::optional<double> scale,
 }  // namespace
 
 bool can_add(at::ScalarType dtype) {
-  switch (dtype) {
-    case at::kByte:
-    case at::kChar:
-    case at::kShort:
-    case at::kInt:
-    case at::kLong:
-    case at::kHalf:
-    case at::kBFloat16:
-    case at::kFloat:
-    case at::kDouble:
-    case at::kComplexFloat:
-    case at::kComplexDouble:
-      return true;
-    default:
-      return false;
-  }
+  constexpr std::array kDtypes = {
+      at::kByte,   at::kChar,         at::kShort,        at::kInt,
+      at::kLong,   at::kHalf,         at::kBFloat16,     at::kFloat,
+      at::kDouble, at::kComplexFloat, at::kComplexDouble};
+  return std::ranges::find(kDtypes, dtype) != kDtypes.end();
 }
 
 void ordered_sum(std::span<const at::Tensor> terms, std::optional<double> scale,
