@@ -7,7 +7,6 @@
 #include <ATen/ops/zeros.h>
 #include <c10/core/Event.h>
 #include <c10/core/StreamGuard.h>
-#include <c10/core/impl/VirtualGuardImpl.h>
 
 #include <algorithm>
 #include <cstdint>
@@ -18,34 +17,12 @@
 
 namespace brigade {
 
-void OrderedAllReduce::connect() { collectives_.emplace(group_.lock()); }
+namespace {
 
-void OrderedAllReduce::connect_for(std::span<const at::Tensor> tensors) {
-  if (std::ranges::any_of(tensors, &at::Tensor::is_cpu)) connect();
-}
-
-OrderedAllReduce::FuturePtr OrderedAllReduce::run(const at::Tensor& tensor,
-                                                  double scale) {
-  if (!tensor.is_cpu()) return run_on_device(*group_.lock(), tensor, scale);
-  if (!collectives_) connect();
-  return collectives_->all_reduce(tensor, scale);
-}
-
-OrderedAllReduce::FuturePtr OrderedAllReduce::run_on_device(
-    c10d::ProcessGroup& group, const at::Tensor& tensor, double scale) {
-  const c10::Device device = tensor.device();
-  c10::Event launch(device.type());
-  launch.record(c10::impl::VirtualGuardImpl(device.type()).getStream(device));
-  const c10::Stream stream = stream_of(device);
-  tensor.record_stream(stream);
-  const c10::StreamGuard on_stream(stream);
-  // Pairs with what the calling thread's stream has written into the tensor.
-  launch.block(stream);
-  return reduce_here(group, tensor, scale);
-}
-
-OrderedAllReduce::FuturePtr OrderedAllReduce::reduce_here(
-    c10d::ProcessGroup& group, const at::Tensor& tensor, double scale) const {
+// On the current stream.
+OrderedAllReduce::FuturePtr reduce_on_device(c10d::ProcessGroup& group,
+                                             const at::Tensor& tensor,
+                                             double scale) {
   const at::NoGradGuard no_grad;
   const at::Tensor flat =
       (tensor.is_complex() ? at::view_as_real(tensor) : tensor).view(-1);
@@ -75,10 +52,32 @@ OrderedAllReduce::FuturePtr OrderedAllReduce::reduce_here(
   return completed_future({tensor});
 }
 
-c10::Stream OrderedAllReduce::stream_of(c10::Device device) {
-  const auto known = streams_.find(device.index());
-  if (known != streams_.end()) return known->second;
-  return streams_.emplace(device.index(), side_stream(device)).first->second;
+}  // namespace
+
+void OrderedAllReduce::connect() { collectives_.emplace(group_.lock()); }
+
+void OrderedAllReduce::connect_for(std::span<const at::Tensor> tensors) {
+  if (std::ranges::any_of(tensors, &at::Tensor::is_cpu)) connect();
+}
+
+OrderedAllReduce::FuturePtr OrderedAllReduce::run(const at::Tensor& tensor,
+                                                  double scale) {
+  if (tensor.is_cpu()) {
+    if (!collectives_) connect();
+    return collectives_->all_reduce(tensor, scale);
+  }
+  const c10::Device device = tensor.device();
+  auto stream = streams_.find(device.index());
+  if (stream == streams_.end()) {
+    stream = streams_.emplace(device.index(), side_stream(device)).first;
+  }
+  c10::Event launch(device.type());
+  launch.record(current_stream(device));
+  tensor.record_stream(stream->second);
+  const c10::StreamGuard on_stream(stream->second);
+  // Pairs with what the calling thread's stream has written into the tensor.
+  launch.block(stream->second);
+  return reduce_on_device(*group_.lock(), tensor, scale);
 }
 
 }  // namespace brigade

@@ -51,12 +51,6 @@ class OrderedAllReduce {
   FuturePtr run(const at::Tensor& tensor, double scale);
 
  private:
-  FuturePtr run_on_device(c10d::ProcessGroup& group, const at::Tensor& tensor,
-                          double scale);
-  FuturePtr reduce_here(c10d::ProcessGroup& group, const at::Tensor& tensor,
-                        double scale) const;
-  c10::Stream stream_of(c10::Device device);
-
   const GroupReference group_;
   std::optional<OrderedCollectives> collectives_;
   std::map<c10::DeviceIndex, c10::Stream> streams_;
