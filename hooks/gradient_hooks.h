@@ -33,9 +33,6 @@ namespace brigade {
 // Whether it is a post-hook of GradientHooks.
 bool is_gradient_hook(const torch::autograd::FunctionPostHook& hook);
 
-// For a pass over tensors that is at the i-th: prefetches those that follow.
-void prefetch_after(std::span<const at::Tensor> tensors, size_t i);
-
 class GradientHooks {
  public:
   // Called for each gradient. `variable`: the place in `replicas`.

@@ -14,7 +14,6 @@
 #include "absl/strings/str_join.h"
 #include "brigade/comm/errors/error_texts.h"
 #include "brigade/comm_hooks/gradient_layout.h"
-#include "brigade/hooks/gradient_hooks.h"
 
 namespace brigade {
 namespace {
@@ -104,7 +103,6 @@ ParameterTable::ParameterTable(std::vector<std::vector<at::Tensor>> replicas,
                       " must have the ", size(),
                       " parameters of replica 0, it has ", replica.size());
     for (size_t i = 0; i < size(); ++i) {
-      prefetch_after(replica, i);
       const at::Tensor& tensor = replica[i];
       const auto name = [&] {
         return name_with_replica({.replica = r, .parameter = i});
