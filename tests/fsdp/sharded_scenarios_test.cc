@@ -24,7 +24,7 @@
 #include "brigade/fsdp/fully_shard.h"
 #include "brigade/fsdp/reduction_hook.h"
 #include "brigade/fsdp/sharded_tensor.h"
-#include "brigade/hooks/checkpoint.h"
+#include "brigade/hooks/activation_checkpoint.h"
 #include "brigade/tests/support/local_ranks.h"
 #include "brigade/tests/support/process_ranks.h"
 #include "gmock/gmock.h"
