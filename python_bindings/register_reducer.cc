@@ -242,7 +242,7 @@ void register_reducer(py::module_& module) {
       .def(
           "_run_allreduce_hook",
           [](TorchReducer& self, c10d::GradBucket& bucket) {
-            return wrapped(self.run_all_reduce_hook(bucket));
+            return wrapped(all_reduce_hook(self.group())->runHook(bucket));
           },
           py::arg("bucket"), NoGil())
       .def("_rebuild_buckets", &TorchReducer::rebuild_buckets, NoGil())
@@ -345,17 +345,6 @@ void register_reducer(py::module_& module) {
            &TorchReducer::must_finalize_after_backward, NoGil())
       .def("_finalize_backward_manual", &TorchReducer::finalize_backward,
            NoGil());
-  module.def(
-      "rebuilds_by_default",
-      [](bool static_graph, bool find_unused_parameters) {
-        return rebuilds_by_default(
-            {.find_unused_parameters = find_unused_parameters,
-             .static_graph = static_graph},
-            /*has_given_plan=*/false);
-      },
-      py::kw_only(), py::arg("static_graph"), py::arg("find_unused_parameters"),
-      "Whether a reducer plans its buckets again from the order in which "
-      "gradients became ready, if it was given no bucket_plan.");
   register_hook_functions(module);
 }
 

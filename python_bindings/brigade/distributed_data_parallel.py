@@ -30,7 +30,6 @@ from brigade import _checks, _compiling
 from brigade._C import (
     Reducer,
     describe_tensor,
-    rebuilds_by_default,
     require_agreement,
     suggest_control_device,
 )
@@ -539,11 +538,10 @@ class DistributedDataParallel(_TorchDistributedDataParallel):
         if self.mixed_precision is not None:
             for index, parameter in enumerate(parameters):
                 parameter._idx = index
+        rebuilds = static_graph or not self.find_unused_parameters
         if self._given_plan is None:
             caps = self._bucket_caps()
-            if not self.bucket_bytes_cap_list and rebuilds_by_default(
-                static_graph=static_graph, find_unused_parameters=self.find_unused_parameters
-            ):
+            if not self.bucket_bytes_cap_list and rebuilds:
                 # One bucket per dtype until buckets are rebuilt: before that, other collectives
                 # of the module's own might come between those of buckets.
                 caps = [sys.maxsize]
@@ -559,7 +557,7 @@ class DistributedDataParallel(_TorchDistributedDataParallel):
             expect_sparse,
             param_to_name_mapping=names,
             bucket_bytes_cap_list=self._bucket_caps(),
-            rebuild_buckets=None if self._given_plan is None else False,
+            rebuild_buckets=rebuilds and self._given_plan is None,
             find_unused_parameters=self.find_unused_parameters,
             skip_all_reduce_unused_params=self.skip_all_reduce_unused_params,
             static_graph=static_graph,
