@@ -13,12 +13,7 @@ from brigade._sharded_units import own_modules, unit_of
 
 
 def convert(module: nn.Module, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool) -> None:
-    """Applies `fn` as torch's _apply() does; parameters stay the objects that they are.
-
-    Raises:
-        NotImplementedError: It moves a model that has run to another kind of device.
-        RuntimeError: Inside of a forward, backward or whole_parameters().
-    """
+    """Applies `fn` as torch's _apply() does; parameters stay the objects that they are."""
     unit = unit_of(module)
     for each in unit.with_those_below():
         each.slots.require_unchanged()
