@@ -159,7 +159,7 @@ class Unit:
             for tensor, device in moves:
                 move(tensor, device)
             for parameter in parameters:
-                if not _is_dense(parameter):
+                if not torch.ops.aten.is_non_overlapping_and_dense(parameter):
                     parameter.data = parameter.detach().contiguous()
         reference = weakref.ref(self)  # it is freed when its modules are
         self.slots = ParameterSlots(
@@ -376,16 +376,6 @@ def _require_no_transform() -> None:
             "grad, vjp, jvp or vmap with gradients.\nUse torch.autograd, or call it inside of "
             "whole_parameters()."
         )
-
-
-def _is_dense(parameter: torch.Tensor) -> bool:
-    """Whether its elements fill their memory, in any order of dimensions."""
-    numel = 1
-    for stride, size in sorted(zip(parameter.stride(), parameter.shape, strict=True)):
-        if size > 1 and stride != numel:
-            return False
-        numel *= size
-    return True
 
 
 def _with_own_hooks(output: torch.Tensor) -> torch.Tensor:

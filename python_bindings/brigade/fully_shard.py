@@ -73,10 +73,7 @@ class FSDPModule(_TorchFSDPModule):
         """In a forward of the root, which this opens unless it is inside of one."""
         return unit_of(self).run(super().__call__, args, kwargs)
 
-    def _apply(self, fn: Callable, recurse: bool = True) -> nn.Module:
-        """To this rank's pieces of parameters, which stay the objects that they are."""
-        convert(self, fn, recurse)
-        return self
+    _apply = convert
 
     def _root(self) -> Root:
         """Made by the first call, of the outermost module so far. Collective then."""
