@@ -177,20 +177,6 @@ FuturePtr chain(const torch::jit::PythonFutureWrapper& first,
   return wrapped(then_collective(first.fut, std::move(next)));
 }
 
-void register_hook_functions(py::module_& module) {
-  module.def(
-      "then_collective", &chain, py::arg("future"), py::arg("launch"),
-      "A second collective after the first one of a comm hook.\n\n"
-      "`launch` is called with the value of `future` when backward ends, in "
-      "the order of the buckets on every rank, and returns the future of what "
-      "it launched. A continuation (`future.then`) must not launch "
-      "collectives: continuations run in another order on each rank.\n\n"
-      "Errors of `launch` come out of backward, and end the group's use: "
-      "peers wait for the collective. Outside of a comm hook, waits for "
-      "`future` and calls `launch` at once. Raises TypeError if `launch` "
-      "returns no future.");
-}
-
 }  // namespace
 
 void register_reducer(py::module_& module) {
@@ -345,7 +331,17 @@ void register_reducer(py::module_& module) {
            &TorchReducer::must_finalize_after_backward, NoGil())
       .def("_finalize_backward_manual", &TorchReducer::finalize_backward,
            NoGil());
-  register_hook_functions(module);
+  module.def(
+      "then_collective", &chain, py::arg("future"), py::arg("launch"),
+      "A second collective after the first one of a comm hook.\n\n"
+      "`launch` is called with the value of `future` when backward ends, in "
+      "the order of the buckets on every rank, and returns the future of what "
+      "it launched. A continuation (`future.then`) must not launch "
+      "collectives: continuations run in another order on each rank.\n\n"
+      "Errors of `launch` come out of backward, and end the group's use: "
+      "peers wait for the collective. Outside of a comm hook, waits for "
+      "`future` and calls `launch` at once. Raises TypeError if `launch` "
+      "returns no future.");
 }
 
 }  // namespace brigade
