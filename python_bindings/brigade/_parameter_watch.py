@@ -64,14 +64,19 @@ class ParameterWatch:
         """Raises RuntimeError naming parameters that were added, removed, replaced or unfrozen."""
         if self._registered.is_as_remembered() and not any(map(_requires_grad, self._frozen)):
             return
+        known, frozen = set(map(id, self._all)), set(map(id, self._frozen))
+        present = [
+            (name, each, id(each) not in known and not isinstance(each, nn.Parameter))
+            for name, each in self._module.named_parameters()
+        ]
+        reduced = zip(self._names(), self._reduced, strict=False)  # no names: none is watched
         may_be_remembered = _C.check_parameters(
             type(self._module).__name__,
-            present=dict(self._module.named_parameters()),
-            reduced=self._reduced,
-            names=self._names(),
-            frozen=self._frozen,
+            present=present,
+            reduced=[(name, each, False) for name, each in reduced if each is not None],
+            frozen=[entry for entry in present if id(entry[1]) in frozen],
             others=self._all,
-            ignored=set(self._ignored),
+            ignored=list(self._ignored),
         )
         if may_be_remembered:
             self._registered.remember(self._module.modules())
