@@ -123,12 +123,6 @@ void set_steps_in_backward(TorchReducer& reducer,
   reducer.step_in_backward(parameters, std::move(steps));
 }
 
-bool was_sampled(const TorchReducer& reducer) {
-  const int64_t iteration = reducer.statistics().prepared;
-  return iteration > 0 && (iteration <= TimelineRecorder::kAlwaysSampled ||
-                           iteration % reducer.logging_sample_rate() == 0);
-}
-
 using Numbers = std::map<std::string, int64_t>;
 
 Numbers statistics_of(const TorchReducer& reducer) {
@@ -138,25 +132,32 @@ Numbers statistics_of(const TorchReducer& reducer) {
           {"buckets_reduced", reducer.buckets_reduced()}};
 }
 
-std::tuple<int64_t, Numbers, Numbers, std::vector<size_t>> times_of(
-    const TorchReducer& reducer) {
+using Times = std::tuple<int64_t, Numbers, Numbers, std::vector<size_t>>;
+
+// Nullopt: the last iteration was not sampled.
+std::optional<Times> times_of(const TorchReducer& reducer) {
+  const int64_t last = reducer.statistics().prepared;
+  if (last == 0 || (last > TimelineRecorder::kAlwaysSampled &&
+                    last % reducer.logging_sample_rate() != 0)) {
+    return std::nullopt;
+  }
   const Timeline timeline = reducer.timeline();
   const TimelineSummary summary = summarize(timeline);
   std::vector<size_t> order;
   for (const GradientTime& gradient : timeline.gradients) {
     order.push_back(gradient.variable.parameter);
   }
-  return {timeline.iteration,
-          {{"forward_compute_time", summary.forward_compute_ns},
-           {"backward_compute_time", summary.backward_compute_ns},
-           {"backward_comm_time", summary.backward_comm_ns},
-           {"backward_compute_comm_overlap_time", summary.overlap_ns}},
-          {{"forward_compute_time_start", timeline.forward_begin_ns},
-           {"backward_compute_time_start", timeline.backward_begin_ns},
-           {"backward_compute_time_end", timeline.backward_end_ns},
-           {"backward_comm_time_start", summary.comm_begin_ns},
-           {"backward_comm_time_end", summary.comm_end_ns}},
-          std::move(order)};
+  return Times{timeline.iteration,
+               {{"forward_compute_time", summary.forward_compute_ns},
+                {"backward_compute_time", summary.backward_compute_ns},
+                {"backward_comm_time", summary.backward_comm_ns},
+                {"backward_compute_comm_overlap_time", summary.overlap_ns}},
+               {{"forward_compute_time_start", timeline.forward_begin_ns},
+                {"backward_compute_time_start", timeline.backward_begin_ns},
+                {"backward_compute_time_end", timeline.backward_end_ns},
+                {"backward_comm_time_start", summary.comm_begin_ns},
+                {"backward_comm_time_end", summary.comm_end_ns}},
+               std::move(order)};
 }
 
 // A second collective; `launch` gets the value of `first`.
@@ -265,13 +266,12 @@ void register_reducer(py::module_& module) {
           "Nothing: _shadow_iteration() has done it.")
       .def("_shadow_iteration", &TorchReducer::shadow_iteration,
            py::arg("use_world_size") = true, NoGil())
-      .def("_was_sampled", &was_sampled, NoGil(),
-           "Whether the last iteration's times were taken.")
       .def("_statistics", &statistics_of, NoGil())
       .def("_timeline", &times_of, NoGil(),
            "Of the last sampled iteration, with torch's names: its number, "
            "durations, instants of the steady clock, and parameters in the "
-           "order in which gradients became ready.")
+           "order in which gradients became ready. None: the last iteration "
+           "was not sampled.")
       .def(
           "_last_error",
           [](const TorchReducer& self) {

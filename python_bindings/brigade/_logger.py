@@ -48,12 +48,12 @@ class Logger(dist.Logger):
 
     def set_runtime_stats_and_log(self) -> None:
         """Called when a forward begins: takes the values of the iteration before it, if sampled."""
-        if not self._reducer._was_sampled():
+        if (times := self._reducer._timeline()) is None:
             return
         statistics, data = self._reducer._statistics(), self._data
         data["iteration"] = statistics["iteration"]
         data["can_set_static_graph"] = int(self._reducer._ddp_graph_static())
-        iteration, durations, instants, order = self._reducer._timeline()
+        iteration, durations, instants, order = times
         if iteration != statistics["iteration"]:
             return
         self._num_samples += 1
