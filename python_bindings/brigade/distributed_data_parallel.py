@@ -140,27 +140,14 @@ class DistributedDataParallel(_TorchDistributedDataParallel):
     resize it.
 
     Args:
-        module: Has at least one parameter that requires a gradient.
-        device_ids: The one accelerator that the module is on, or None.
-        output_device: The same device, or None.
-        dim: For torch's scatter() and gather().
         broadcast_buffers: Deprecated. Stands for forward_sync_buffers where that is None; False
             then also keeps buffers from being sent at construction.
         init_sync: Compares ranks now and gives them rank 0's tensors.
-        process_group: Default: the default group.
         bucket_cap_mb: Size of a bucket in MiB; default: 1 for the first, then 25.
         find_unused_parameters: A parameter that the outputs do not depend on counts as zero in
             the average; if no rank used it, its gradient stays as it was. If False, it is an
             error. Costs a walk of the graph per forward.
         check_reduction: Without effect.
-        gradient_as_bucket_view: Gradients are views of their buckets, which saves a copy and the
-            memory of the gradients.
-        static_graph: Every iteration uses the same parameters in the same way.
-        delay_all_reduce_named_params: Pairs of names and parameters that are reduced together
-            when the gradient of `param_to_hook_all_reduce` is ready.
-        param_to_hook_all_reduce: See above.
-        mixed_precision: Dtypes of parameters, reduction and buffers.
-        device_mesh: A 1-D mesh instead of a process group.
         skip_all_reduce_unused_params: With find_unused_parameters: buckets that no rank uses are
             not reduced. Without effect with static_graph.
         bucket_cap_mb_list: Sizes of the first, second, ... bucket in MiB; the last one repeats.
@@ -188,6 +175,7 @@ class DistributedDataParallel(_TorchDistributedDataParallel):
         reproducible_row_size: With reproducible: groups of this many consecutive ranks are summed
             first, then these sums, as fully_shard() does on a mesh whose second dimension has
             this size. Divides the number of ranks.
+        others: As torch's.
 
     Raises:
         DistBackendError: A peer has died, or did not come in time.
