@@ -8,7 +8,6 @@ unshards its unit at once, for compiled code, which reads memory without operato
 from __future__ import annotations
 
 import collections
-import functools
 import itertools
 import weakref
 from collections.abc import Callable, Iterable, Iterator
@@ -244,20 +243,12 @@ class Unit:
     def paths_in_root(self, names: dict[nn.Module, str]) -> list[str]:
         """Of parameters; of a tied one the first, as named_parameters() has it."""
         own = [names.get(module(), f"[{i}]") for i, module in enumerate(self._modules)]
-
-        @functools.cache
-        def turns() -> dict[str, int]:
-            return {path: turn for turn, path in enumerate(names.values())}
-
-        def first(paths: list[str]) -> str:
-            if len(paths) == 1:
-                return paths[0]
-            return min(paths, key=lambda path: turns().get(path.rpartition(".")[0], len(names)))
-
-        return [
-            first([f"{own[i]}.{path}" if own[i] else path for i, path in places])
+        turns = {module: turn for turn, module in enumerate(names)} if len(own) > 1 else {}
+        firsts = [
+            min(places, key=lambda place: turns.get(self._modules[place[0]](), 0))
             for places in self._paths
         ]
+        return [f"{own[i]}.{path}" if own[i] else path for i, path in firsts]
 
     def device_mesh(self) -> DeviceMesh:
         """Of one dimension, or (replicas, shards)."""
