@@ -74,14 +74,9 @@ std::vector<std::vector<size_t>> split_buckets(
 std::shared_ptr<c10d::CommHookInterface> built_in_hook(
     c10d::BuiltinCommHookType type,
     const c10::intrusive_ptr<c10d::ProcessGroup>& group) {
-  switch (type) {
-    case c10d::BuiltinCommHookType::ALLREDUCE:
-      return all_reduce_hook(group);
-    case c10d::BuiltinCommHookType::FP16_COMPRESS:
-      return fp16_hook(group);
-  }
-  TORCH_CHECK_VALUE(false, "brigade.Reducer: unknown built-in comm hook ",
-                    static_cast<int>(type));
+  return type == c10d::BuiltinCommHookType::FP16_COMPRESS
+             ? fp16_hook(group)
+             : all_reduce_hook(group);
 }
 
 }  // namespace
