@@ -545,7 +545,7 @@ class DistributedDataParallel(_TorchDistributedDataParallel):
             expect_sparse,
             param_to_name_mapping=names,
             bucket_bytes_cap_list=self._bucket_caps(),
-            rebuild_buckets=rebuilds and self._given_plan is None,
+            rebuild_buckets=None if self._given_plan is None else False,
             find_unused_parameters=self.find_unused_parameters,
             skip_all_reduce_unused_params=self.skip_all_reduce_unused_params,
             static_graph=static_graph,
