@@ -146,7 +146,7 @@ using ParameterFilter = std::function<bool(const at::Tensor& parameter)>;
 //
 // With `is_stepped`, parameters that it is false of get gradients as without
 // this hook. A bucket that holds both kinds is an error: give the reducer a
-// bucket_plan that keeps them apart, and rebuild_buckets = false.
+// bucket_plan that keeps them apart.
 //
 // Errors: ValueError if `hook` is null or `step` empty.
 CommHookPtr step_in_backward(CommHookPtr hook, ParameterStep step,

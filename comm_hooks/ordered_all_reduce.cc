@@ -17,33 +17,8 @@
 #include "brigade/comm/streams/streams.h"
 
 namespace brigade {
-namespace {
 
-// Sums `parts`, equal parts by rank: within each row of ranks, then the rows. A
-// row's sum is rounded, as if it travelled to others. `of_rows`: room for them.
-void sum_rows(const at::Tensor& parts, int num_ranks, int row_size,
-              const at::Tensor& of_rows, const at::Tensor& sum) {
-  const int num_rows = num_ranks / row_size;
-  if (num_rows == 1) return sum_in_order(parts, num_ranks, sum);
-  const int64_t row_numel = parts.numel() / num_rows;
-  const int64_t sum_numel = row_numel / row_size;
-  for (int row = 0; row < num_rows; ++row) {
-    sum_in_order(parts.narrow(0, row * row_numel, row_numel), row_size, sum);
-    of_rows.narrow(0, row * sum_numel, sum_numel).copy_(sum);
-  }
-  sum_in_order(of_rows, num_rows, sum);
-}
-
-}  // namespace
-
-OrderedAllReduce::OrderedAllReduce(
-    const c10::intrusive_ptr<c10d::ProcessGroup>& group,
-    const OrderedOptions& options)
-    : group_(group, "OrderedAllReduce"), options_(options) {}
-
-void OrderedAllReduce::connect() {
-  collectives_.emplace(group_.lock(), options_);
-}
+void OrderedAllReduce::connect() { collectives_.emplace(group_.lock()); }
 
 void OrderedAllReduce::connect_for(std::span<const at::Tensor> tensors) {
   if (std::ranges::any_of(tensors, &at::Tensor::is_cpu)) connect();
@@ -89,13 +64,10 @@ OrderedAllReduce::FuturePtr OrderedAllReduce::reduce_here(
   const at::Tensor parts = at::empty_like(whole);
   const at::Tensor own = at::empty({slice_numel}, flat.options());
   const at::Tensor sum = empty_sum(slice_numel, parts);
-  const int row_size = options_.group_size.value_or(size);
-  const at::Tensor of_rows = at::empty(
-      {row_size == size ? 0 : size / row_size * slice_numel}, flat.options());
 
   if (!is_even) whole.narrow(0, 0, flat.numel()).copy_(flat);
   join_current_stream(exchange_parts(group, parts, whole));
-  sum_rows(parts, size, row_size, of_rows, sum);
+  sum_in_order(parts, size, sum);
   if (scale != 1) sum.mul_(scale);
   own.copy_(sum);
   join_current_stream(gather_into(group, whole, own));

@@ -31,8 +31,8 @@ class OrderedAllReduce {
 
   // Made on all ranks in the same order. Does not keep the group alive. Errors:
   // ValueError if `group` is null.
-  explicit OrderedAllReduce(const c10::intrusive_ptr<c10d::ProcessGroup>& group,
-                            const OrderedOptions& options = {});
+  explicit OrderedAllReduce(const c10::intrusive_ptr<c10d::ProcessGroup>& group)
+      : group_(group, "OrderedAllReduce") {}
 
   // Collective, at the same place of all ranks' programs; at most once. Errors:
   // as OrderedCollectives'.
@@ -62,7 +62,6 @@ class OrderedAllReduce {
   c10::Stream stream_of(c10::Device device);
 
   const GroupReference group_;
-  const OrderedOptions options_;
   std::optional<OrderedCollectives> collectives_;
   std::map<c10::DeviceIndex, c10::Stream> streams_;
 };

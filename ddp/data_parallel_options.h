@@ -54,19 +54,10 @@ struct DistributedDataParallelOptions {
   std::optional<MixedPrecision> mixed_precision = std::nullopt;
 };
 
-// What gradients are divided by while some ranks have no data.
+// The divisor of gradients while some ranks have no data.
 enum class JoinDivisor {
   kWorldSize,      // inputs of equal size keep their weight to the end
-  kRanksWithData,  // the average over what there is
-};
-
-// Equal on all ranks.
-struct JoinOptions {
-  JoinDivisor divide_by = JoinDivisor::kWorldSize;
-
-  // Training ends when the first rank runs out: every rank throws. Makes each
-  // forward wait for the count.
-  bool end_early = false;
+  kRanksWithData,  // the average over the ranks that have data
 };
 
 }  // namespace brigade

@@ -90,7 +90,7 @@ class ReplicatedModule {
 
  private:
   friend void join(std::span<ReplicatedModule* const> models,
-                   const std::function<void()>& loop, JoinOptions options);
+                   const std::function<void()>& loop, JoinDivisor divisor);
 
   class State;
   const std::unique_ptr<State> state_;
@@ -230,17 +230,18 @@ class DistributedDataParallel {
 //
 // Errors: ValueError if there is no model, if they are of several groups, if
 // ranks with data are to be counted under a comm hook that averages by itself,
-// or if ranks give other options; RuntimeError if one is being joined already,
-// if one is used before the first of the list, and on every rank if one runs
-// out and training ends early; what the models throw.
+// or if ranks give other divisors; RuntimeError if one is being joined already
+// or is used before the first of the list; what the models throw.
 void join(std::span<ReplicatedModule* const> models,
-          const std::function<void()>& loop, JoinOptions options = {});
+          const std::function<void()>& loop,
+          JoinDivisor divisor = JoinDivisor::kWorldSize);
 
 template <typename Module>
 void join(DistributedDataParallel<Module>& model,
-          const std::function<void()>& loop, JoinOptions options = {}) {
+          const std::function<void()>& loop,
+          JoinDivisor divisor = JoinDivisor::kWorldSize) {
   ReplicatedModule* const models[] = {&model.replicated()};
-  join(std::span<ReplicatedModule* const>(models), loop, options);
+  join(std::span<ReplicatedModule* const>(models), loop, divisor);
 }
 
 }  // namespace brigade

@@ -145,7 +145,7 @@ class GroupTransport::Operation final : public OrderedOperation {
 
  private:
   void add() {
-    ordered_sum(terms_, ranks_.group_size, call_.scale,
+    ordered_sum(terms_, call_.scale,
                 call_.kind == OrderedKind::kReduceScatter
                     ? call_.output
                     : elements_of(call_.output, ranks_.rank));

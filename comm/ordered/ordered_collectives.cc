@@ -40,7 +40,7 @@ void complete(Future& future, const at::Tensor& result) {
 // For a world of 1.
 void finish_alone(const OrderedCall& call) {
   if (call.kind == OrderedKind::kAllGather) return;
-  ordered_sum({{call.input}}, 1, call.scale, call.output);
+  ordered_sum({{call.input}}, call.scale, call.output);
 }
 
 const char* name_of(OrderedKind kind) {
@@ -100,25 +100,15 @@ struct OrderedCollectives::OfGroup {
 };
 
 OrderedCollectives::OrderedCollectives(
-    const c10::intrusive_ptr<c10d::ProcessGroup>& group, OrderedOptions options)
+    const c10::intrusive_ptr<c10d::ProcessGroup>& group, int64_t shared_bytes,
+    int64_t host)
     : names_(RankNames::of(*group)),
       ranks_({.rank = group->getRank(),
               .size = group->getSize(),
-              .group_size = options.group_size.value_or(group->getSize()),
               .timeout = group_timeout(*group),
               .names = names_}),
       process_(getpid()),
       of_group_(per_group<OfGroup>(group)) {
-  TORCH_CHECK_VALUE(
-      ranks_.group_size > 0 && ranks_.size % ranks_.group_size == 0,
-      "ordered collectives: expected a group size that divides the number of "
-      "ranks, ",
-      ranks_.size, ", found ", ranks_.group_size,
-      ".\nGive the size of a row of the mesh.");
-  TORCH_CHECK_VALUE(options.shared_bytes >= 0,
-                    "ordered collectives: expected memory of at least 0 bytes "
-                    "to share, found ",
-                    options.shared_bytes, ".\nGive 0 to share none.");
   if (ranks_.size == 1) return;
   TORCH_CHECK_VALUE(group->getStore(), "ordered collectives: the group of ",
                     ranks_.size,
@@ -128,11 +118,10 @@ OrderedCollectives::OrderedCollectives(
   const at::DisableRecordFunctionGuard not_profiled;
   try {
     const auto room = static_cast<size_t>(
-        std::max(options.shared_bytes, ranks_.size * kLeastBytesPerRank));
-    const int64_t host =
-        options.shared_bytes == 0 ? 0 : SharedSegment::host() + options.host;
-    auto segment =
-        SharedSegment::make(group, shared_bytes_per_rank(room), host);
+        std::max(shared_bytes, ranks_.size * kLeastBytesPerRank));
+    auto segment = SharedSegment::make(
+        group, shared_bytes_per_rank(room),
+        shared_bytes == 0 ? 0 : SharedSegment::host() + host);
     is_on_one_host_ = segment != nullptr;
     transport_ = segment
                      ? make_shared_transport(std::move(segment), room, ranks_)

@@ -8,11 +8,8 @@
 //   ...                                  // computes meanwhile
 //   reduced->wait();
 //
-// *Order.*  Rank 0's value first, then rank 1's and so on. With a group size of
-// F, for the order of a 2-D mesh: first the sums of ranks 0..F-1, of F..2F-1
-// and so on, each in rank order, then the sum of these. `scale` multiplies the
-// sum once. float16 and bfloat16 are added in float32 and rounded once at the
-// end of each level, where the sum would travel between two groups.
+// *Order.*  Rank 0's value first, then rank 1's and so on. `scale` multiplies
+// the sum once. float16 and bfloat16 are added in float32 and rounded once.
 //
 // *Transport.*  If all ranks are on one host, through memory that they share
 // (comm/ordered/shared_transport.cc). Otherwise by an all-to-all of each rank's
@@ -55,27 +52,24 @@
 
 namespace brigade {
 
-struct OrderedOptions {
-  // F above; none: all ranks are one group. Equal on all ranks.
-  std::optional<int> group_size = {};
-  // Limit of the memory that a rank's unread data take on a host; a call that
-  // finds none starts when earlier ones have been read. 0: share no memory.
-  int64_t shared_bytes = int64_t{1} << 28;
-  // Ranks with another number count as ranks of another host: for tests.
-  int64_t host = 0;
-};
-
 class OrderedCollectives {
  public:
   using FuturePtr = c10::intrusive_ptr<c10::ivalue::Future>;
 
+  static constexpr int64_t kSharedBytes = int64_t{1} << 28;
+
   // Collective. Calls time out as the group's.
   //
-  // Errors: ValueError if the group size does not divide the number of ranks,
-  // or the group has several ranks and no store; PeerError if ranks don't meet.
+  // `shared_bytes`: limit of the memory that a rank's unread data take on a
+  // host; a call that finds none starts when earlier ones have been read. 0:
+  // share no memory. `host`: ranks with another number count as ranks of
+  // another host, for tests.
+  //
+  // Errors: ValueError if the group has several ranks and no store; PeerError
+  // if ranks don't meet.
   explicit OrderedCollectives(
       const c10::intrusive_ptr<c10d::ProcessGroup>& group,
-      OrderedOptions options = {});
+      int64_t shared_bytes = kSharedBytes, int64_t host = 0);
 
   // Calls in flight end with an error, here and on the other ranks. REQUIRES:
   // not from a callback of one of its futures. In a forked child, leaves

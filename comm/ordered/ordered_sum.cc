@@ -43,35 +43,16 @@ void add(const T* term, int64_t numel, Block<Sum>& block) {
 }
 
 template <typename T>
-void add_blocks(const std::vector<const T*>& terms, size_t group_size,
-                std::optional<double> scale, int64_t numel, T* out) {
+void add_blocks(const std::vector<const T*>& terms, std::optional<double> scale,
+                int64_t numel, T* out) {
   using Sum = typename Accumulated<T>::Type;
   using Real = typename c10::scalar_value_type<Sum>::type;
   Block<Sum> total;
-  Block<Sum> group;
   for (int64_t begin = 0; begin < numel; begin += kBlock) {
     const int64_t length = std::min(kBlock, numel - begin);
-    const auto add_group = [&](size_t first, Block<Sum>& sum) {
-      load(terms[first] + begin, length, sum);
-      for (size_t i = first + 1; i < first + group_size; ++i) {
-        add(terms[i] + begin, length, sum);
-      }
-    };
-    add_group(0, total);
-    if (group_size < terms.size()) {
-      std::array<T, kBlock> rounded;
-      const auto round = [&](Block<Sum>& sum) {
-        for (int64_t i = 0; i < length; ++i) {
-          rounded[i] = static_cast<T>(sum[i]);
-        }
-      };
-      round(total);
-      load(rounded.data(), length, total);
-      for (size_t i = group_size; i < terms.size(); i += group_size) {
-        add_group(i, group);
-        round(group);
-        add(rounded.data(), length, total);
-      }
+    load(terms.front() + begin, length, total);
+    for (size_t i = 1; i < terms.size(); ++i) {
+      add(terms[i] + begin, length, total);
     }
     if constexpr (!std::is_integral_v<T>) {
       if (scale) {
@@ -106,10 +87,9 @@ bool can_add(at::ScalarType dtype) {
   }
 }
 
-void ordered_sum(std::span<const at::Tensor> terms, size_t group_size,
-                 std::optional<double> scale, const at::Tensor& out) {
-  TORCH_INTERNAL_ASSERT(!terms.empty() && group_size > 0 &&
-                        terms.size() % group_size == 0);
+void ordered_sum(std::span<const at::Tensor> terms, std::optional<double> scale,
+                 const at::Tensor& out) {
+  TORCH_INTERNAL_ASSERT(!terms.empty());
   AT_DISPATCH_ALL_TYPES_AND_COMPLEX_AND2(
       at::kHalf, at::kBFloat16, out.scalar_type(), "ordered_sum", [&] {
         std::vector<const scalar_t*> pointers;
@@ -117,8 +97,7 @@ void ordered_sum(std::span<const at::Tensor> terms, size_t group_size,
           TORCH_INTERNAL_ASSERT(term.numel() == out.numel());
           pointers.push_back(term.const_data_ptr<scalar_t>());
         }
-        add_blocks(pointers, group_size, scale, out.numel(),
-                   out.data_ptr<scalar_t>());
+        add_blocks(pointers, scale, out.numel(), out.data_ptr<scalar_t>());
       });
 }
 

@@ -37,7 +37,6 @@ struct OrderedCall {
 struct OrderedRanks {
   int rank;
   int size;  // > 1
-  int group_size;
   std::chrono::milliseconds timeout;
   RankNames names = {};  // in errors
 };

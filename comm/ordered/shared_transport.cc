@@ -281,7 +281,7 @@ class SharedTransport::Operation final : public OrderedOperation {
         tag_(c10::get_hash(static_cast<int>(call.kind), call.input.numel(),
                            static_cast<int>(call.input.scalar_type()),
                            call.scale.has_value(), call.scale.value_or(0),
-                           ranks_.group_size, cut_.num_pieces(), first_post)),
+                           cut_.num_pieces(), first_post)),
         element_size_(call.input.element_size()) {}
 
   ~Operation() override {
@@ -390,7 +390,7 @@ class SharedTransport::Operation final : public OrderedOperation {
       }
       const at::Tensor sum =
           call_.output.narrow(0, output_offset + begin, numel);
-      ordered_sum(blocks, ranks_.group_size, call_.scale, sum);
+      ordered_sum(blocks, call_.scale, sum);
       if (posts_sums()) copy(sum, own_post + begin * element_size_);
     }
     if (posts_sums()) posts_.publish(number(index), Phase::kSums);

@@ -148,7 +148,6 @@ TEST(StepInBackwardTest, LeavesTheGradientsOfOtherParameters) {
     DistributedDataParallel model(
         module, group,
         {.reducer = {.bucket_plan = {{3}, {2}, {1}, {0}},
-                     .rebuild_buckets = false,
                      .comm_hook = step_in_backward(all_reduce_hook(group),
                                                    sgd_step, is_stepped)}});
     model(kAll, group->getRank(), 0).backward();
