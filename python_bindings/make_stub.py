@@ -19,15 +19,19 @@ STUB = pathlib.Path(__file__).parent / "brigade" / "_C.pyi"
 _OR_INDEX = re.compile(r"(typing\.Supports(?:Int|Float)) \| typing\.SupportsIndex")
 _DOCSTRING = re.compile(r' +"""\n.*?"""\n', re.DOTALL)
 _EMPTY_BODY = re.compile(r"(def .*):\n(?: +\.\.\.\n)?")
+_PROPERTY = re.compile(
+    r"( +)@property\n +def (\w+)\(self\) -> (.*): \.\.\.\n(?: +@\2\.setter\n.*\n)?"
+)
 
 
 def normalized(stub: str) -> str:
     """The same stub, whichever version of pybind11 has written the signatures.
 
-    Without docstrings, which help() shows, and with empty bodies on the line of the signature.
+    Without docstrings, which help() shows, with empty bodies on the line of the signature, and
+    with properties as attributes.
     """
     stub = _DOCSTRING.sub("", _OR_INDEX.sub(r"\1", stub))
-    return _EMPTY_BODY.sub(r"\1: ...\n", stub)
+    return _PROPERTY.sub(r"\1\2: \3\n", _EMPTY_BODY.sub(r"\1: ...\n", stub))
 
 
 def main() -> None:

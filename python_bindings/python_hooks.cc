@@ -1,7 +1,6 @@
 #include "brigade/python_bindings/python_hooks.h"
 
 #include <sys/types.h>
-#include <torch/csrc/distributed/c10d/python_comm_hook.h>
 #include <torch/csrc/jit/python/pybind_utils.h>
 #include <unistd.h>
 
@@ -16,6 +15,7 @@
 #include <string_view>
 #include <system_error>
 #include <thread>
+#include <torch/csrc/distributed/c10d/comm.hpp>
 #include <utility>
 
 #include "brigade/comm/backends/end_on_own_thread.h"
@@ -96,12 +96,14 @@ bool is_any_thread_busy() {
   return std::any_of(begin(threads), end(threads), is_busy);
 }
 
-// Adds to c10d's class that errors of Python code are raised unchanged.
-class PythonCommHook final : public c10d::PythonCommHook,
+// Unlike c10d's class it checks the result's type: that one takes any object
+// for a future.
+class PythonCommHook final : public c10d::CommHookInterface,
                              public CommHookExtension {
  public:
   PythonCommHook(py::object state, py::object hook, std::string name)
-      : c10d::PythonCommHook(std::move(state), std::move(hook)),
+      : state_(held_object(std::move(state))),
+        hook_(held_object(std::move(hook))),
         name_(std::move(name)) {}
 
   HookTraits traits() const override {
@@ -109,33 +111,31 @@ class PythonCommHook final : public c10d::PythonCommHook,
   }
 
   FuturePtr runHook(c10d::GradBucket& bucket) override {
-    return awaited_at_exit(c10d::PythonCommHook::runHook(bucket));
-  }
-
-  // A collective's own future holds a list of tensors, which c10d refuses.
-  at::Tensor parseHookResult(const c10::IValue& result) override {
-    return result.isPyObject() ? c10d::PythonCommHook::parseHookResult(result)
-                               : tensor_of_hook_result(result);
-  }
-
- private:
-  const std::string name_;
-};
-
-// c10d takes any object that a hook returns for a future.
-py::object returning_future(py::object hook, const std::string& name) {
-  return py::cpp_function([hook = std::move(hook), name](py::object state,
-                                                         py::object bucket) {
-    py::object future = hook(std::move(state), std::move(bucket));
-    TORCH_CHECK(!future.is_none() &&
-                    py::isinstance<torch::jit::PythonFutureWrapper>(future),
-                "comm hook ", name,
+    const py::gil_scoped_acquire gil;
+    const py::object future = (*hook_)(*state_, bucket);
+    TORCH_CHECK(py::isinstance<torch::jit::PythonFutureWrapper>(future),
+                "comm hook ", name_,
                 " must return a torch.futures.Future of a tensor, it returned ",
                 std::string(py::repr(future)),
                 ".\nReturn the future of the collective it started.");
-    return future;
-  });
-}
+    return awaited_at_exit(
+        future.cast<std::shared_ptr<torch::jit::PythonFutureWrapper>>()->fut);
+  }
+
+  // A collective's own future holds a list of tensors, others an object.
+  at::Tensor parseHookResult(const c10::IValue& result) override {
+    if (!result.isPyObject()) return tensor_of_hook_result(result);
+    const py::gil_scoped_acquire gil;
+    return torch::jit::toIValue(torch::jit::toPyObject(result),
+                                c10::TensorType::get())
+        .toTensor();
+  }
+
+ private:
+  const std::shared_ptr<py::object> state_;
+  const std::shared_ptr<py::object> hook_;
+  const std::string name_;
+};
 
 class ReducedPrecisionHook final : public WrappingHook {
  public:
@@ -172,8 +172,8 @@ class PythonSteppingHook final : public WrappingHook {
 
 CommHookPtr python_comm_hook(py::object state, py::object hook,
                              const std::string& name) {
-  return std::make_shared<PythonCommHook>(
-      std::move(state), returning_future(std::move(hook), name), name);
+  return std::make_shared<PythonCommHook>(std::move(state), std::move(hook),
+                                          name);
 }
 
 std::shared_ptr<py::object> held_object(py::object object) {

@@ -37,8 +37,9 @@ void register_bench(py::module_& module) {
   module.def("sweep", &sweep_in_python, py::arg("name"), py::arg("parameters"),
              py::arg("loss"), py::arg("sizes"), py::arg("group"), py::kw_only(),
              py::arg("rounds"), py::arg("steps"),
-             py::arg("find_unused_parameters"), py::arg("static_graph"),
-             py::arg("gradient_as_bucket_view"),
+             py::arg("find_unused_parameters") = false,
+             py::arg("static_graph") = false,
+             py::arg("gradient_as_bucket_view") = false,
              py::call_guard<py::gil_scoped_release>(),
              "Collective; see bucket_sweep/sweep.h. Returns the table, and all "
              "figures as JSON.");

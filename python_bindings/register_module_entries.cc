@@ -1,10 +1,10 @@
-#include <c10/util/Exception.h>
-#include <torch/csrc/autograd/python_variable.h>
+#include <pybind11/stl.h>
 
 #include <string>
+#include <tuple>
+#include <utility>
 #include <vector>
 
-#include "absl/container/flat_hash_set.h"
 #include "absl/functional/function_ref.h"
 #include "brigade/python_bindings/registrations.h"
 #include "brigade/reducer/parameter_changes.h"
@@ -50,47 +50,15 @@ bool has_entries(const py::list& tables, const py::list& entries) {
   return all_known && next == count;
 }
 
-const at::Tensor& in_cpp(py::handle tensor) {
-  TORCH_CHECK_TYPE(THPVariable_Check(tensor.ptr()),
-                   "brigade: expected a tensor, got ",
-                   std::string(py::repr(tensor)), ".");
-  return THPVariable_Unpack(tensor.ptr());
-}
+using Named = std::vector<std::tuple<std::string, at::Tensor, bool>>;
 
-bool check_named_parameters(const std::string& module_name,
-                            const py::dict& present, const py::list& reduced,
-                            const std::vector<std::string>& names,
-                            const py::list& frozen, const py::list& others,
-                            std::vector<std::string> ignored) {
-  WrappedParameters wrapped;
-  wrapped.ignored = std::move(ignored);
-  for (size_t i = 0; i < names.size(); ++i) {
-    const py::handle tensor = reduced[i];
-    if (!tensor.is_none()) {
-      wrapped.reduced.push_back({names[i], in_cpp(tensor)});
-    }
-  }
-  absl::flat_hash_set<PyObject*> known;
-  for (py::handle other : others) {
-    known.insert(other.ptr());
-    wrapped.others.push_back(in_cpp(other));
-  }
-  absl::flat_hash_set<PyObject*> frozen_ones;
-  for (py::handle each : frozen) frozen_ones.insert(each.ptr());
-  const py::object parameter_type =
-      py::module_::import("torch.nn").attr("Parameter");
+std::vector<RegisteredParameter> registered(const Named& named) {
   std::vector<RegisteredParameter> parameters;
-  for (const auto& [name, tensor] : present) {
+  for (const auto& [name, tensor, stands_in] : named) {
     parameters.push_back(
-        {.name = py::cast<std::string>(name),
-         .tensor = in_cpp(tensor),
-         .stands_in = !known.contains(tensor.ptr()) &&
-                      !py::isinstance(tensor, parameter_type)});
-    if (frozen_ones.contains(tensor.ptr())) {
-      wrapped.frozen.push_back(parameters.back());
-    }
+        {.name = name, .tensor = tensor, .stands_in = stands_in});
   }
-  return check_parameters(module_name, wrapped, parameters);
+  return parameters;
 }
 
 }  // namespace
@@ -100,15 +68,25 @@ void register_module_entries(py::module_& module) {
              "What is registered in tables of a module, one list for all.");
   module.def("has_entries", &has_entries, py::arg("tables"), py::arg("entries"),
              "Whether entries_of() would give that list.");
-  module.def("check_parameters", &check_named_parameters,
-             py::arg("module_name"), py::kw_only(), py::arg("present"),
-             py::arg("reduced"), py::arg("names"), py::arg("frozen"),
-             py::arg("others"), py::arg("ignored"),
-             "Raises RuntimeError if what is present is not what was wrapped: "
-             "parameters that require gradients were added, replaced, removed "
-             "or unfrozen. None in `reduced` stands for one that may change; "
-             "`others` may be there. False: something stands in for "
-             "parameters, so it will change again.");
+  module.def(
+      "check_parameters",
+      [](const std::string& module_name, const Named& present,
+         const Named& reduced, const Named& frozen,
+         std::vector<at::Tensor> others, std::vector<std::string> ignored) {
+        return check_parameters(module_name,
+                                {.reduced = registered(reduced),
+                                 .frozen = registered(frozen),
+                                 .others = std::move(others),
+                                 .ignored = std::move(ignored)},
+                                registered(present));
+      },
+      py::arg("module_name"), py::kw_only(), py::arg("present"),
+      py::arg("reduced"), py::arg("frozen"), py::arg("others"),
+      py::arg("ignored"),
+      "Raises RuntimeError if parameters that require gradients were added, "
+      "replaced, removed or unfrozen. Each parameter with its name and whether "
+      "it stands in for another one; `others` may be there. False: one stands "
+      "in, so parameters will change again.");
 }
 
 }  // namespace brigade

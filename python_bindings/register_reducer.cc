@@ -120,12 +120,6 @@ void set_steps_in_backward(TorchReducer& reducer,
   reducer.step_in_backward(parameters, std::move(steps));
 }
 
-bool was_sampled(const TorchReducer& reducer) {
-  const int64_t iteration = reducer.statistics().prepared;
-  return iteration > 0 && (iteration <= TimelineRecorder::kAlwaysSampled ||
-                           iteration % reducer.logging_sample_rate() == 0);
-}
-
 using Numbers = std::map<std::string, int64_t>;
 
 Numbers statistics_of(const TorchReducer& reducer) {
@@ -135,25 +129,32 @@ Numbers statistics_of(const TorchReducer& reducer) {
           {"buckets_reduced", reducer.buckets_reduced()}};
 }
 
-std::tuple<int64_t, Numbers, Numbers, std::vector<size_t>> times_of(
-    const TorchReducer& reducer) {
+using Times = std::tuple<int64_t, Numbers, Numbers, std::vector<size_t>>;
+
+// Nullopt: the last iteration was not sampled.
+std::optional<Times> times_of(const TorchReducer& reducer) {
+  const int64_t last = reducer.statistics().prepared;
+  if (last == 0 || (last > TimelineRecorder::kAlwaysSampled &&
+                    last % reducer.logging_sample_rate() != 0)) {
+    return std::nullopt;
+  }
   const Timeline timeline = reducer.timeline();
   const TimelineSummary summary = summarize(timeline);
   std::vector<size_t> order;
   for (const GradientTime& gradient : timeline.gradients) {
     order.push_back(gradient.variable.parameter);
   }
-  return {timeline.iteration,
-          {{"forward_compute_time", summary.forward_compute_ns},
-           {"backward_compute_time", summary.backward_compute_ns},
-           {"backward_comm_time", summary.backward_comm_ns},
-           {"backward_compute_comm_overlap_time", summary.overlap_ns}},
-          {{"forward_compute_time_start", timeline.forward_begin_ns},
-           {"backward_compute_time_start", timeline.backward_begin_ns},
-           {"backward_compute_time_end", timeline.backward_end_ns},
-           {"backward_comm_time_start", summary.comm_begin_ns},
-           {"backward_comm_time_end", summary.comm_end_ns}},
-          std::move(order)};
+  return Times{timeline.iteration,
+               {{"forward_compute_time", summary.forward_compute_ns},
+                {"backward_compute_time", summary.backward_compute_ns},
+                {"backward_comm_time", summary.backward_comm_ns},
+                {"backward_compute_comm_overlap_time", summary.overlap_ns}},
+               {{"forward_compute_time_start", timeline.forward_begin_ns},
+                {"backward_compute_time_start", timeline.backward_begin_ns},
+                {"backward_compute_time_end", timeline.backward_end_ns},
+                {"backward_comm_time_start", summary.comm_begin_ns},
+                {"backward_comm_time_end", summary.comm_end_ns}},
+               std::move(order)};
 }
 
 // A second collective; `launch` gets the value of `first`.
@@ -172,20 +173,6 @@ FuturePtr chain(const torch::jit::PythonFutureWrapper& first,
   };
   const py::gil_scoped_release no_gil;
   return wrapped(then_collective(first.fut, std::move(next)));
-}
-
-void register_hook_functions(py::module_& module) {
-  module.def(
-      "then_collective", &chain, py::arg("future"), py::arg("launch"),
-      "A second collective after the first one of a comm hook.\n\n"
-      "`launch` is called with the value of `future` when backward ends, in "
-      "the order of the buckets on every rank, and returns the future of what "
-      "it launched. A continuation (`future.then`) must not launch "
-      "collectives: continuations run in another order on each rank.\n\n"
-      "Errors of `launch` come out of backward, and end the group's use: "
-      "peers wait for the collective. Outside of a comm hook, waits for "
-      "`future` and calls `launch` at once. Raises TypeError if `launch` "
-      "returns no future.");
 }
 
 }  // namespace
@@ -237,7 +224,7 @@ void register_reducer(py::module_& module) {
       .def(
           "_run_allreduce_hook",
           [](TorchReducer& self, c10d::GradBucket& bucket) {
-            return wrapped(self.run_all_reduce_hook(bucket));
+            return wrapped(all_reduce_hook(self.group())->runHook(bucket));
           },
           py::arg("bucket"), NoGil())
       .def("_rebuild_buckets", &TorchReducer::rebuild_buckets, NoGil())
@@ -274,13 +261,12 @@ void register_reducer(py::module_& module) {
           "Nothing: _shadow_iteration() has done it.")
       .def("_shadow_iteration", &TorchReducer::shadow_iteration,
            py::arg("use_world_size") = true, NoGil())
-      .def("_was_sampled", &was_sampled, NoGil(),
-           "Whether the last iteration's times were taken.")
       .def("_statistics", &statistics_of, NoGil())
       .def("_timeline", &times_of, NoGil(),
            "Of the last sampled iteration, with torch's names: its number, "
            "durations, instants of the steady clock, and parameters in the "
-           "order in which gradients became ready.")
+           "order in which gradients became ready. None: the last iteration "
+           "was not sampled.")
       .def(
           "_last_error",
           [](const TorchReducer& self) {
@@ -341,16 +327,16 @@ void register_reducer(py::module_& module) {
       .def("_finalize_backward_manual", &TorchReducer::finalize_backward,
            NoGil());
   module.def(
-      "rebuilds_by_default",
-      [](bool static_graph, bool find_unused_parameters) {
-        return rebuilds_buckets(
-            {.find_unused_parameters = find_unused_parameters,
-             .static_graph = static_graph});
-      },
-      py::kw_only(), py::arg("static_graph"), py::arg("find_unused_parameters"),
-      "Whether a reducer plans its buckets again from the order in which "
-      "gradients became ready, if it was given no bucket_plan.");
-  register_hook_functions(module);
+      "then_collective", &chain, py::arg("future"), py::arg("launch"),
+      "A second collective after the first one of a comm hook.\n\n"
+      "`launch` is called with the value of `future` when backward ends, in "
+      "the order of the buckets on every rank, and returns the future of what "
+      "it launched. A continuation (`future.then`) must not launch "
+      "collectives: continuations run in another order on each rank.\n\n"
+      "Errors of `launch` come out of backward, and end the group's use: "
+      "peers wait for the collective. Outside of a comm hook, waits for "
+      "`future` and calls `launch` at once. Raises TypeError if `launch` "
+      "returns no future.");
 }
 
 }  // namespace brigade

@@ -44,8 +44,8 @@ const char* where_to_set_unused(const ReducerOptions& options) {
          "ddp_find_unused_parameters=True.";
 }
 
-auto is_in(const std::unordered_set<const c10::TensorImpl*>& tensors) {
-  return [&tensors](const at::Tensor& tensor) {
+auto is_in(std::unordered_set<const c10::TensorImpl*> tensors) {
+  return [tensors = std::move(tensors)](const at::Tensor& tensor) {
     return tensors.contains(tensor.unsafeGetTensorImpl());
   };
 }
@@ -69,14 +69,9 @@ std::vector<std::vector<size_t>> split_buckets(
 std::shared_ptr<c10d::CommHookInterface> built_in_hook(
     c10d::BuiltinCommHookType type,
     const c10::intrusive_ptr<c10d::ProcessGroup>& group) {
-  switch (type) {
-    case c10d::BuiltinCommHookType::ALLREDUCE:
-      return all_reduce_hook(group);
-    case c10d::BuiltinCommHookType::FP16_COMPRESS:
-      return fp16_hook(group);
-  }
-  TORCH_CHECK_VALUE(false, "brigade.Reducer: unknown built-in comm hook ",
-                    static_cast<int>(type));
+  return type == c10d::BuiltinCommHookType::FP16_COMPRESS
+             ? fp16_hook(group)
+             : all_reduce_hook(group);
 }
 
 }  // namespace
@@ -135,10 +130,7 @@ void TorchReducer::make() {
 std::shared_ptr<c10d::CommHookInterface> TorchReducer::with_steps(
     std::shared_ptr<c10d::CommHookInterface> hook) const {
   if (!step_) return hook;
-  return python_stepping_hook(
-      std::move(hook), step_, [stepped = stepped_](const at::Tensor& tensor) {
-        return stepped.contains(tensor.unsafeGetTensorImpl());
-      });
+  return python_stepping_hook(std::move(hook), step_, is_in(stepped_));
 }
 
 void TorchReducer::step_in_backward(const std::vector<at::Tensor>& parameters,
@@ -147,10 +139,10 @@ void TorchReducer::step_in_backward(const std::vector<at::Tensor>& parameters,
   for (const at::Tensor& parameter : parameters) {
     stepped_.insert(parameter.unsafeGetTensorImpl());
   }
-  if (!std::ranges::all_of(parameters_, is_in(stepped_))) {
-    options_.bucket_plan = split_buckets(buckets(), [this](size_t i) {
-      return is_in(stepped_)(parameters_[i]);
-    });
+  const auto is_stepped = is_in(stepped_);
+  if (!std::ranges::all_of(parameters_, is_stepped)) {
+    options_.bucket_plan = split_buckets(
+        buckets(), [&](size_t i) { return is_stepped(parameters_[i]); });
   }
   if (!hooks_removed_) make();
 }
@@ -160,8 +152,9 @@ void TorchReducer::drop_gradients_of_failed_steps() {
   if (!step_) return;
   const int64_t failures = statistics().aborted;
   if (std::exchange(failures_dropped_, failures) == failures) return;
+  const auto is_stepped = is_in(stepped_);
   for (const at::Tensor& parameter : parameters_) {
-    if (is_in(stepped_)(parameter)) parameter.mutable_grad().reset();
+    if (is_stepped(parameter)) parameter.mutable_grad().reset();
   }
 }
 
@@ -220,10 +213,6 @@ void TorchReducer::divide_by_count(bool has_data) {
       });
 }
 
-void TorchReducer::await_statuses() {
-  if (reducer_) reducer_->await_statuses();
-}
-
 void TorchReducer::meet_peers() {
   if (!ready()) return;
   // A forward without gradients between two backwards of an iteration.
@@ -238,8 +227,7 @@ bool TorchReducer::send_buffers(std::vector<at::Tensor> buffers) {
 }
 
 std::vector<size_t> TorchReducer::missing_gradients() const {
-  if (!reducer_) return {};
-  return reducer_->missing_gradients();
+  return reducer_ ? reducer_->missing_gradients() : std::vector<size_t>();
 }
 
 // The reducer's own error, and the lines that programs look for.
@@ -266,15 +254,6 @@ void TorchReducer::check_finalized() const {
               describe_missing(missing, names_, group_->getRank()));
 }
 
-void TorchReducer::register_comm_hook(
-    std::shared_ptr<c10d::CommHookInterface> hook, std::string name) {
-  register_comm_hook(
-      std::move(hook), std::move(name),
-      "register_comm_hook or register_builtin_comm_hook can only be called "
-      "once");
-}
-
-// `rule`: words that programs look for in the error of torch's reducer.
 void TorchReducer::register_comm_hook(
     std::shared_ptr<c10d::CommHookInterface> hook, std::string name,
     std::string_view rule) {
@@ -325,10 +304,6 @@ void TorchReducer::finalize_backward() {
   reducer_->finalize_backward();
 }
 
-void TorchReducer::gradient_ready(size_t parameter) {
-  if (reducer_) reducer_->gradient_ready(parameter);
-}
-
 void TorchReducer::register_builtin_comm_hook(c10d::BuiltinCommHookType type) {
   const bool is_fp16 = type == c10d::BuiltinCommHookType::FP16_COMPRESS;
   register_comm_hook(
@@ -336,11 +311,6 @@ void TorchReducer::register_builtin_comm_hook(c10d::BuiltinCommHookType type) {
       "register_builtin_comm_hook or register_comm_hook can only be called "
       "once");
   built_in_ = type;
-}
-
-c10::intrusive_ptr<c10::ivalue::Future> TorchReducer::run_all_reduce_hook(
-    c10d::GradBucket& bucket) {
-  return all_reduce_hook(group_)->runHook(bucket);
 }
 
 void TorchReducer::set_divisor(c10::intrusive_ptr<c10d::Work> count,
@@ -401,29 +371,8 @@ void TorchReducer::set_logging_sample_rate(int64_t rate) {
 }
 
 void TorchReducer::set_stall_report_after(std::chrono::milliseconds time) {
-  TORCH_CHECK_VALUE(
-      time.count() >= 0,
-      "brigade.Reducer: stalls can't be reported after a negative "
-      "time, ",
-      time.count(), " ms.\nGive timedelta(0) for never.");
-  if (reducer_) reducer_->set_stall_report_after(time);
+  if (ready()) reducer_->set_stall_report_after(time);
   stall_report_after_ = time;
-}
-
-Timeline TorchReducer::timeline() const {
-  return reducer_ ? reducer_->timeline() : Timeline{};
-}
-
-std::optional<ReductionError> TorchReducer::last_error() const {
-  return reducer_ ? reducer_->last_error() : std::nullopt;
-}
-
-ReducerStatistics TorchReducer::statistics() const {
-  return reducer_ ? reducer_->statistics() : ReducerStatistics{};
-}
-
-int64_t TorchReducer::buckets_reduced() const {
-  return statistics().buckets_launched - launched_before_;
 }
 
 std::vector<std::vector<size_t>> TorchReducer::buckets() const {

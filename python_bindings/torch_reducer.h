@@ -55,8 +55,12 @@ class TorchReducer {
   void abort_group() {
     if (reducer_) reducer_->abort_group();
   }
-  void await_statuses();
-  void gradient_ready(size_t parameter);
+  void await_statuses() {
+    if (reducer_) reducer_->await_statuses();
+  }
+  void gradient_ready(size_t parameter) {
+    if (reducer_) reducer_->gradient_ready(parameter);
+  }
   void set_manual_finalization(bool required);
   bool must_finalize_after_backward() const;
   void finalize_backward();
@@ -79,10 +83,15 @@ class TorchReducer {
   // reduction still waits for.
   void check_finalized() const;
 
-  // `name` is for messages. Errors: RuntimeError naming the first hook if there
-  // is one.
+  // `name` is for messages, `rule` for the words that programs look for in the
+  // error of torch's reducer. Errors: RuntimeError naming the first hook if
+  // there is one.
   void register_comm_hook(std::shared_ptr<c10d::CommHookInterface> hook,
-                          std::string name);
+                          std::string name,
+                          std::string_view rule =
+                              "register_comm_hook or "
+                              "register_builtin_comm_hook can only be called "
+                              "once");
   void register_builtin_comm_hook(c10d::BuiltinCommHookType type);
 
   // Divides the next buckets by the world size, or by the result of `count`,
@@ -113,10 +122,6 @@ class TorchReducer {
   // False if the parameters that a graph left unused changed.
   bool is_graph_static() const;
 
-  // Sums any bucket over the group, as torch's hooks do.
-  c10::intrusive_ptr<c10::ivalue::Future> run_all_reduce_hook(
-      c10d::GradBucket& bucket);
-
   // Drops the iteration and the plan. The next call that needs them, or
   // set_process_group(), makes them again.
   void reset() { reducer_ = nullptr; }
@@ -130,20 +135,26 @@ class TorchReducer {
   void set_logging_sample_rate(int64_t rate);
 
   // Of the last iteration that was sampled.
-  Timeline timeline() const;
+  Timeline timeline() const {
+    return reducer_ ? reducer_->timeline() : Timeline{};
+  }
 
   // Of the last backward that failed.
-  std::optional<ReductionError> last_error() const;
+  std::optional<ReductionError> last_error() const {
+    return reducer_ ? reducer_->last_error() : std::nullopt;
+  }
 
   // Zeros and empty lists where there is no reducer.
-  ReducerStatistics statistics() const;
-  int64_t buckets_reduced() const;  // since the last prepare_for_backward()
+  ReducerStatistics statistics() const {
+    return reducer_ ? reducer_->statistics() : ReducerStatistics{};
+  }
+  int64_t buckets_reduced() const {  // since the last prepare_for_backward()
+    return statistics().buckets_launched - launched_before_;
+  }
   std::vector<std::vector<size_t>> buckets() const;
 
-  const std::vector<at::Tensor>& parameters() const { return parameters_; }
   const std::vector<std::string>& parameter_names() const { return names_; }
-  const ReducerOptions& options() const { return options_; }
-  c10d::ProcessGroup& group() const { return *group_; }
+  const c10::intrusive_ptr<c10d::ProcessGroup>& group() const { return group_; }
 
  private:
   void make();
@@ -153,8 +164,6 @@ class TorchReducer {
   std::shared_ptr<c10d::CommHookInterface> with_steps(
       std::shared_ptr<c10d::CommHookInterface> hook) const;
   void drop_gradients_of_failed_steps();
-  void register_comm_hook(std::shared_ptr<c10d::CommHookInterface> hook,
-                          std::string name, std::string_view rule);
   std::vector<size_t> missing_gradients() const;
   void check_last_backward();
 

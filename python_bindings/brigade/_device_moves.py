@@ -28,23 +28,15 @@ def destinations(
 ) -> list[tuple[torch.Tensor, torch.device]]:
     """The tensors that are to move, each with its destination; those on meta stay there.
 
-    Args:
-        tensors: parameters and buffers.
-        group: without a mesh, tensors on the CPU move to its device if it can't send them, as
-            NCCL's.
-        device_type: the mesh's; None: there is none. Tensors on a device of that type stay,
-            also if it isn't the current one; torch moves them.
+    Tensors on a device of the mesh's type stay, also if it isn't the current one; torch moves
+    them. Without a mesh, those on the CPU move to the group's device if it can't send them.
     """
     moves = [(t, _device_for(t.device, group, device_type)) for t in tensors if not t.is_meta]
     return [(tensor, device) for tensor, device in moves if device != tensor.device]
 
 
 def move(tensor: torch.Tensor, device: torch.device) -> None:
-    """It stays the object that it is.
-
-    Raises:
-        ValueError: it is a DTensor, of other devices.
-    """
+    """It stays the object that it is. Raises ValueError of a DTensor."""
     if isinstance(tensor, DTensor):
         raise ValueError(
             f"fully_shard: expected tensors on {device.type}, as the mesh's, found a DTensor over "

@@ -187,11 +187,11 @@ def _passing_on(is_ours: Callable[[Any], bool], ours: Callable) -> Callable:
 
 @functools.wraps(_torchs["fully_shard"])
 def _shard(module: Any, **kwargs: Any) -> Any:
-    mesh = kwargs.get("mesh")
-    if not _is_ours(module, mesh):
+    mesh, below = kwargs.get("mesh"), _sharded_below(module)
+    if not _is_ours(below, mesh):
         return _torchs["fully_shard"](module, **kwargs)
     if mesh is None and dist.is_initialized():
-        kwargs["mesh"] = _default_mesh(_brigades_below(module))
+        kwargs["mesh"] = _default_mesh(below)
     return fully_shard(module, **kwargs)
 
 
@@ -207,19 +207,17 @@ def _default_mesh(below: list[FSDPModule]) -> DeviceMesh | None:
     return None if kind == "cpu" else _mesh_of(kind, dist.group.WORLD)
 
 
-def _brigades_below(module: Any) -> list[FSDPModule]:
+def _sharded_below(module: Any) -> list[_TorchFSDPModule]:
     modules = module if isinstance(module, (list, tuple)) else [module]
-    return [c for each in modules for c in each.modules() if isinstance(c, FSDPModule)]
+    return [c for each in modules for c in each.modules() if isinstance(c, _TorchFSDPModule)]
 
 
-def _is_ours(module: Any, mesh: Any) -> bool:
+def _is_ours(below: list[_TorchFSDPModule], mesh: Any) -> bool:
     """Whether brigade shards it; warns where torch does since its devices are others."""
-    modules = module if isinstance(module, (list, tuple)) else [module]
-    below = [child for each in modules for child in each.modules()]
-    if any(isinstance(c, _TorchFSDPModule) and not isinstance(c, FSDPModule) for c in below):
-        return False
+    if below:
+        return all(isinstance(child, FSDPModule) for child in below)
     kind = torch._C._get_accelerator().type if mesh is None else mesh.device_type
-    if kind in ("cpu", "cuda") or _brigades_below(module):
+    if kind in ("cpu", "cuda"):
         return True
     warnings.warn(
         f"brigade.install(): fully_shard on devices of type '{kind}' is torch's: brigade shards on "

@@ -13,16 +13,9 @@ from brigade._C import Reducer
 
 
 class Logger(dist.Logger):
-    """Torch's logger, with values of brigade's reducer.
+    """Torch's logger, with values of brigade's reducer, by torch's names. Times are in ns.
 
-    It is torch's class, so that torch's functions which report to a logger accept it. Names and
-    meanings of the values are torch's. Times are in ns.
-
-    Args:
-        reducer: Its values are logged.
-        parameters: Those that it reduces.
-        group: Its process group.
-        options: Of torch's Reducer.
+    `parameters` are the reducer's, `options` are of torch's Reducer.
     """
 
     def __init__(
@@ -55,13 +48,12 @@ class Logger(dist.Logger):
 
     def set_runtime_stats_and_log(self) -> None:
         """Called when a forward begins: takes the values of the iteration before it, if sampled."""
-        if not self._reducer._was_sampled():
+        if (times := self._reducer._timeline()) is None:
             return
-        statistics = self._reducer._statistics()
-        data = self._data
+        statistics, data = self._reducer._statistics(), self._data
         data["iteration"] = statistics["iteration"]
         data["can_set_static_graph"] = int(self._reducer._ddp_graph_static())
-        iteration, durations, instants, order = self._reducer._timeline()
+        iteration, durations, instants, order = times
         if iteration != statistics["iteration"]:
             return
         self._num_samples += 1

@@ -10,7 +10,6 @@ import torch
 
 
 def tensors_in(nest: Any) -> Iterator[torch.Tensor]:
-    """All of them."""
     if isinstance(nest, torch.Tensor):
         yield nest
     else:

@@ -35,14 +35,10 @@ class _Registered:
 
 
 class ParameterWatch:
-    """Watches the parameters that DistributedDataParallel reduces.
+    """Watches the parameters of a module that DistributedDataParallel reduces.
 
-    Args:
-        module: The module as it was wrapped.
-        reduced: Its parameters that are reduced; None stands for one that may change.
-        names: Returns their names.
-        all_parameters: The parameters that may be there, reduced or frozen.
-        ignored: Names that are not watched.
+    None in `reduced` stands for one that may change; `all_parameters` may be there, reduced or
+    frozen; the names `ignored` are not watched.
     """
 
     def __init__(
@@ -68,27 +64,28 @@ class ParameterWatch:
         """Raises RuntimeError naming parameters that were added, removed, replaced or unfrozen."""
         if self._registered.is_as_remembered() and not any(map(_requires_grad, self._frozen)):
             return
+        known, frozen = set(map(id, self._all)), set(map(id, self._frozen))
+        present = [
+            (name, each, id(each) not in known and not isinstance(each, nn.Parameter))
+            for name, each in self._module.named_parameters()
+        ]
+        reduced = zip(self._names(), self._reduced, strict=False)  # no names: none is watched
         may_be_remembered = _C.check_parameters(
             type(self._module).__name__,
-            present=dict(self._module.named_parameters()),
-            reduced=self._reduced,
-            names=self._names(),
-            frozen=self._frozen,
+            present=present,
+            reduced=[(name, each, False) for name, each in reduced if each is not None],
+            frozen=[entry for entry in present if id(entry[1]) in frozen],
             others=self._all,
-            ignored=set(self._ignored),
+            ignored=list(self._ignored),
         )
         if may_be_remembered:
             self._registered.remember(self._module.modules())
 
 
 class ParameterSlots:
-    """Watches the parameters of one sharded unit.
+    """Watches the parameters of one sharded unit: tables of modules, names there, parameters.
 
-    Args:
-        slots: By parameter: its module's table, its name there, and the parameter.
-        own_modules: Returns the modules of the unit.
-        names: Returns the paths of modules in the outermost one.
-        ignored: Parameters that are not sharded.
+    `names` returns the paths of modules in the outermost one. `ignored` are not sharded.
     """
 
     def __init__(
@@ -134,10 +131,6 @@ class ParameterSlots:
                     "\nPut the sharded one back, and give values by load_state_dict(); "
                     "torch.func.functional_call works inside of whole_parameters() and no_grad()."
                 )
-        self._require_no_others(modules)
-        self._registered.remember(modules)
-
-    def _require_no_others(self, modules: list[nn.Module]) -> None:
         known = {(id(where), name) for where, name, _ in self._slots}
         others = [
             self._path(module._parameters, name)
@@ -154,6 +147,7 @@ class ParameterSlots:
                 f"{some_of(others)} beside them, whose gradients nobody would average.\nAdd them "
                 "before fully_shard, or freeze them."
             )
+        self._registered.remember(modules)
 
     def _path(self, where: dict[str, Any], name: str) -> str:
         """In the outermost module; of a module that is gone, the name there."""

@@ -86,9 +86,8 @@ def require_free(parameter: nn.Parameter, where: str) -> None:
     if isinstance(parameter, TensorShard):
         unit = parameter._unit()
         raise ValueError(
-            f"fully_shard: parameter {where} is "
-            f"'{unit.name_of(parameter)}' of {unit.describe()} already.\n"
-            "Shard modules that share a parameter together, by their parent."
+            f"fully_shard: parameter {where} is '{unit.name_of(parameter)}' of {unit.describe()} "
+            "already.\nShard modules that share a parameter together, by their parent."
         )
     if (memory := _left_behind_of(parameter)) is not None:
         raise ValueError(
@@ -111,12 +110,11 @@ def require_untied(tensor: torch.Tensor, where: str) -> None:
 
 def memory_of(unit: Unit, names: list[str], parameters: list[nn.Parameter]) -> list[_Memory]:
     """Of a unit that is about to be sharded."""
-    found = []
-    for name, parameter in zip(names, parameters, strict=True):
-        if (interval := _interval_of(parameter)) is not None:
-            storage, begin, end = interval
-            found.append(_Memory(StorageWeakRef(storage), begin, end, weakref.ref(unit), name))
-    return found
+    return [
+        _Memory(StorageWeakRef(storage), begin, end, weakref.ref(unit), name)
+        for name, parameter in zip(names, parameters, strict=True)
+        for storage, begin, end in _interval_of(parameter)
+    ]
 
 
 def require_apart(memories: list[_Memory]) -> None:
@@ -142,26 +140,23 @@ def remember(memories: list[_Memory]) -> None:
 
 def _left_behind_of(tensor: torch.Tensor) -> _Memory | None:
     """The memory of a living unit's parameter that this tensor shares."""
-    interval = _interval_of(tensor) if _left_behind else None
-    if interval is None:
-        return None
-    storage, begin, end = interval
-    for memory in _left_behind.get(storage._cdata, ()):
-        if memory.unit() is not None and memory.begin < end and begin < memory.end:
-            return memory
+    for storage, begin, end in _interval_of(tensor) if _left_behind else ():
+        for memory in _left_behind.get(storage._cdata, ()):
+            if memory.unit() is not None and memory.begin < end and begin < memory.end:
+                return memory
     return None
 
 
-def _interval_of(tensor: torch.Tensor) -> tuple[torch.UntypedStorage, int, int] | None:
-    """The storage and its bytes; None if the tensor has none."""
+def _interval_of(tensor: torch.Tensor) -> list[tuple[torch.UntypedStorage, int, int]]:
+    """The storage and its bytes; empty if the tensor has none."""
     if isinstance(tensor, TensorShard) or nn.parameter.is_lazy(tensor):
-        return None
+        return []
     if tensor.layout != torch.strided or tensor.is_meta or tensor.numel() == 0:
-        return None
+        return []
     if not torch._C._has_storage(tensor):
-        return None
+        return []
     size = tensor.element_size()
     begin = tensor.storage_offset() * size
     steps = zip(tensor.shape, tensor.stride(), strict=True)
     extent = 1 + sum((length - 1) * stride for length, stride in steps)
-    return tensor.untyped_storage(), begin, begin + extent * size
+    return [(tensor.untyped_storage(), begin, begin + extent * size)]

@@ -11,20 +11,10 @@ import torch.distributed as dist
 
 from brigade import _C
 from brigade._sharded_tensors import TensorShard, as_shard
-from brigade._sharded_units import Root, Unit
+from brigade._sharded_units import Unit
 
 # Numbers in the states of torch's optimizers, also of parameters without dimensions.
 _NUMBERS = {"step", "mu_product", "eta", "mu"}
-
-
-def _require_all_on_rank0(root: Root) -> None:
-    size = root.outermost.group.size()
-    if any(unit.group.size() < size for unit in root.units):
-        raise NotImplementedError(
-            "rank0_only: units have meshes of fewer ranks than the model, and rank 0 has those "
-            "of its own meshes only.\nSave with save_shards(), or leave rank0_only out: then "
-            "each rank has what its module has."
-        )
 
 
 def _copy_of(value: Any) -> Any:
@@ -33,19 +23,13 @@ def _copy_of(value: Any) -> Any:
 
 def sharded_state(parameter: TensorShard, values: dict[str, Any]) -> dict[str, Any]:
     """A parameter's state: sharded tensors as they are, of others copies; pieces of wholes."""
-    return {
-        key: as_shard(_C.shard_like(value.to(parameter.device), parameter), parameter)
-        if _is_whole(key, value, parameter)
-        else value
-        if isinstance(value, TensorShard)
-        else _copy_of(value)
-        for key, value in values.items()
-    }
-
-
-def _is_whole(key: str, value: Any, parameter: TensorShard) -> bool:
-    is_tensor = isinstance(value, torch.Tensor) and value.shape == parameter.shape
-    return is_tensor and key not in _NUMBERS and not _C.is_sharded(value)
+    state = {}
+    for key, value in values.items():
+        fits = isinstance(value, torch.Tensor) and value.shape == parameter.shape
+        if fits and key not in _NUMBERS and not _C.is_sharded(value):
+            value = as_shard(_C.shard_like(value.to(parameter.device), parameter), parameter)
+        state[key] = value if isinstance(value, TensorShard) else _copy_of(value)
+    return state
 
 
 # ---- Sharded tensors, wherever they are.
@@ -61,8 +45,13 @@ def gather_nest(nest: dict[str, Any], rank0_only: bool) -> dict[str, Any]:
         return copy.deepcopy(nest)
     root = parts[0][1]._unit().require_root()
     root.native.meet_peers()
-    if rank0_only:
-        _require_all_on_rank0(root)
+    size = root.outermost.group.size()
+    if rank0_only and any(unit.group.size() < size for unit in root.units):
+        raise NotImplementedError(
+            "rank0_only: units have meshes of fewer ranks than the model, and rank 0 has those "
+            "of its own meshes only.\nSave with save_shards(), or leave rank0_only out: then "
+            "each rank has what its module has."
+        )
     kinds: dict[Unit, list[str]] = {}
     for where, value in parts:
         unit = value._unit()

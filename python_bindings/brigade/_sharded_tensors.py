@@ -7,7 +7,6 @@ torch.distributed.checkpoint saves whole tensors through boxes of them.
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import math
 import weakref
@@ -33,21 +32,12 @@ if TYPE_CHECKING:
 # ---- Boxes, of which checkpoints are made.
 
 
-@dataclasses.dataclass(frozen=True)
-class Box:
-    """Neighbours in a tensor of row-major order, which lie in memory one after the other."""
-
-    offsets: tuple[int, ...]
-    sizes: tuple[int, ...]
-
-    @property
-    def numel(self) -> int:
-        """How many elements are in it."""
-        return math.prod(self.sizes)
+# Offsets and sizes of neighbours in a tensor, which lie in memory one after the other.
+_Box = tuple[tuple[int, ...], tuple[int, ...]]
 
 
 @functools.lru_cache(maxsize=4096)
-def boxes_of(shape: tuple[int, ...], begin: int, end: int) -> tuple[Box, ...]:
+def _boxes_of(shape: tuple[int, ...], begin: int, end: int) -> tuple[_Box, ...]:
     """The elements from `begin` up to `end`, in row-major order, as boxes in that order.
 
     At most 2 * len(shape) - 1 of them, none of them empty.
@@ -55,27 +45,21 @@ def boxes_of(shape: tuple[int, ...], begin: int, end: int) -> tuple[Box, ...]:
     if begin == end:
         return ()
     if not shape:
-        return (Box((), ()),)
-    row = math.prod(shape[1:])
-    first_whole, end_whole = -(-begin // row), end // row
-    if first_whole > end_whole:  # inside of one row
-        return _in_row(shape, end_whole, begin, end)
-    boxes: tuple[Box, ...] = ()
-    if begin < first_whole * row:
-        boxes += _in_row(shape, first_whole - 1, begin, first_whole * row)
-    if first_whole < end_whole:
-        zeros = (0,) * (len(shape) - 1)
-        boxes += (Box((first_whole, *zeros), (end_whole - first_whole, *shape[1:])),)
-    if end_whole * row < end:
-        boxes += _in_row(shape, end_whole, end_whole * row, end)
-    return boxes
+        return (((), ()),)
+    size = math.prod(shape[1:])
 
+    def in_row(row: int, begin: int, end: int) -> tuple[_Box, ...]:
+        inner = _boxes_of(shape[1:], begin - row * size, end - row * size)
+        return tuple(((row, *offsets), (1, *sizes)) for offsets, sizes in inner)
 
-def _in_row(shape: tuple[int, ...], index: int, begin: int, end: int) -> tuple[Box, ...]:
-    start = index * math.prod(shape[1:])
-    return tuple(
-        Box((index, *box.offsets), (1, *box.sizes))
-        for box in boxes_of(shape[1:], begin - start, end - start)
+    first, last = -(-begin // size), end // size  # whole rows
+    if first > last:
+        return in_row(last, begin, end)
+    whole = ((first, *[0] * (len(shape) - 1)), (last - first, *shape[1:]))
+    return (
+        in_row(first - 1, begin, first * size)
+        + ((whole,) if first < last else ())
+        + in_row(last, last * size, end)
     )
 
 
@@ -121,12 +105,10 @@ class TensorShard(torch.Tensor):
         return unit
 
     def detach(self) -> TensorShard:
-        """Of this class, as state dicts have it."""
         return as_shard(torch.Tensor.detach(self), self)
 
     @property
     def data(self) -> TensorShard:
-        """Of this class."""
         return as_shard(torch.Tensor.data.__get__(self), self)
 
     @data.setter
@@ -178,14 +160,11 @@ class TensorShard(torch.Tensor):
 
     def new(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         """Plain, as torch's."""
-        return self._plain_like().new(*args, **kwargs)
+        return torch.empty(0, dtype=self.dtype, device=self.device).new(*args, **kwargs)
 
     def new_tensor(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         """Plain, as torch's."""
-        return self._plain_like().new_tensor(*args, **kwargs)
-
-    def _plain_like(self) -> torch.Tensor:
-        return torch.empty(0, dtype=self.dtype, device=self.device)
+        return torch.empty(0, dtype=self.dtype, device=self.device).new_tensor(*args, **kwargs)
 
     def is_shared(self) -> bool:
         """Torch's reads the storage, which would end the process."""
@@ -203,10 +182,11 @@ class TensorShard(torch.Tensor):
         back = [order.index(dim) for dim in range(self.dim())]
         shape = tuple(self.size(dim) for dim in order)
         start = 0
-        for box in boxes_of(shape, begin, begin + local.numel()):
-            memory = local.narrow(0, start, box.numel).view(box.sizes).permute(back)
-            yield tuple(box.offsets[place] for place in back), memory
-            start += box.numel
+        for offsets, sizes in _boxes_of(shape, begin, begin + local.numel()):
+            numel = math.prod(sizes)
+            memory = local.narrow(0, start, numel).view(sizes).permute(back)
+            yield tuple(offsets[place] for place in back), memory
+            start += numel
 
     def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
         return [

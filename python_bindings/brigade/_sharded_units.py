@@ -8,7 +8,6 @@ unshards its unit at once, for compiled code, which reads memory without operato
 from __future__ import annotations
 
 import collections
-import functools
 import itertools
 import weakref
 from collections.abc import Callable, Iterable, Iterator
@@ -57,7 +56,6 @@ def split_reshards(value: bool | int, num_shards: int) -> tuple[bool, int | None
 
 
 def unit_of(module: nn.Module) -> Unit | None:
-    """The one that was made of this very module."""
     return getattr(module, _UNIT, None)
 
 
@@ -85,22 +83,10 @@ class Unit:
         block_numel_fn: Callable[[nn.Parameter], int] | None = None,
         device_type: str | None = None,
     ) -> None:
-        """Shards the parameters that are in no unit yet. Collective.
+        """Shards the parameters that are in no unit yet. Collective; raises on all ranks.
 
-        Args:
-            modules: None is inside of another one.
-            group: Of the ranks that have these parameters, all of the root's as a rule.
-            num_shards: So many consecutive ranks hold everything once.
-            mesh: That was given, if it is one of these ranks.
-            options: Of _C.FullyShardOptions, equal on all ranks.
-            policy: Dtypes of inputs and outputs.
-            reshards: None: unless it is the outermost.
-            ignored: Parameters that stay as they are.
-            block_numel_fn: Of a parameter, the elements that are never cut.
-            device_type: The mesh's, to which tensors elsewhere move; None: there is no mesh.
-
-        Raises:
-            ValueError: A parameter is another unit's, or ranks differ; on all ranks.
+        `num_shards` consecutive ranks of `group` hold everything once. `reshards` is None for:
+        unless it is the outermost. `device_type` is the mesh's, None without a mesh.
         """
         self._modules = [weakref.ref(module) for module in modules]
         self.group = group
@@ -172,7 +158,7 @@ class Unit:
             for tensor, device in moves:
                 move(tensor, device)
             for parameter in parameters:
-                if not _is_dense(parameter):
+                if not torch.ops.aten.is_non_overlapping_and_dense(parameter):
                     parameter.data = parameter.detach().contiguous()
         reference = weakref.ref(self)  # it is freed when its modules are
         self.slots = ParameterSlots(
@@ -218,7 +204,6 @@ class Unit:
         return self if around is None else around.outermost()
 
     def modules(self) -> list[nn.Module]:
-        """Those that still live."""
         return [module for reference in self._modules if (module := reference()) is not None]
 
     def with_those_below(self) -> list[Unit]:
@@ -235,11 +220,9 @@ class Unit:
         return self.root or make_root(self.outermost())
 
     def has_parameters(self) -> bool:
-        """Of its modules or those below, sharded or not."""
         return any(True for module in self.modules() for _ in module.parameters())
 
     def has_replicas(self) -> bool:
-        """Other ranks have copies of its shards."""
         return self.num_shards < self.group.size()
 
     def describe(self) -> str:
@@ -247,11 +230,8 @@ class Unit:
         return f"a sharded {' with '.join(kinds)}"
 
     def name_of(self, parameter: nn.Parameter) -> str:
-        """In its module."""
-        for each, ((_, path), *_) in zip(self.parameters, self._paths, strict=True):
-            if each is parameter:
-                return path
-        return ""
+        places = zip(self.parameters, self._paths, strict=True)
+        return next((path for each, ((_, path), *_) in places if each is parameter), "")
 
     def rename(self, names: dict[nn.Module, str]) -> None:
         """`names`: of modules in the root's; for errors."""
@@ -263,20 +243,12 @@ class Unit:
     def paths_in_root(self, names: dict[nn.Module, str]) -> list[str]:
         """Of parameters; of a tied one the first, as named_parameters() has it."""
         own = [names.get(module(), f"[{i}]") for i, module in enumerate(self._modules)]
-
-        @functools.cache
-        def turns() -> dict[str, int]:
-            return {path: turn for turn, path in enumerate(names.values())}
-
-        def first(paths: list[str]) -> str:
-            if len(paths) == 1:
-                return paths[0]
-            return min(paths, key=lambda path: turns().get(path.rpartition(".")[0], len(names)))
-
-        return [
-            first([f"{own[i]}.{path}" if own[i] else path for i, path in places])
+        turns = {module: turn for turn, module in enumerate(names)} if len(own) > 1 else {}
+        firsts = [
+            min(places, key=lambda place: turns.get(self._modules[place[0]](), 0))
             for places in self._paths
         ]
+        return [f"{own[i]}.{path}" if own[i] else path for i, path in firsts]
 
     def device_mesh(self) -> DeviceMesh:
         """Of one dimension, or (replicas, shards)."""
@@ -290,21 +262,17 @@ class Unit:
         return self._mesh
 
     def placements(self) -> tuple:
-        """Of a DTensor over device_mesh()."""
         return (Replicate(), Shard(0)) if self.device_mesh().ndim == 2 else (Shard(0),)
 
     # ---- Settings.
 
     def settings(self) -> _C.UnitSettings | None:
-        """That may be changed between a forward or backward and the next; None if it has no
-        parameters.
-        """
+        """None if it has no parameters."""
         if self.native is None:
             return None
         return self.native.settings if self.root is None else self.root.native.settings(self.index)
 
     def set_reshards_after_forward(self, value: bool | int) -> None:
-        """From the next forward on."""
         self.reshards, reshards_to = split_reshards(value, self.num_shards)
         if (settings := self.settings()) is not None:
             settings.reshards_after_forward = self.reshards
@@ -337,7 +305,6 @@ class Unit:
     # ---- A forward of the module, or of another method that is to be one.
 
     def run(self, method: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Any:
-        """Calls `method` in a forward of the root."""
         if self.root is None or not self.root.is_unsharded:
             _require_no_transform()
         if self.root is None and not self.outermost().has_parameters():
@@ -379,8 +346,7 @@ class Unit:
         reference = weakref.ref(self)
 
         def gather(*_: Any) -> None:
-            unit = reference()
-            if unit is not None:
+            if (unit := reference()) is not None:
                 unit.root.native.use_in_backward(unit.index)
                 unit.root.reshard_after_backward()
 
@@ -401,16 +367,6 @@ def _require_no_transform() -> None:
             "grad, vjp, jvp or vmap with gradients.\nUse torch.autograd, or call it inside of "
             "whole_parameters()."
         )
-
-
-def _is_dense(parameter: torch.Tensor) -> bool:
-    """Whether its elements fill their memory, in any order of dimensions."""
-    numel = 1
-    for stride, size in sorted(zip(parameter.stride(), parameter.shape, strict=True)):
-        if size > 1 and stride != numel:
-            return False
-        numel *= size
-    return True
 
 
 def _with_own_hooks(output: torch.Tensor) -> torch.Tensor:
@@ -440,10 +396,9 @@ def write_shard(parameter: TensorShard, value: torch.Tensor) -> None:
     """This rank's piece of a value, sharded or whole. Collective for a DTensor."""
     if value is parameter:
         return
-    if hasattr(value, "full_tensor") and not _C.is_sharded(value):
-        value = value.full_tensor()
     if not _C.is_sharded(value):
-        value = _C.shard_like(value, parameter)
+        whole = value.full_tensor() if hasattr(value, "full_tensor") else value
+        value = _C.shard_like(whole, parameter)
     if parameter.is_meta and not value.is_meta:
         _C.set_piece(parameter, value.detach().to(parameter.dtype))
     else:
@@ -475,13 +430,11 @@ class Root:
                 _make_replicas_alike(unit)
 
     def apply_max_reducing(self) -> None:
-        """The least that a unit was given."""
         caps = [unit.max_reducing for unit in self.units if unit.max_reducing is not None]
         if caps:
             self.native.set_max_reducing(min(caps))
 
     def set_finalizes_by_hand(self, value: bool) -> None:
-        """True: backwards are reduced by finalize()."""
         self.outermost.finalizes_by_hand = value
         self.native.set_synchronizes(not value)
 
@@ -503,25 +456,24 @@ class Root:
 
     def reshard_used_by_hand(self) -> None:
         """Units that unshard() was called of stay so until the forward that uses them ends."""
-        used = [u for u in self.by_hand if self.native.settings(u.index).reshards_after_forward]
-        self.by_hand.difference_update(used)
-        self.native.reshard([unit.index for unit in used], True)
+        self._reshard_due("reshards_after_forward")
 
     def reshard_after_backward(self) -> None:
         """In a backward: units that were unsharded by hand stay so until it ends, used or not."""
-        due = [u for u in self.by_hand if self.native.settings(u.index).reshards_after_backward]
+        self._reshard_due("reshards_after_backward")
+
+    def _reshard_due(self, setting: str) -> None:
+        due = [unit for unit in self.by_hand if getattr(unit.settings(), setting)]
         self.by_hand.difference_update(due)
         self.native.reshard([unit.index for unit in due], True)
 
     def unshard(self, writes: bool) -> None:
-        """Collective."""
         for unit in self.units:
             unit.slots.require_unchanged()
         self.native.unshard(range(len(self.units)), writes)
         self.is_unsharded = True
 
     def reshard(self, drops_writes: bool) -> None:
-        """Every unit."""
         self.is_unsharded = False
         self.native.reshard(range(len(self.units)), drops_writes)
 
@@ -543,22 +495,19 @@ def _require_memory(outermost: Unit, units: list[Unit], names: dict[nn.Module, s
         for path, parameter in zip(unit.paths_in_root(names), unit.parameters, strict=True)
         if parameter.is_meta
     ]
-    failure = ""
-    if on_meta:
-        failure = (
-            f"fully_shard: expected parameters with memory, found {len(on_meta)} on meta: "
-            f"{some_of(on_meta)}.\nCall to_empty(device=...) of the outermost module, and "
-            "initialize or load them."
-        )
-    _C.require_agreement(outermost.group, "option", [], failure)
+    failure = (
+        f"fully_shard: expected parameters with memory, found {len(on_meta)} on meta: "
+        f"{some_of(on_meta)}.\nCall to_empty(device=...) of the outermost module, and "
+        "initialize or load them."
+    )
+    _C.require_agreement(outermost.group, "option", [], failure if on_meta else "")
 
 
 def _mesh_in(outermost: Unit, unit: Unit) -> tuple[list[int], int] | None:
     """By ranks of the outermost unit's group, and how many share. None: the same mesh."""
     if unit.group is outermost.group and unit.num_shards == outermost.num_shards:
         return None  # torch may not know the group
-    of_root = dist.get_process_group_ranks(outermost.group)
-    ranks = dist.get_process_group_ranks(unit.group)
+    of_root, ranks = map(dist.get_process_group_ranks, (outermost.group, unit.group))
     if ranks == of_root and unit.num_shards == outermost.num_shards:
         return None
     # One that isn't there is told of to all ranks, where they compare meshes.
@@ -567,24 +516,20 @@ def _mesh_in(outermost: Unit, unit: Unit) -> tuple[list[int], int] | None:
 
 def _places(outermost: Unit, units: list[Unit]) -> list[tuple[int | None, tuple | None]]:
     """By unit, as _C.ShardedModel takes them."""
-    meshes = {unit: _mesh_in(outermost, unit) for unit in units}
     num_before: collections.Counter[tuple] = collections.Counter()
     found = {}
     for unit in sorted(units, key=lambda unit: unit.number):
-        mesh = meshes[unit]
-        if mesh is None:
-            continue
-        ranks, num_shards = mesh
-        key = (*ranks, num_shards)
-        found[unit] = ranks, num_shards, f"{unit.path}, {num_before[key]} before"
-        num_before[key] += 1
-    indices = {unit: index for index, unit in enumerate(units)}
+        if (mesh := _mesh_in(outermost, unit)) is not None:
+            ranks, num_shards = mesh
+            key = (*ranks, num_shards)
+            found[unit] = ranks, num_shards, f"{unit.path}, {num_before[key]} before"
+            num_before[key] += 1
 
     def parent_of(unit: Unit) -> int | None:
         around = unit.around()
-        while around is not None and around not in indices:
+        while around is not None and around not in units:
             around = around.around()
-        return None if around is None else indices[around]
+        return None if around is None else units.index(around)
 
     return [(parent_of(unit), found.get(unit)) for unit in units]
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import math
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -16,19 +17,9 @@ _Shared = tuple[dist.ProcessGroup, int]
 
 
 def group_of(mesh: Any, dp_mesh_dims: Any = None) -> _Shared:
-    """The group of all ranks of a mesh, and how many of them are a row of it.
+    """The group of all ranks of a mesh, and how many of them share parameters.
 
-    Collective over them, the first time.
-
-    Args:
-        mesh: torch's; None: all ranks are one row.
-        dp_mesh_dims: Of a larger mesh, the dimensions along which parameters are alike, as
-            torch's DataParallelMeshDims: those that are shared along and those of replicas.
-
-    Raises:
-        ValueError: There is no group, or the mesh has no such dimensions.
-        NotImplementedError: Ranks are in another order than theirs, and torch sorts them, or the
-            lowest is not the first, which others begin with the parameters of.
+    Collective over them, the first time. `dp_mesh_dims`: torch's DataParallelMeshDims.
     """
     if dp_mesh_dims is not None:
         return _group_of_matrix(_part_of(mesh, dp_mesh_dims), mesh)
@@ -64,16 +55,11 @@ def _part_of(mesh: Any, dims: Any) -> torch.Tensor:
     order = [found.index(name) for name in (*others, *chosen)]
     place = [mesh.get_coordinate()[found.index(name)] for name in others]
     mine = mesh.mesh.permute(order)[tuple(place)]
-    num_shards = 1
-    for name in shard:
-        num_shards *= mesh.mesh.size(found.index(name))
-    return mine.reshape(-1, num_shards)
+    return mine.reshape(-1, math.prod(mesh.mesh.size(found.index(name)) for name in shard))
 
 
 def _names(dims: str | Iterable[str] | None) -> tuple[str, ...]:
-    if dims is None:
-        return ()
-    return (dims,) if isinstance(dims, str) else tuple(dims)
+    return (dims,) if isinstance(dims, str) else tuple(dims or ())
 
 
 def _group_of_matrix(ranks: torch.Tensor, mesh: Any) -> _Shared:
@@ -108,33 +94,22 @@ def _group_of_ranks(ranks: tuple[int, ...]) -> dist.ProcessGroup:
 def mesh_of_placements(
     named: list[tuple[str, nn.Parameter]], placement_of: Callable[[nn.Parameter], Any], mesh: Any
 ) -> Any:
-    """The mesh of a unit whose parameters are to be placed so.
-
-    Args:
-        named: The unit's parameters.
-        placement_of: None, torch's Shard, or its ShardPlacementResult.
-        mesh: Where that says none.
-
-    Raises:
-        NotImplementedError: Several meshes in one unit.
-        ValueError: Something else.
-    """
-    chosen: list[tuple[str, Any]] = []
+    """The one mesh of a unit with these parameters; `mesh` where `placement_of` says none."""
+    first: tuple[str, Any] | None = None
     for name, parameter in named:
-        found = placement_of(parameter)
-        placement, own = found, mesh
-        if hasattr(found, "mesh_info"):
-            placement, own = found.placement, _mesh_of_info(found.mesh_info)
+        placement, own = placement_of(parameter), mesh
+        if hasattr(placement, "mesh_info"):
+            placement, own = placement.placement, _mesh_of_info(placement.mesh_info)
         if placement is not None:
             _require_shard_of(name, parameter, placement)
-        chosen.append((name, own))
-        if own != chosen[0][1]:
+        first = first or (name, own)
+        if own != first[1]:
             raise NotImplementedError(
-                f"fully_shard: shard_placement_fn: '{chosen[0][0]}' is over {chosen[0][1]}, "
-                f"'{name}' over {own}, and a unit has one mesh.\nShard the modules whose "
-                "parameters have another one by themselves, with mesh=."
+                f"fully_shard: shard_placement_fn: '{first[0]}' is over {first[1]}, '{name}' over "
+                f"{own}, and a unit has one mesh.\nShard the modules whose parameters have another "
+                "one by themselves, with mesh=."
             )
-    return chosen[0][1] if chosen else mesh
+    return first[1] if first else mesh
 
 
 def _require_shard_of(name: str, parameter: nn.Parameter, placement: Any) -> None:

@@ -12,13 +12,10 @@ from brigade._sharded_tensors import TensorShard, as_shard
 from brigade._sharded_units import own_modules, unit_of
 
 
-def convert(module: nn.Module, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool) -> None:
-    """Applies `fn` as torch's _apply() does; parameters stay the objects that they are.
-
-    Raises:
-        NotImplementedError: It moves a model that has run to another kind of device.
-        RuntimeError: Inside of a forward, backward or whole_parameters().
-    """
+def convert(
+    module: nn.Module, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True
+) -> nn.Module:
+    """Applies `fn` as torch's _apply() does; parameters stay the objects that they are."""
     unit = unit_of(module)
     for each in unit.with_those_below():
         each.slots.require_unchanged()
@@ -44,6 +41,7 @@ def convert(module: nn.Module, fn: Callable[[torch.Tensor], torch.Tensor], recur
             for each in below.modules():
                 if each is not module and below.around() is unit:
                     each._apply(fn)
+    return module
 
 
 @torch.no_grad()

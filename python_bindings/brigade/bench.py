@@ -41,11 +41,9 @@ def sweep(
     *,
     rounds: int = 8,
     steps: int = 3,
-    find_unused_parameters: bool = False,
-    static_graph: bool = False,
-    gradient_as_bucket_view: bool = False,
     name: str = "",
     group: dist.ProcessGroup | None = None,
+    **options: bool,
 ) -> tuple[str, dict[str, Any]]:
     """Times steps with the default's buckets and with those of each size. Collective.
 
@@ -59,11 +57,10 @@ def sweep(
             same buckets are measured once.
         rounds: Visits to each size.
         steps: Timed in each visit.
-        find_unused_parameters: As DistributedDataParallel's, as the next two.
-        static_graph: See above.
-        gradient_as_bucket_view: See above.
         name: Shown above the table; default: the module's class.
         group: Default: the default group.
+        options: DistributedDataParallel's find_unused_parameters, static_graph or
+            gradient_as_bucket_view.
 
     Returns:
         The table with a recommendation below, and the same figures as a dict. The first row has
@@ -81,9 +78,7 @@ def sweep(
         dist.group.WORLD if group is None else group,
         rounds=rounds,
         steps=steps,
-        find_unused_parameters=find_unused_parameters,
-        static_graph=static_graph,
-        gradient_as_bucket_view=gradient_as_bucket_view,
+        **options,
     )
     return table, json.loads(data)
 

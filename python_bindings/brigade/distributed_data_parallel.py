@@ -13,25 +13,27 @@ import sys
 import warnings
 import weakref
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
 from torch._utils import _get_device_index
 from torch.distributed.algorithms.join import Joinable, _JoinConfig
+from torch.distributed.tensor import DTensor
 from torch.distributed.utils import _sync_module_states
 from torch.nn.parallel import distributed as torch_ddp
+from torch.nn.parameter import is_lazy
 
 from brigade import _checks, _compiling
 from brigade._C import (
     Reducer,
     describe_tensor,
-    rebuilds_by_default,
     require_agreement,
     suggest_control_device,
 )
+from brigade._checks import require
 from brigade._logger import Logger
 from brigade._parameter_watch import ParameterWatch
 
@@ -92,14 +94,33 @@ def _step_optimizers(parameter: torch.Tensor) -> None:
         optimizer.step()
 
 
-def _require_no_shards(named: dict[str, torch.Tensor]) -> None:
-    tensor_parallelism = sys.modules.get("torch.distributed.tensor")
-    for name, parameter in named.items() if tensor_parallelism is not None else ():
-        if isinstance(parameter, tensor_parallelism.DTensor):
-            raise RuntimeError(
-                f"DistributedDataParallel: '{name}' is a DTensor, split over a mesh of its own.\n"
-                "Give the mesh's other dimension as device_mesh, such as mesh['data']."
-            )
+def _delayed(named: Any, hooked: Any) -> list[tuple[str, torch.nn.Parameter]]:
+    """delay_all_reduce_named_params as a list, checked with param_to_hook_all_reduce."""
+    _checks.require_type(Iterable, delay_all_reduce_named_params=named)
+    delayed = list(named or [])
+    missing = "delay_all_reduce_named_params" if named is None else "param_to_hook_all_reduce"
+    require(
+        (named is None) == (hooked is None),
+        ValueError,
+        "delay_all_reduce_named_params and param_to_hook_all_reduce belong together, but "
+        f"{missing} is missing.\nGive both or none.",
+    )
+    for pair in delayed:
+        match pair:
+            case (str(), torch.Tensor()):
+                continue
+        raise TypeError(
+            "DistributedDataParallel: delay_all_reduce_named_params must have pairs of a name "
+            f"and a parameter, got {pair!r:.100}."
+        )
+    _checks.require_type(torch.Tensor, param_to_hook_all_reduce=hooked)
+    require(
+        hooked is None or hooked.requires_grad,
+        ValueError,
+        "param_to_hook_all_reduce must require a gradient, which its hook waits for; it is frozen."
+        "\nGive the parameter whose gradient comes last.",
+    )
+    return delayed
 
 
 def _is_transformed_by_tensor_parallelism(module: torch.nn.Module) -> bool:
@@ -119,27 +140,14 @@ class DistributedDataParallel(_TorchDistributedDataParallel):
     resize it.
 
     Args:
-        module: Has at least one parameter that requires a gradient.
-        device_ids: The one accelerator that the module is on, or None.
-        output_device: The same device, or None.
-        dim: For torch's scatter() and gather().
         broadcast_buffers: Deprecated. Stands for forward_sync_buffers where that is None; False
             then also keeps buffers from being sent at construction.
         init_sync: Compares ranks now and gives them rank 0's tensors.
-        process_group: Default: the default group.
         bucket_cap_mb: Size of a bucket in MiB; default: 1 for the first, then 25.
         find_unused_parameters: A parameter that the outputs do not depend on counts as zero in
             the average; if no rank used it, its gradient stays as it was. If False, it is an
             error. Costs a walk of the graph per forward.
         check_reduction: Without effect.
-        gradient_as_bucket_view: Gradients are views of their buckets, which saves a copy and the
-            memory of the gradients.
-        static_graph: Every iteration uses the same parameters in the same way.
-        delay_all_reduce_named_params: Pairs of names and parameters that are reduced together
-            when the gradient of `param_to_hook_all_reduce` is ready.
-        param_to_hook_all_reduce: See above.
-        mixed_precision: Dtypes of parameters, reduction and buffers.
-        device_mesh: A 1-D mesh instead of a process group.
         skip_all_reduce_unused_params: With find_unused_parameters: buckets that no rank uses are
             not reduced. Without effect with static_graph.
         bucket_cap_mb_list: Sizes of the first, second, ... bucket in MiB; the last one repeats.
@@ -163,6 +171,7 @@ class DistributedDataParallel(_TorchDistributedDataParallel):
             depend on buckets, rebuilds, views or the order of backward, and equal those of
             fully_shard() without replicas. Of dense gradients, without comm hook, mixed_precision
             or delayed parameters. On CPUs it costs time (docs/status.md).
+        others: As torch's.
 
     Raises:
         DistBackendError: A peer has died, or did not come in time.
@@ -217,22 +226,25 @@ class DistributedDataParallel(_TorchDistributedDataParallel):
         group = _checks.process_group_of(process_group, device_mesh)
         compares_ranks = init_sync and group.size() > 1
         with _checks.failure_told_to_peers(group if compares_ranks else None):
-            _checks.require_module(module)
+            if not isinstance(module, torch.nn.Module):
+                raise TypeError(
+                    "DistributedDataParallel: module must be a torch.nn.Module, got "
+                    f"{module!r:.100}.\nGive an instance."
+                )
             self._set_up_group(module, group, device_mesh)
-            _checks.require_type(
-                Iterable, delay_all_reduce_named_params=delay_all_reduce_named_params
+            delayed = _delayed(delay_all_reduce_named_params, param_to_hook_all_reduce)
+            require(
+                mixed_precision is None or not find_unused_parameters,
+                RuntimeError,
+                "find_unused_parameters must be False with mixed_precision, which swaps the "
+                "parameters that are looked for in the graph.\nSet static_graph=True instead, or "
+                "use torch.autocast.",
             )
-            delayed = list(delay_all_reduce_named_params or [])
-            _checks.require_both_or_none(
-                delay_all_reduce_named_params=delay_all_reduce_named_params,
-                param_to_hook_all_reduce=param_to_hook_all_reduce,
-            )
-            _checks.require_arguments_fit(
-                delayed,
-                param_to_hook_all_reduce,
-                mixed_precision,
-                find_unused_parameters,
-                check_module,
+            require(
+                check_module in ("error", "warn", "off"),
+                ValueError,
+                f"check_module must be one of error, warn, off, got {check_module!r:.100}.\nLeave "
+                "it out for 'error'.",
             )
             self._set_up_parameters(module, delayed)
             self._set_up_devices(device_ids, output_device)
@@ -244,11 +256,16 @@ class DistributedDataParallel(_TorchDistributedDataParallel):
                 "max_unconfirmed_iterations": max_unconfirmed_iterations,
                 "reproducible": reproducible,
             }
-            if reproducible:
-                _checks.require_sums_of_our_own(
-                    mixed_precision=mixed_precision is not None,
-                    delay_all_reduce_named_params=bool(delayed),
-                    compiled_backward=self._use_python_reducer,
+            for other, is_given in {
+                "mixed_precision": mixed_precision is not None,
+                "delay_all_reduce_named_params": delayed,
+                "compiled_backward": self._use_python_reducer,
+            }.items():
+                require(
+                    not reproducible or not is_given,
+                    RuntimeError,
+                    f"reproducible can't be given with {other}, whose sums are not in the order of "
+                    "the ranks.\nLeave out one of them.",
                 )
             self._given_plan = None if bucket_plan is None else _checks.plan_of(bucket_plan)
         self.dim = dim
@@ -374,25 +391,58 @@ class DistributedDataParallel(_TorchDistributedDataParallel):
         self._delay_all_reduce_params = [parameter for _, parameter in delayed]
         named = self._not_ignored(module.named_parameters())
         self._module_parameters = list(named.values())
-        if not delayed:
-            _checks.require_trainable(module, self._module_parameters)
-        _checks.require_initialized(module, named)
-        _require_no_shards(named)
+        require(
+            delayed or any(parameter.requires_grad for parameter in self._module_parameters),
+            RuntimeError,
+            f"{type(module).__name__} has no parameter that requires a gradient, so there is "
+            "nothing to reduce.\nUse the module as it is.",
+        )
+        lazy = [name for name, parameter in named.items() if is_lazy(parameter)]
+        require(
+            not lazy,
+            RuntimeError,
+            f"{type(module).__name__} has uninitialized parameters, which have no shape yet: "
+            f"{_checks.some_of(lazy)}.\nRun one forward on a small input before wrapping the "
+            "module.",
+        )
+        split = [name for name, parameter in named.items() if isinstance(parameter, DTensor)]
+        require(
+            not split,
+            RuntimeError,
+            f"{_checks.some_of(split[:1])} is a DTensor, split over a mesh of its own.\nGive the "
+            "mesh's other dimension as device_mesh, such as mesh['data'].",
+        )
 
     def _set_up_devices(self, device_ids: Sequence[Any] | None, output_device: Any) -> None:
-        by_device: dict[torch.device, torch.Tensor] = {}
-        for parameter in self._module_parameters or self._delay_all_reduce_params:
-            by_device.setdefault(parameter.device, parameter)
-        parameters = list(by_device.values())
+        parameters = self._module_parameters or self._delay_all_reduce_params
+        devices = dict.fromkeys(parameter.device for parameter in parameters)
         self.device = parameters[0].device
-        self.device_type = _checks.device_type_of(self.module, parameters)
-        self.is_multi_device_module = len(parameters) > 1
+        self.device_type = self.device.type
+        types = sorted({device.type for device in devices})
+        require(
+            len(types) == 1,
+            ValueError,
+            f"the parameters of {type(self.module).__name__} must be on one type of device, they "
+            f"are on {', '.join(types)}.\nMove the module to one of them.",
+        )
+        self.is_multi_device_module = len(devices) > 1
         self.device_ids = None
         self.output_device = None
         if not device_ids or self.device_type == "cpu" or self.is_multi_device_module:
-            _checks.require_no_device_ids(device_ids, output_device, parameters)
+            require(
+                not device_ids and not output_device,
+                ValueError,
+                "device_ids and output_device are for a module on one accelerator; this one is on "
+                f"{', '.join(sorted(map(str, devices)))}, and device_ids={device_ids}, "
+                f"output_device={output_device} were given.\nLeave them out.",
+            )
             return
-        _checks.require_one_device_id(device_ids)
+        require(
+            len(device_ids) == 1,
+            ValueError,
+            f"device_ids must name one device, got {list(device_ids)}.\nStart one process per "
+            "device.",
+        )
         self.device_ids = [_get_device_index(device_ids[0], True)]
         output_device = device_ids[0] if output_device is None else output_device
         self.output_device = _get_device_index(output_device, True)
@@ -470,11 +520,10 @@ class DistributedDataParallel(_TorchDistributedDataParallel):
         if self.mixed_precision is not None:
             for index, parameter in enumerate(parameters):
                 parameter._idx = index
+        rebuilds = static_graph or not self.find_unused_parameters
         if self._given_plan is None:
             caps = self._bucket_caps()
-            if not self.bucket_bytes_cap_list and rebuilds_by_default(
-                static_graph=static_graph, find_unused_parameters=self.find_unused_parameters
-            ):
+            if not self.bucket_bytes_cap_list and rebuilds:
                 # One bucket per dtype until buckets are rebuilt: before that, other collectives
                 # of the module's own might come between those of buckets.
                 caps = [sys.maxsize]
@@ -578,13 +627,10 @@ class DistributedDataParallel(_TorchDistributedDataParallel):
             return self._post_forward(outputs)
 
     def _pre_forward(self, *inputs: Any, **kwargs: Any) -> Any:
-        try:
+        with self._logging_errors():
             if torch.is_grad_enabled() and self.require_backward_grad_sync:
                 self._check_parameters()
             return super()._pre_forward(*inputs, **kwargs)
-        except Exception as error:
-            self._log_error(error)
-            raise
 
     def _forward_without_peers(self, *inputs: Any, **kwargs: Any) -> Any:
         """Ranks that have joined would not know that nothing is to be reduced."""
@@ -600,7 +646,12 @@ class DistributedDataParallel(_TorchDistributedDataParallel):
     def _check_parameters(self) -> None:
         if self._delay_all_reduce_all_params:
             return
-        _checks.require_process(self._process)
+        if os.getpid() != self._process:
+            raise RuntimeError(
+                f"DistributedDataParallel: the model was wrapped in process {self._process}; this "
+                f"is a fork of it, {os.getpid()}, in which the process group has no threads.\n"
+                "Use the wrapped module itself, or start a process with a group of its own."
+            )
         if self.check_module == "error":
             self._watch.check()
         elif self.check_module == "warn":
@@ -618,11 +669,8 @@ class DistributedDataParallel(_TorchDistributedDataParallel):
             if will_reduce:
                 if self.find_unused_parameters and not self.static_graph:
                     output = _tied(output, copies=self._ddp_sink_clone)
-                try:
+                with self._logging_errors():
                     self.reducer.prepare_for_backward(list(torch_ddp._find_tensors(output)))
-                except RuntimeError as error:
-                    self._log_error(error)
-                    raise
             elif torch.is_grad_enabled():
                 self.reducer._note_local_forward(list(torch_ddp._find_tensors(output)))
         self._clear_grad_buffer()
@@ -765,12 +813,9 @@ class DistributedDataParallel(_TorchDistributedDataParallel):
             DistBackendError: A peer failed.
             RuntimeError: There is a hook already, or ranks give other hooks.
         """
-        try:
+        with self._logging_errors():
             _checks.require_comm_hook(hook)
             self.reducer._register_comm_hook(state, hook)
-        except Exception as error:
-            self._log_error(error)
-            raise
         self.logger._set_comm_hook_name(_checks.name_of(hook))
         self._comm_hooks.append((hook, state))
 
@@ -779,12 +824,14 @@ class DistributedDataParallel(_TorchDistributedDataParallel):
         self.logger._set_comm_hook_name(str(comm_hook_type))
 
     def _set_static_graph(self) -> None:
-        try:
+        with self._logging_errors():
             super()._set_static_graph()
-        except RuntimeError as error:
-            self._log_error(error)
-            raise
 
-    def _log_error(self, error: Exception) -> None:
-        if self.logger is not None:
-            self.logger.set_error_and_log(f"{type(error).__name__}: {error}")
+    @contextmanager
+    def _logging_errors(self) -> Iterator[None]:
+        try:
+            yield
+        except Exception as error:
+            if self.logger is not None:
+                self.logger.set_error_and_log(f"{type(error).__name__}: {error}")
+            raise

@@ -73,10 +73,7 @@ class FSDPModule(_TorchFSDPModule):
         """In a forward of the root, which this opens unless it is inside of one."""
         return unit_of(self).run(super().__call__, args, kwargs)
 
-    def _apply(self, fn: Callable, recurse: bool = True) -> nn.Module:
-        """To this rank's pieces of parameters, which stay the objects that they are."""
-        convert(self, fn, recurse)
-        return self
+    _apply = convert
 
     def _root(self) -> Root:
         """Made by the first call, of the outermost module so far. Collective then."""
@@ -126,9 +123,7 @@ class FSDPModule(_TorchFSDPModule):
             raise ValueError("set_gradient_divide_factor: expected a number, found 0.\nGive 1.")
         self._set(False, gradient_divisor=factor)
 
-    def set_reduce_scatter_divide_factor(self, factor: float) -> None:
-        """The older name of set_gradient_divide_factor()."""
-        self.set_gradient_divide_factor(factor)
+    set_reduce_scatter_divide_factor = set_gradient_divide_factor  # the older name
 
     def set_requires_all_reduce(self, requires_all_reduce: bool, *, recurse: bool = True) -> None:
         """False: on a mesh with replicas, backwards reduce its gradients over a shard group only,
@@ -174,8 +169,7 @@ class FSDPModule(_TorchFSDPModule):
         self._set(False, **{name: depth})
 
     def _units(self, recurse: bool) -> list[Unit]:
-        own = unit_of(self)
-        return own.with_those_below() if recurse else [own]
+        return unit_of(self).with_those_below() if recurse else [unit_of(self)]
 
     def _set(self, recurse: bool, **values: Any) -> None:
         for unit in self._units(recurse):
@@ -193,8 +187,7 @@ class FSDPModule(_TorchFSDPModule):
         self._root().set_finalizes_by_hand(enabled)
 
     def _require_outermost(self, name: str) -> None:
-        own = unit_of(self)
-        outermost = own.outermost()
+        own, outermost = unit_of(self), unit_of(self).outermost()
         if outermost is not own:
             raise RuntimeError(
                 f"{name}: expected the outermost module that is sharded, found "
@@ -342,20 +335,12 @@ class FSDPModule(_TorchFSDPModule):
         self._root().native.set_stall_report_after(datetime.timedelta(seconds=seconds))
 
 
-def _lacks(name: str) -> Callable:
-    def method(self: FSDPModule, *args: Any, **kwargs: Any) -> None:
-        raise NotImplementedError(f"brigade.fully_shard lacks {name}() so far.")
-
-    method.__name__ = name
-    return method
+def _lacks(self: FSDPModule, name: str, *args: Any, **kwargs: Any) -> None:
+    raise NotImplementedError(f"brigade.fully_shard lacks {name}() so far.")
 
 
-def _without_effect(name: str, reason: str) -> Callable:
-    def method(self: FSDPModule, *args: Any, **kwargs: Any) -> None:
-        pass
-
-    method.__name__, method.__doc__ = name, f"Without effect: {reason}."
-    return method
+def _without_effect(self: FSDPModule, *args: Any, **kwargs: Any) -> None:
+    """Without effect."""
 
 
 for _name in (
@@ -365,21 +350,19 @@ for _name in (
     "set_custom_reduce_scatter",
     "set_symm_mem_for_comm",
 ):
-    setattr(FSDPModule, _name, _lacks(_name))
+    setattr(FSDPModule, _name, functools.partialmethod(_lacks, _name))
 
-for _name, _reason in (
-    ("_set_unshard_async_op", "all-gathers always begin ahead of their need"),
-    ("reset_iter_state", "any exception ends a forward"),
-    ("set_force_sum_reduction_for_comms", "collectives always sum, and one division follows"),
-    ("set_is_last_backward", "every backward is complete by itself"),
-    (
-        "set_reduce_scatter_unused_params",
-        "a rank always contributes zeros for what it did not use. The gradient of a parameter "
-        "that no rank used stays as it is, also where torch's would be zeros",
-    ),
-    ("set_separate_reduce_scatter_group", "all-gathers and reductions use separate connections"),
+for _name in (
+    "_set_unshard_async_op",  # all-gathers always begin ahead of their need
+    "reset_iter_state",  # any exception ends a forward
+    "set_force_sum_reduction_for_comms",  # collectives always sum, and one division follows
+    "set_is_last_backward",  # every backward is complete by itself
+    # A rank contributes zeros for parameters that it did not use. The gradient of a parameter that
+    # no rank used stays as it is, also where torch's would be zeros.
+    "set_reduce_scatter_unused_params",
+    "set_separate_reduce_scatter_group",  # all-gathers and reductions use separate connections
 ):
-    setattr(FSDPModule, _name, _without_effect(_name, _reason))
+    setattr(FSDPModule, _name, _without_effect)
 
 
 def fully_shard(
@@ -442,14 +425,21 @@ def fully_shard(
         NotImplementedError: names a feature that brigade lacks.
     """
     group, num_shards = group_of(mesh, dp_mesh_dims)
+    modules = list(module) if isinstance(module, (list, tuple)) else [module]
+    ignored = set(ignored_params or ())
     if shard_placement_fn is not None:
         with failure_told_to_peers(group):
-            named = _own_parameters(module, set(ignored_params or ()))
+            named = [
+                (prefix + name, parameter)
+                for each in modules
+                for prefix, child in own_modules(each)
+                for name, parameter in child._parameters.items()
+                if parameter is not None and parameter not in ignored
+            ]
             placed = mesh_of_placements(named, shard_placement_fn, mesh)
         if placed is not mesh:
             group, num_shards = group_of(placed)
             mesh = placed
-    modules = list(module) if isinstance(module, (list, tuple)) else [module]
     policy = mp_policy or MixedPrecisionPolicy()
     with failure_told_to_peers(group):
         _require_separate(modules)
@@ -459,7 +449,12 @@ def fully_shard(
                 f"are, found {type(offload_policy).__name__}.\nLeave it out."
             )
         require_count(prefetch_depth, "prefetch_depth", least=0)
-        _require_dtypes(policy)
+        for name in ("param_dtype", "reduce_dtype", "output_dtype"):
+            if not isinstance(value := getattr(policy, name), (torch.dtype, type(None))):
+                raise ValueError(
+                    f"fully_shard: mp_policy: expected {name} to be a torch.dtype, found "
+                    f"{value!r}.\nGive torch.bfloat16, for instance."
+                )
         reshards, reshards_to = split_reshards(
             True if reshard_after_forward is None else reshard_after_forward, num_shards
         )
@@ -487,36 +482,13 @@ def fully_shard(
         options,
         policy,
         None if reshard_after_forward is None else reshards,
-        set(ignored_params or ()),
+        ignored,
         block_numel_fn,
         getattr(mesh, "device_type", None),  # none of stand-ins for a mesh
     )
     for each in modules:
         each.__class__ = _sharded_class(type(each))
     return module
-
-
-def _require_dtypes(policy: MixedPrecisionPolicy) -> None:
-    for name in ("param_dtype", "reduce_dtype", "output_dtype"):
-        value = getattr(policy, name)
-        if value is not None and not isinstance(value, torch.dtype):
-            raise ValueError(
-                f"fully_shard: mp_policy: expected {name} to be a torch.dtype, found {value!r}.\n"
-                "Give torch.bfloat16, for instance."
-            )
-
-
-def _own_parameters(
-    module: nn.Module | list[nn.Module], ignored: set[nn.Parameter]
-) -> list[tuple[str, nn.Parameter]]:
-    """Those that will be the unit's, by their names in its modules."""
-    return [
-        (prefix + name, parameter)
-        for each in (module if isinstance(module, (list, tuple)) else [module])
-        for prefix, child in own_modules(each)
-        for name, parameter in child._parameters.items()
-        if parameter is not None and parameter not in ignored
-    ]
 
 
 def _require_separate(modules: list[nn.Module]) -> None:

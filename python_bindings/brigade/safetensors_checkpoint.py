@@ -22,7 +22,6 @@ import os
 import sys
 import warnings
 from collections.abc import Callable
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -141,14 +140,9 @@ def _save(
     in_shards: bool,
 ) -> None:
     where = "save_shards" if in_shards else "save_whole"
-    model = _as_made(model)
-    with failure_told_to_peers(_group_of(model), functools.partial(_tell, model)):
-        _require_text(where, metadata or {})
-        path = os.fspath(path)
-        state = _state_of(optimizer)
-        make = _model_maker(model, where)
-    _warn_of_the_rest(model)
-    _C.save_checkpoint(make(), in_shards, path, metadata or {}, state)
+    make, *arguments = _checked(model, path, optimizer, where, metadata or {})
+    _warn_of_the_rest(_as_made(model))
+    _C.save_checkpoint(make(), in_shards, *arguments)
 
 
 def _load(
@@ -157,11 +151,7 @@ def _load(
     optimizer: torch.optim.Optimizer | None,
     where: str,
 ) -> dict[str, str]:
-    model = _as_made(model)
-    with failure_told_to_peers(_group_of(model), functools.partial(_tell, model)):
-        path = os.fspath(path)
-        state = _state_of(optimizer)
-        make = _model_maker(model, where)
+    make, path, _, state = _checked(model, path, optimizer, where, {})
     metadata, texts = _C.load_checkpoint(make(), path, state)
     if optimizer is not None:
         _set_state(optimizer, state)
@@ -170,8 +160,28 @@ def _load(
     return metadata
 
 
+def _checked(
+    model: nn.Module,
+    path: str | os.PathLike,
+    optimizer: torch.optim.Optimizer | None,
+    where: str,
+    metadata: dict[str, str],
+) -> tuple[Callable[[], _C.CheckpointModel], str, dict[str, str], _C.OptimizerState | None]:
+    """The arguments of C++'s functions; the first is collective. Raises on all ranks."""
+    model = _as_made(model)
+    with failure_told_to_peers(_group_of(model), functools.partial(_tell, model)):
+        for key, value in metadata.items():
+            if not isinstance(key, str) or not isinstance(value, str):
+                raise TypeError(
+                    f"{where}: expected metadata of strings, found {key!r}: {value!r}.\nGive "
+                    "str(value), and turn it back where it is loaded."
+                )
+            (key + value).encode()  # raises for surrogates
+        path, state = os.fspath(path), _state_of(optimizer)
+        return _model_maker(model, where), path, metadata, state
+
+
 def _as_made(model: nn.Module) -> nn.Module:
-    """Returns the module that torch.compile() wraps."""
     compiler = sys.modules.get("torch._dynamo.eval_frame")  # which takes seconds to import
     while compiler is not None and isinstance(model, compiler.OptimizedModule):
         model = model._orig_mod
@@ -179,7 +189,7 @@ def _as_made(model: nn.Module) -> nn.Module:
 
 
 def _group_of(model: nn.Module) -> dist.ProcessGroup | None:
-    """Returns the group of the ranks that call this; None for a module of this process alone."""
+    """None for a module of this process alone."""
     if (unit := unit_of(model)) is not None:
         return unit.outermost().group
     return model.process_group if isinstance(model, DistributedDataParallel) else None
@@ -190,16 +200,6 @@ def _tell(model: nn.Module, failure: str) -> None:
     if (unit := unit_of(model)) is not None:
         unit.outermost().require_root().native.meet_peers()
     _C.fail_checkpoint(_group_of(model), failure)
-
-
-def _require_text(where: str, metadata: dict[str, str]) -> None:
-    for key, value in metadata.items():
-        if not isinstance(key, str) or not isinstance(value, str):
-            raise TypeError(
-                f"{where}: expected metadata of strings, found {key!r}: {value!r}.\nGive "
-                "str(value), and turn it back where it is loaded."
-            )
-        (key + value).encode()  # raises for surrogates
 
 
 def _model_maker(model: nn.Module, where: str) -> Callable[[], _C.CheckpointModel]:
@@ -218,25 +218,21 @@ def _model_maker(model: nn.Module, where: str) -> Callable[[], _C.CheckpointMode
     saved = module.state_dict(keep_vars=True)
     buffers = [(name, buffer) for name, buffer in module.named_buffers() if name in saved]
     for name, tensor in parameters + buffers:
-        _require_own_memory(where, name, tensor)
+        if isinstance(tensor, DTensor):
+            raise ValueError(
+                f"{where}: expected parameters that brigade has sharded, or none has, found "
+                f"'{name}', a DTensor.\nSave it by torch.distributed.checkpoint."
+            )
+        if tensor.is_meta:
+            raise ValueError(
+                f"{where}: expected parameters with memory, found '{name}' on meta.\nCall "
+                "to_empty(device=...) of the module first."
+            )
     named = [
         [(name.replace(_COMPILED, ""), tensor) for name, tensor in tensors]
         for tensors in (parameters, buffers)
     ]
     return lambda: _C.CheckpointModel(*named, _group_of(model))
-
-
-def _require_own_memory(where: str, name: str, tensor: torch.Tensor) -> None:
-    if isinstance(tensor, DTensor):
-        raise ValueError(
-            f"{where}: expected parameters that brigade has sharded, or none has, found '{name}', "
-            "a DTensor.\nSave it by torch.distributed.checkpoint."
-        )
-    if tensor.is_meta:
-        raise ValueError(
-            f"{where}: expected parameters with memory, found '{name}' on meta.\nCall "
-            "to_empty(device=...) of the module first."
-        )
 
 
 def _warn_of_the_rest(model: nn.Module) -> None:
@@ -279,43 +275,33 @@ def _state_of(optimizer: torch.optim.Optimizer | None) -> _C.OptimizerState | No
                 if kept.get(name) is not None
             }
             parameters.append((parameter, index, fields, values))
-    return _C.OptimizerState(
-        type=cls.__name__,
-        options=[json.dumps(_options_of(optimizer, group)) for group in optimizer.param_groups],
-        parameters=parameters,
-    )
-
-
-def _options_of(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> dict[str, Any]:
-    """Returns the options of the class; schedulers add others to a group."""
+    # Schedulers add options of their own to a group.
     names = [name for name in optimizer.defaults if name not in _MECHANISMS]
-    return {
-        name: group[name].tolist() if isinstance(group[name], torch.Tensor) else group[name]
-        for name in names
-    }
+    options = [
+        json.dumps({name: group[name] for name in names}, default=torch.Tensor.tolist)
+        for group in optimizer.param_groups
+    ]
+    return _C.OptimizerState(type=cls.__name__, options=options, parameters=parameters)
 
 
 def _set_state(optimizer: torch.optim.Optimizer, saved: _C.OptimizerState) -> None:
     groups = optimizer.state_dict()["param_groups"]
     for group, options in zip(groups, saved.options, strict=True):
         for name, value in json.loads(options).items():
-            group[name] = _as_option(group[name], value)
+            if isinstance(group[name], torch.Tensor):
+                value = torch.full_like(group[name], value)
+            group[name] = tuple(value) if isinstance(value, list) else value
     parameters = [each for group in optimizer.param_groups for each in group["params"]]
     state = {
-        index: {name: _as_kept(name, value, parameter) for name, value in values.items()}
+        index: {
+            name: torch.tensor(float(value), device="cpu")
+            if name == _COUNT
+            else as_shard(value, parameter)
+            if _C.is_sharded(value)
+            else value
+            for name, value in values.items()
+        }
         for index, (parameter, values) in enumerate(zip(parameters, saved.values, strict=True))
         if values
     }
     optimizer.load_state_dict({"state": state, "param_groups": groups})
-
-
-def _as_option(before: Any, value: Any) -> Any:
-    if isinstance(before, torch.Tensor):
-        return torch.full_like(before, value)
-    return tuple(value) if isinstance(value, list) else value
-
-
-def _as_kept(name: str, value: torch.Tensor, parameter: nn.Parameter) -> torch.Tensor:
-    if name == _COUNT:
-        return torch.tensor(float(value), device="cpu")
-    return as_shard(value, parameter) if _C.is_sharded(value) else value
