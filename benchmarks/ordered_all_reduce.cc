@@ -89,7 +89,7 @@ int run(int argc, char** argv) {
   GroupScope scope(init_process_group());
   OrderedCollectives collectives(scope.group(), options);
   if (scope.group()->getRank() == 0) {
-    print(describe_set_up(argc, argv));
+    print_set_up();
     fmt::print("{:>10}{:>26}{:>26}{:>22}\n", "bytes", "group us", "ordered us",
                "ratio");
   }

@@ -130,7 +130,7 @@ int run(int argc, char** argv) {
   CLI11_PARSE(app, argc, argv);
   at::set_num_threads(1);
   const c10::InferenceMode no_autograd;
-  print(describe_set_up(argc, argv));
+  print_set_up();
   fmt::print("{:<24}{:>28}{:>8}\n", "way", "us", "GB/s");
   std::vector<at::Device> devices = {at::kCPU};
   if (torch::cuda::is_available()) devices.emplace_back(at::kCUDA, 0);
