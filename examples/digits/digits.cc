@@ -24,13 +24,12 @@ namespace brigade::digits {
 namespace {
 
 constexpr int64_t kNumTestImages = 360;  // of 1,797
-constexpr double kLearningRate = 0.1;    // of the first step; falls linearly
+constexpr uint64_t kSeed = 1;  // of the split, the images' order, the weights
+constexpr double kLearningRate = 0.1;  // of the first step; falls linearly
 
 struct Options {
   int64_t epochs = 20;
   int64_t batch_size = 60;  // images per step, over all ranks
-  uint64_t seed = 1;        // of the split, the order of images and the weights
-  double cap_mb = 25;
   double min_accuracy = 95;
 };
 
@@ -58,13 +57,10 @@ DigitsNet train_on_all_ranks(
     const Options& options) {
   const int rank = group->getRank();
   // Each rank draws weights of its own; all of them get those of rank 0.
-  torch::manual_seed(options.seed + rank);
+  torch::manual_seed(kSeed + rank);
   DigitsNet net;
-  DistributedDataParallel model(
-      net, group,
-      {.reducer = {.bucket_caps_bytes = {static_cast<int64_t>(options.cap_mb *
-                                                              1024 * 1024)},
-                   .reproducible = true}});
+  DistributedDataParallel model(net, group,
+                                {.reducer = {.reproducible = true}});
   const auto start = std::chrono::steady_clock::now();
   const int64_t per_epoch = batches.steps_per_epoch();
   double epoch_loss = 0;
@@ -87,7 +83,7 @@ DigitsNet train_on_all_ranks(
 
 // Adds the gradients of all ranks in rank order and divides the sums.
 DigitsNet train_alone(const Batches& batches, const Options& options) {
-  torch::manual_seed(options.seed);
+  torch::manual_seed(kSeed);
   DigitsNet net;
   train(net, options.epochs * batches.steps_per_epoch(), [&](int64_t step) {
     for (int rank = 0; rank < batches.num_ranks(); ++rank) {
@@ -135,15 +131,14 @@ int run(const Options& options) {
   at::globalContext().setDeterministicAlgorithms(true, /*warn_only=*/false);
 
   const DigitImages digits = read_digits();
-  const at::Tensor rows = shuffled_rows(digits.size(), options.seed);
+  const at::Tensor rows = shuffled_rows(digits.size(), kSeed);
   const DigitImages test = digits.select(rows.narrow(0, 0, kNumTestImages));
   const DigitImages images = digits.select(
       rows.narrow(0, kNumTestImages, digits.size() - kNumTestImages));
 
   GroupScope scope(group_of_launcher());
   const auto& group = scope.group();
-  const Batches batches(images, options.batch_size, group->getSize(),
-                        options.seed);
+  const Batches batches(images, options.batch_size, group->getSize(), kSeed);
   if (group->getRank() == 0) {
     fmt::print("{} images to train with, {} to test; {} per step on {} ranks\n",
                images.size(), test.size(), batches.images_per_step(),
@@ -168,11 +163,6 @@ int main(int argc, char** argv) {
       ->check(CLI::Range(1, 10'000));
   app.add_option("--batch-size", options.batch_size,
                  "Images per step, over all ranks");
-  app.add_option("--seed", options.seed,
-                 "Of the split, the order of images and the first weights");
-  app.add_option("--cap-mb", options.cap_mb,
-                 "Size at which a bucket of gradients is sent, in MiB")
-      ->check(CLI::Range(1e-6, 1e6));
   app.add_option("--min-accuracy", options.min_accuracy,
                  "Percent of the test images; less is a failure");
   CLI11_PARSE(app, argc, argv);

@@ -28,39 +28,6 @@ import brigade
 LENGTH = 128
 
 
-class Attention(nn.Module):
-    """Each byte looks at those before it."""
-
-    def __init__(self, size: int, heads: int) -> None:
-        super().__init__()
-        self.heads = heads
-        self.mix = nn.Linear(size, 3 * size)
-        self.out = nn.Linear(size, size)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """`x`: [batch, length, size]."""
-        parts = [part.unflatten(2, (self.heads, -1)) for part in self.mix(x).chunk(3, dim=2)]
-        query, key, value = (part.transpose(1, 2) for part in parts)
-        y = nn.functional.scaled_dot_product_attention(query, key, value, is_causal=True)
-        return self.out(y.transpose(1, 2).flatten(2))
-
-
-class Block(nn.Module):
-    """Attention and an MLP, each added to what goes in."""
-
-    def __init__(self, size: int, heads: int) -> None:
-        super().__init__()
-        self.norms = nn.ModuleList([nn.LayerNorm(size), nn.LayerNorm(size)])
-        self.attention = Attention(size, heads)
-        self.mlp = nn.Sequential(nn.Linear(size, 4 * size), nn.GELU(), nn.Linear(4 * size, size))
-        self.dropout = nn.Dropout(0.1)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """`x`: [batch, length, size]."""
-        x = x + self.dropout(self.attention(self.norms[0](x)))
-        return x + self.dropout(self.mlp(self.norms[1](x)))
-
-
 class GPT(nn.Module):
     """Tells the next byte; its first and its last layer share a weight."""
 
@@ -68,17 +35,24 @@ class GPT(nn.Module):
         super().__init__()
         self.bytes = nn.Embedding(256, size)
         self.places = nn.Parameter(0.02 * torch.randn(LENGTH, size))
-        self.blocks = nn.ModuleList([Block(size, heads) for _ in range(num_blocks)])
+        self.blocks = nn.ModuleList([self.make_block(size, heads) for _ in range(num_blocks)])
         self.norm = nn.LayerNorm(size)
         self.head = nn.Linear(size, 256, bias=False)
         nn.init.normal_(self.bytes.weight, std=0.02)
         self.head.weight = self.bytes.weight
 
+    @staticmethod
+    def make_block(size: int, heads: int) -> nn.Module:
+        return nn.TransformerEncoderLayer(
+            size, heads, 4 * size, activation="gelu", batch_first=True, norm_first=True
+        )
+
     def forward(self, text: torch.Tensor) -> torch.Tensor:
         """`text`: [batch, length]; returns [batch, length, 256]."""
         x = self.bytes(text) + self.places[: text.size(1)]
+        mask = nn.Transformer.generate_square_subsequent_mask(text.size(1))
         for block in self.blocks:
-            x = block(x)
+            x = block(x, mask, is_causal=True)
         return self.head(self.norm(x))
 
 
