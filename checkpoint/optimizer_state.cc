@@ -33,48 +33,42 @@ constexpr char kLoadAlone[] =
 
 // ---- LibTorch's optimizers.
 
+// Calls use("field", object.field()) if the type has the field, `is_kept`.
+#define BRIGADE_VISIT(object, field, is_kept)   \
+  if constexpr (requires { object.field(); }) { \
+    if (is_kept) use(#field, object.field());   \
+  }
+
 // Calls use(name, value) for each option.
 template <typename Options, typename Use>
 void visit_options(Options& options, const Use& use) {
-#define BRIGADE_VISIT(option) \
-  if constexpr (requires { options.option(); }) use(#option, options.option())
-  BRIGADE_VISIT(lr);
-  BRIGADE_VISIT(betas);
-  BRIGADE_VISIT(alpha);
-  BRIGADE_VISIT(eps);
-  BRIGADE_VISIT(weight_decay);
-  BRIGADE_VISIT(amsgrad);
-  BRIGADE_VISIT(momentum);
-  BRIGADE_VISIT(dampening);
-  BRIGADE_VISIT(nesterov);
-  BRIGADE_VISIT(centered);
-  BRIGADE_VISIT(lr_decay);
-  BRIGADE_VISIT(initial_accumulator_value);
-#undef BRIGADE_VISIT
+  BRIGADE_VISIT(options, lr, true)
+  BRIGADE_VISIT(options, betas, true)
+  BRIGADE_VISIT(options, alpha, true)
+  BRIGADE_VISIT(options, eps, true)
+  BRIGADE_VISIT(options, weight_decay, true)
+  BRIGADE_VISIT(options, amsgrad, true)
+  BRIGADE_VISIT(options, momentum, true)
+  BRIGADE_VISIT(options, dampening, true)
+  BRIGADE_VISIT(options, nesterov, true)
+  BRIGADE_VISIT(options, centered, true)
+  BRIGADE_VISIT(options, lr_decay, true)
+  BRIGADE_VISIT(options, initial_accumulator_value, true)
 }
 
 // Calls use(name, value) for each value that is kept under these options.
 template <typename State, typename Options, typename Use>
 void visit_state(State& state, const Options& options, const Use& use) {
-  if constexpr (requires { state.step(); }) use(kStep, state.step());
-  if constexpr (requires { state.sum(); }) use("sum", state.sum());
-  if constexpr (requires { state.square_avg(); }) {
-    use("square_avg", state.square_avg());
-  }
-  if constexpr (requires { state.exp_avg(); }) {
-    use("exp_avg", state.exp_avg());
-    use("exp_avg_sq", state.exp_avg_sq());
-    if (options.amsgrad()) use("max_exp_avg_sq", state.max_exp_avg_sq());
-  }
-  if constexpr (requires { state.momentum_buffer(); }) {
-    if (options.momentum() != 0) {
-      use("momentum_buffer", state.momentum_buffer());
-    }
-  }
-  if constexpr (requires { state.grad_avg(); }) {
-    if (options.centered()) use("grad_avg", state.grad_avg());
-  }
+  BRIGADE_VISIT(state, step, true)
+  BRIGADE_VISIT(state, sum, true)
+  BRIGADE_VISIT(state, square_avg, true)
+  BRIGADE_VISIT(state, exp_avg, true)
+  BRIGADE_VISIT(state, exp_avg_sq, true)
+  BRIGADE_VISIT(state, max_exp_avg_sq, options.amsgrad())
+  BRIGADE_VISIT(state, momentum_buffer, options.momentum() != 0)
+  BRIGADE_VISIT(state, grad_avg, options.centered())
 }
+#undef BRIGADE_VISIT
 
 // Calls use<State, Options>(name of the type).
 template <typename Use>
@@ -307,10 +301,8 @@ void save_with_state(const std::string& path, CheckpointLayout layout,
     metadata[kTypeKey] = state->type;
     metadata[kOptionsKey] =
         absl::StrCat("[", absl::StrJoin(state->options, ","), "]");
-    on_all_ranks(model.group, [&] {
-      tensors = with_state(model.tensors, *state);
-      return std::string();
-    });
+    on_all_ranks(model.group,
+                 [&] { tensors = with_state(model.tensors, *state); });
   }
   save_tensors(model.group, tensors, path, layout, std::move(metadata));
 }
