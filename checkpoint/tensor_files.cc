@@ -535,9 +535,9 @@ CheckpointMetadata load_tensors(
     files.emplace(path);
     tensors = choose(files->contents());
     for (const CheckpointTensor& tensor : tensors) files->prepare(tensor);
-    checksum = {files->checksum()};
+    checksum = {"a checkpoint of checksum " + files->checksum()};
   };
-  on_all_ranks(group, open, "checksum of the checkpoint", checksum);
+  on_all_ranks(group, open, "checkpoint", checksum);
   on_all_ranks(group, [&] {
     try {
       for (const CheckpointTensor& tensor : tensors) files->read(tensor);

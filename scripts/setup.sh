@@ -122,7 +122,10 @@ has_nvcc() {
   done
   return 1
 }
-cuda=$("$venv/bin/python" scripts/cuda_of_torch.py)
+# The toolkit that torch's wheel requires parts of, 13.2.2 for instance.
+cuda=$("$venv/bin/python" -c 'import importlib.metadata, re
+required = " ".join(importlib.metadata.requires("torch") or ())
+print(*re.findall(r"cuda-toolkit\s*(?:\[[^]]*\])?\s*==\s*(\d+(?:\.\d+)*)", required)[:1])')
 if [[ ${BRIGADE_CUDA:-} == OFF ]]; then
   say "BRIGADE_CUDA is OFF: no CUDA compiler is looked for"
 elif [[ -z $cuda ]]; then
