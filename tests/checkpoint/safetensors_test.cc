@@ -371,8 +371,6 @@ TEST_F(SafetensorsTest, OnlyFinishReplacesTheFileBefore) {
     SafetensorsWriter second(path_, kGoldenEntries);
     first.write(bytes_of(kGoldenData[0]));
     EXPECT_THAT(error_of([&] { first.finish(); }), HasSubstr("all data"));
-    EXPECT_THAT(error_of([&] { first.write(bytes_of("123456789012")); }),
-                HasSubstr("exceed the data's end"));
     for (const std::string& data : kGoldenData) second.write(bytes_of(data));
     const FullDisk disk(10);
     EXPECT_THAT(error_of([&] { second.finish(); }),
@@ -391,10 +389,6 @@ TEST_F(SafetensorsTest, WhatMakesNoFileIsRefused) {
   EXPECT_THAT(error_of_writer({{"a"}, {"a"}}), HasSubstr("used twice"));
   EXPECT_THAT(error_of_writer({{"__metadata__"}}), HasSubstr("reserved"));
   EXPECT_THAT(error_of_writer({{"\xff"}}), HasSubstr("must be UTF-8"));
-  EXPECT_THAT(error_of_writer({{"a", at::kFloat, {-1}}}),
-              HasSubstr("dimensions >= 0"));
-  EXPECT_THAT(error_of_writer({{"a", at::kByte, {int64_t{1} << 62}}, {"b"}}),
-              HasSubstr("at most 2^62 bytes"));
   EXPECT_THAT(error_of([&] { SafetensorsWriter(folder_, {}); }),
               HasSubstr("needs the path of a file"));
   EXPECT_THAT(error_of([&] { SafetensorsWriter(path_ + "/none", {}); }),
