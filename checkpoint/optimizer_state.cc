@@ -147,19 +147,20 @@ std::vector<std::string> take_options(const std::string& type,
                                       const Json& saved, std::string& options) {
   std::vector<std::string> differences;
   Json own = Json::parse(options);
-  for (const auto& [key, value] : saved.items()) {
-    TORCH_CHECK_VALUE(own.contains(key) || is_off(value), "the checkpoint's ",
-                      type, " has the option ", key, " = ", value.dump(),
+  Json all = own;
+  all.update(saved);
+  for (const auto& [key, any] : all.items()) {
+    const Json before = own.value(key, Json());
+    const Json after = saved.value(key, Json());
+    if (before == after || (is_off(before) && is_off(after))) continue;
+    TORCH_CHECK_VALUE(own.contains(key), "the checkpoint's ", type,
+                      " has the option ", key, " = ", after.dump(),
                       ", which this ", type, " lacks", kLoadAlone);
-    if (!own.contains(key) || own.at(key) == value) continue;
-    differences.push_back(
-        absl::StrCat(key, " = ", own.at(key).dump(), " became ", value.dump()));
-    own[key] = value;
-  }
-  for (const auto& [key, value] : own.items()) {
-    if (saved.contains(key) || is_off(value)) continue;
-    differences.push_back(absl::StrCat(key, " = ", value.dump(),
-                                       " stays, and the checkpoint lacks it"));
+    differences.push_back(absl::StrCat(
+        key, " = ", before.dump(),
+        saved.contains(key) ? absl::StrCat(" became ", after.dump())
+                            : " stays, and the checkpoint lacks it"));
+    if (saved.contains(key)) own[key] = after;
   }
   options = own.dump();
   return differences;

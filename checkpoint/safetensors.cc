@@ -228,15 +228,11 @@ SafetensorsEntry parse_entry(const std::string& path, const std::string& name,
 
 SafetensorsMetadata parse_metadata(const std::string& path,
                                    const json& header) {
-  const auto found = header.find(kMetadata);
-  if (found == header.end()) return {};
-  if (!found->is_object()) damaged(path, "__metadata__ must be an object");
-  for (const auto& [key, value] : found->items()) {
-    if (!value.is_string()) {
-      damaged(path, "__metadata__ must have text as ", shown_name(key));
-    }
+  try {
+    return header.value(kMetadata, json::object()).get<SafetensorsMetadata>();
+  } catch (const json::type_error&) {
+    damaged(path, "__metadata__ must be an object of texts");
   }
-  return found->get<SafetensorsMetadata>();
 }
 
 }  // namespace

@@ -411,17 +411,20 @@ class StoredFiles {
   // Fills `tensor.held`. REQUIRES: prepare() has passed.
   void read(const CheckpointTensor& tensor) {
     const StoredTensor& stored = *places_.at(tensor.name);
-    const auto [begin, end] = elements_read(tensor);
+    const bool is_ordered = has_order_of(tensor);
+    const int64_t begin = is_ordered ? tensor.begin : 0;
     at::Tensor run =
-        at::empty({end - begin}, tensor.held.options().device(at::kCPU));
+        at::empty({is_ordered ? tensor.held.numel()
+                              : c10::multiply_integers(tensor.shape)},
+                  tensor.held.options().device(at::kCPU));
     const auto element = static_cast<int64_t>(run.element_size());
-    for_each_piece(tensor, [&, begin = begin](const Chunk& chunk, int64_t first,
-                                              int64_t last) {
-      readers_[chunk.file]->read(
-          tensor.name, (first - chunk.begin) * element,
-          writable_bytes_of(run.narrow(0, first - begin, last - first)));
+    for_each_piece(tensor, [&](const Chunk& chunk, int64_t first,
+                               int64_t last) {
+      readers_.at(chunk.file)
+          ->read(tensor.name, (first - chunk.begin) * element,
+                 writable_bytes_of(run.narrow(0, first - begin, last - first)));
     });
-    if (!has_order_of(tensor)) {
+    if (!is_ordered) {
       const at::Tensor ordered = at::empty_strided(
           stored.shape, stored_form(tensor, 0).strides, run.options());
       ordered.copy_(run.as_strided(stored.shape, stored.strides));
@@ -448,23 +451,18 @@ class StoredFiles {
     return stored_form(tensor, 0).strides == places_.at(tensor.name)->strides;
   }
 
-  // Begin and end of the stored elements that contain those held: all elements
-  // if they are stored in another order.
-  std::pair<int64_t, int64_t> elements_read(
-      const CheckpointTensor& tensor) const {
-    if (has_order_of(tensor)) {
-      return {tensor.begin, tensor.begin + tensor.held.numel()};
-    }
-    return {0, c10::multiply_integers(tensor.shape)};
-  }
-
-  // `use(chunk, first, last)` of the elements that this rank reads.
+  // `use(chunk, first, last)` of the stored elements that contain those held:
+  // all elements if they are stored in another order.
   template <typename Use>
-  void for_each_piece(const CheckpointTensor& tensor, const Use& use) {
-    const auto [begin, end] = elements_read(tensor);
+  void for_each_piece(const CheckpointTensor& tensor, const Use& use) const {
+    const bool is_ordered = has_order_of(tensor);
     for (const Chunk& chunk : places_.at(tensor.name)->chunks) {
-      const int64_t first = std::max(begin, chunk.begin);
-      const int64_t last = std::min(end, chunk.begin + chunk.numel);
+      int64_t first = chunk.begin;
+      int64_t last = chunk.begin + chunk.numel;
+      if (is_ordered) {
+        first = std::max(first, tensor.begin);
+        last = std::min(last, tensor.begin + tensor.held.numel());
+      }
       if (first < last) use(chunk, first, last);
     }
   }

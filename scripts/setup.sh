@@ -104,9 +104,6 @@ install() {
     changed=yes
   fi
 }
-if ! compgen -G "$venv/lib/python3*/site-packages/torch/lib/libtorch_cpu.so" >/dev/null; then
-  rm -f "$venv/torch.installed"
-fi
 install torch "$torch_requirement and numpy (torch with CUDA's libraries is about 3 GB)" \
   "$torch_requirement" -r requirements.txt
 install tools "what builds and tests the Python package" -r requirements-python.txt
@@ -131,9 +128,6 @@ if [[ ${BRIGADE_CUDA:-} == OFF ]]; then
 elif [[ -z $cuda ]]; then
   say "this torch's wheel asks for no CUDA toolkit: no CUDA compiler is looked for"
 elif ! has_nvcc "${cuda%%.*}"; then
-  if ! compgen -G "$venv/lib/python3*/site-packages/nvidia/*/bin/nvcc" >/dev/null; then
-    rm -f "$venv/nvcc.installed"
-  fi
   # Parts of different versions cannot compile: all four are named.
   install nvcc "nvcc $cuda, since this machine has no CUDA toolkit ${cuda%%.*}," \
     "cuda-toolkit[nvcc,cccl,nvvm,crt]==$cuda"

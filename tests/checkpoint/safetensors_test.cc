@@ -248,7 +248,7 @@ TEST_F(SafetensorsTest, AHeaderThatContradictsItselfIsAnError) {
   EXPECT_THAT(error_of_header(R"({"__metadata__":{"step":)" + deep +
                               R"(},"w":{"dtype":"F32","shape":[2],)"
                               R"("data_offsets":[0,8]}})"),
-              HasSubstr("must have text as 'step'"));
+              HasSubstr("must be an object of texts"));
   EXPECT_THAT(error_of_header(R"({"w":1})"), HasSubstr("must have a dtype"));
 
   // Dtypes and shapes.
