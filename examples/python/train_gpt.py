@@ -11,9 +11,7 @@ from __future__ import annotations
 
 import argparse
 import hashlib
-import math
 import pathlib
-import time
 from collections.abc import Callable
 from pydoc_data.topics import topics
 
@@ -145,8 +143,6 @@ def main() -> None:
             print(f"goes on behind step {first}", flush=True)
 
     text = documentation()
-    began = time.monotonic()
-    losses: list[torch.Tensor] = []
     with tqdm(range(first, arguments.steps), disable=rank != 0) as bar:
         for step in bar:
             rows = batch_of(text, step, arguments.batch_size)
@@ -156,7 +152,6 @@ def main() -> None:
             loss.backward()
             model.clip_grad_norm_(1.0)
             optimizer.step()
-            losses.append(loss.detach())
             bar.set_postfix(loss=f"{loss.item():.3f}")
             done = step + 1
             if arguments.folder and (done % arguments.save_every == 0 or done == arguments.steps):
@@ -164,16 +159,7 @@ def main() -> None:
                 path = arguments.folder / f"step-{done}"
                 torch.save(torch.get_rng_state(), random_state_beside(path))
                 brigade.save_shards(model, path, optimizer, metadata={"step": str(done)})
-    seconds = time.monotonic() - began
-
     weights = digest(model)
-    if losses:
-        mean = torch.stack(losses[-20:]).mean()
-        dist.all_reduce(mean)
-        tokens = len(losses) * arguments.batch_size * LENGTH * dist.get_world_size()
-        if rank == 0:
-            bits = mean.item() / dist.get_world_size() / math.log(2)
-            print(f"{bits:.2f} bits per byte at the end, {tokens / seconds:,.0f} tokens per second")
     if rank == 0:
         held = sum(parameter.to_local().numel() for parameter in model.parameters())
         print(f"{arguments.strategy}: {held:,} parameters on rank 0, weights {weights}", flush=True)
