@@ -20,7 +20,6 @@ readonly packages=(
   libabsl-dev libgloo-dev zlib1g-dev libfmt-dev libcli11-dev nlohmann-json3-dev
   libgtest-dev libgmock-dev
 )
-changed=no
 
 # The first Python of a version that torch has wheels for, or nothing.
 find_python() {
@@ -30,7 +29,7 @@ find_python() {
       2>/dev/null; then
       command -v "$candidate"
       return
-    fi
+  fi
   done
 }
 
@@ -47,7 +46,7 @@ install_packages() {
     if ! command -v sudo >/dev/null || ! sudo -n true 2>/dev/null; then
       fail "these Debian packages are missing; run as root, then start again:
     apt-get update && $line"
-    fi
+  fi
     as_root=(sudo -n)
   fi
   say "installing Debian packages: $*"
@@ -55,7 +54,6 @@ install_packages() {
     say "apt-get update failed; going on with the package lists that are here"
   "${as_root[@]}" env DEBIAN_FRONTEND=noninteractive $line ||
     fail "apt could not install them; see its message above, then start again"
-  changed=yes
 }
 
 # Debian packages; python3-venv and python3-dev only for a Python that needs them.
@@ -84,7 +82,6 @@ if ! "$venv/bin/python" -m pip --version >/dev/null 2>&1; then
     Install python3-venv, or set PYTHON to another Python."
   say "making $venv with $python"
   "$python" -m venv --clear "$venv"
-  changed=yes
 fi
 
 # install <name> <what to say> <argument of pip install> ...: unless the same was
@@ -101,7 +98,6 @@ install() {
     "$venv/bin/python" -m pip install --disable-pip-version-check "$@" ||
       fail "pip could not install $name; see its message above, then start again"
     printf '%s\n' "$wanted" >"$stamp"
-    changed=yes
   fi
 }
 install torch "$torch_requirement and numpy (torch with CUDA's libraries is about 3 GB)" \
@@ -115,7 +111,7 @@ has_nvcc() {
   for candidate in ${CUDACXX:-} ${CUDA_HOME:+$CUDA_HOME/bin/nvcc} nvcc /usr/local/cuda/bin/nvcc; do
     if "$candidate" --version 2>/dev/null | grep -q "release $1\."; then
       return 0
-    fi
+  fi
   done
   return 1
 }
@@ -133,8 +129,4 @@ elif ! has_nvcc "${cuda%%.*}"; then
     "cuda-toolkit[nvcc,cccl,nvvm,crt]==$cuda"
 fi
 
-if [[ $changed == no ]]; then
-  say "everything is there"
-else
-  say "done"
-fi
+say "everything is there"

@@ -18,7 +18,7 @@ from pydoc_data.topics import topics
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import init_device_mesh
 from tqdm import tqdm
 
 import brigade
@@ -54,20 +54,12 @@ class GPT(nn.Module):
         return self.head(self.norm(x))
 
 
-def rows_of(num_ranks: int) -> DeviceMesh:
-    """Replicas of two ranks, or of one if their number is odd."""
-    shards = 2 if num_ranks % 2 == 0 else 1
-    return init_device_mesh("cpu", (num_ranks // shards, shards))
-
-
 # What brigade.fully_shard is given, by strategy.
 STRATEGIES: dict[str, Callable[[int], dict]] = {
     # Parameters, gradients and optimizer states are sharded.
     "full": lambda _: {"reshard_after_forward": True},
     # Parameters stay whole from forward to backward.
     "grad": lambda _: {"reshard_after_forward": False},
-    # Sharded over two ranks, replicated on the others.
-    "hybrid": lambda num_ranks: {"mesh": rows_of(num_ranks)},
     # All of it on every rank.
     "none": lambda num_ranks: {"mesh": init_device_mesh("cpu", (num_ranks, 1))},
 }
