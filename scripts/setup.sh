@@ -29,7 +29,7 @@ find_python() {
       2>/dev/null; then
       command -v "$candidate"
       return
-  fi
+    fi
   done
 }
 
@@ -46,7 +46,7 @@ install_packages() {
     if ! command -v sudo >/dev/null || ! sudo -n true 2>/dev/null; then
       fail "these Debian packages are missing; run as root, then start again:
     apt-get update && $line"
-  fi
+    fi
     as_root=(sudo -n)
   fi
   say "installing Debian packages: $*"
@@ -111,7 +111,7 @@ has_nvcc() {
   for candidate in ${CUDACXX:-} ${CUDA_HOME:+$CUDA_HOME/bin/nvcc} nvcc /usr/local/cuda/bin/nvcc; do
     if "$candidate" --version 2>/dev/null | grep -q "release $1\."; then
       return 0
-  fi
+    fi
   done
   return 1
 }
