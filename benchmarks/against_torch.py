@@ -92,14 +92,10 @@ def measure_hook(buckets: int, rounds: int) -> None:
 
 
 def measure_construction(count: int, rounds: int) -> None:
-    """Prints what making a reducer over one bucket costs, and a whole wrapper.
+    """Prints what making a reducer over one bucket costs, and a whole wrapper."""
 
-    Of one module with all parameters, and of layers with two each, where a garbage
-    collection has just emptied the caches.
-    """
-
-    def seconds_to_make(make_module: Callable, make: Callable) -> float:
-        module = make_module()
+    def seconds_to_make(make: Callable) -> float:
+        module = Chain(count)
         gc.collect()
         begin = time.perf_counter()
         made = make(module)
@@ -111,18 +107,13 @@ def measure_construction(count: int, rounds: int) -> None:
         plan = [list(range(count))]
         return reducer(list(module.parameters()), plan, [1 << 40], dist.group.WORLD)
 
-    def make_layers() -> nn.Module:
-        return nn.Sequential(*(nn.Linear(2, 2) for _ in range(count // 2)))
-
-    chain = partial(Chain, count)
     steps = {}
     for name, reducer in {"brigade": brigade.Reducer, "torch": dist.Reducer}.items():
-        steps["reducer", name] = partial(seconds_to_make, chain, partial(make_reducer, reducer))
-        steps["wrapper", name] = partial(seconds_to_make, chain, CLASSES[name])
-        steps["of layers", name] = partial(seconds_to_make, make_layers, CLASSES[name])
+        steps["reducer", name] = partial(seconds_to_make, partial(make_reducer, reducer))
+        steps["wrapper", name] = partial(seconds_to_make, CLASSES[name])
     times = take_turns(steps, rounds, warm_up=0)
     print(f"\nconstruction, {count} parameters in one bucket, us per parameter (median)")
-    for label in ("reducer", "wrapper", "of layers"):
+    for label in ("reducer", "wrapper"):
         show(label, times[label, "brigade"], times[label, "torch"], count)
 
 

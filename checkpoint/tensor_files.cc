@@ -92,19 +92,20 @@ std::vector<int64_t> c_strides(const std::vector<int64_t>& shape) {
   return {strides.begin(), strides.end()};
 }
 
+std::vector<Chunk> one_chunk(int64_t file, int64_t begin, int64_t numel) {
+  if (numel == 0) return {};
+  return {{file, begin, numel}};
+}
+
 // As the tensor is stored, with the elements that this rank holds.
 StoredTensor stored_form(const CheckpointTensor& tensor, int64_t rank) {
-  StoredTensor stored = {
-      .name = tensor.name,
-      .dtype = safetensors_dtype_name(tensor.held.scalar_type()),
-      .shape = tensor.shape,
-      .strides =
-          tensor.strides.empty() ? c_strides(tensor.shape) : tensor.strides,
-      .ranks = tensor.ranks,
-      .chunks = {}};
-  const int64_t numel = tensor.held.numel();
-  if (numel > 0) stored.chunks.push_back({rank, tensor.begin, numel});
-  return stored;
+  return {.name = tensor.name,
+          .dtype = safetensors_dtype_name(tensor.held.scalar_type()),
+          .shape = tensor.shape,
+          .strides =
+              tensor.strides.empty() ? c_strides(tensor.shape) : tensor.strides,
+          .ranks = tensor.ranks,
+          .chunks = one_chunk(rank, tensor.begin, tensor.held.numel())};
 }
 
 // Throws unless the chunks cover the tensor.
@@ -362,15 +363,13 @@ class StoredFiles {
       read_index(first->path());
     } else {
       for (const auto& [name, entry] : first->entries()) {
-        StoredTensor tensor = {.name = name,
-                               .dtype = safetensors_dtype_name(entry.dtype),
-                               .shape = entry.shape,
-                               .strides = c_strides(entry.shape),
-                               .ranks = {},
-                               .chunks = {}};
-        const int64_t numel = c10::multiply_integers(entry.shape);
-        if (numel > 0) tensor.chunks.push_back({0, 0, numel});
-        stored_.tensors.push_back(std::move(tensor));
+        stored_.tensors.push_back(
+            {.name = name,
+             .dtype = safetensors_dtype_name(entry.dtype),
+             .shape = entry.shape,
+             .strides = c_strides(entry.shape),
+             .ranks = {},
+             .chunks = one_chunk(0, 0, c10::multiply_integers(entry.shape))});
       }
       readers_[0] = std::move(first);
     }
