@@ -248,16 +248,15 @@ OptimizerState state_of(const optim::Optimizer& optimizer) {
         OptimizerState::Parameter& stepped = state.parameters.emplace_back();
         stepped.parameter = parameter;
         stepped.group = state.options.size();
-        visit_state(none, options, [&](const char* name, const auto&) {
-          stepped.fields.push_back(name);
-        });
-        const auto kept =
+        const auto found =
             optimizer.state().find(parameter.unsafeGetTensorImpl());
-        if (kept == optimizer.state().end()) continue;
-        visit_state(static_cast<const State&>(*kept->second), options,
-                    [&](const char* name, const auto& value) {
-                      stepped.values[name] = to_tensor(value);
-                    });
+        const bool has_state = found != optimizer.state().end();
+        const State& kept =
+            has_state ? static_cast<const State&>(*found->second) : none;
+        visit_state(kept, options, [&](const char* name, const auto& value) {
+          stepped.fields.push_back(name);
+          if (has_state) stepped.values[name] = to_tensor(value);
+        });
       }
       Json json;
       visit_options(options, [&](const char* name, const auto& value) {
