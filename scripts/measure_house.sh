@@ -47,18 +47,11 @@ stages() {
   done
 }
 
-# on_two_ranks <program> ...: runs it twice, under callgrind with $collect, into
-# build/reach/rank.N.
+# on_two_ranks <program> ...: runs it under callgrind with $collect, into build/reach/rank.N.
 on_two_ranks() {
-  local port rank pids=()
-  port=$(python3 -c 'import socket; s = socket.socket(); s.bind(("", 0)); print(s.getsockname()[1])')
-  for rank in 0 1; do
-    MASTER_ADDR=127.0.0.1 MASTER_PORT=$port WORLD_SIZE=2 RANK=$rank LOCAL_RANK=$rank LOCAL_WORLD_SIZE=2 \
-      GLOO_SOCKET_IFNAME=lo OMP_NUM_THREADS=1 valgrind --tool=callgrind "${collect[@]/#/--toggle-collect=}" \
-      --callgrind-out-file="build/reach/rank.$rank" "$@" >build/reach/log.$rank 2>&1 &
-    pids+=($!)
-  done
-  for rank in "${pids[@]}"; do wait "$rank"; done
+  GLOO_SOCKET_IFNAME=lo OMP_NUM_THREADS=1 .venv/bin/torchrun --standalone --nproc-per-node 2 --no-python \
+    valgrind --tool=callgrind "${collect[@]/#/--toggle-collect=}" \
+    --callgrind-out-file=build/reach/rank.%q{RANK} "$@" >build/reach/log 2>&1
 }
 
 # Our files in rank 0's profile: those whose lines ran, inlined ones too.
