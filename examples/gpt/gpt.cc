@@ -96,17 +96,9 @@ int main(int argc, char** argv) {
   app.add_option("--num-shards", sharding.num_shards,
                  "Ranks that parameters, gradients and optimizer state are "
                  "sharded over; all by default, 1 holds all");
-  app.add_option_function<int>(
-      "--reshard-after-forward",
-      [&](int ranks) {
-        if (ranks > 1) {
-          sharding.reshard_after_forward = ranks;
-        } else {
-          sharding.reshard_after_forward = ranks != 0;
-        }
-      },
-      "1: blocks are gathered again for backward (the default); 0: they stay; "
-      "more: they stay sharded over so many ranks");
+  app.add_flag_callback(
+      "--keep-unsharded", [&] { sharding.reshard_after_forward = false; },
+      "Blocks stay unsharded from forward to backward");
   app.add_option("--prefetch", sharding.prefetch_depth,
                  "Blocks that are gathered before they are needed");
   app.add_flag_callback(
