@@ -228,8 +228,10 @@ SafetensorsEntry parse_entry(const std::string& path, const std::string& name,
 
 SafetensorsMetadata parse_metadata(const std::string& path,
                                    const json& header) {
+  const auto found = header.find(kMetadata);  // a copy of deep JSON recurses
+  if (found == header.end()) return {};
   try {
-    return header.value(kMetadata, json::object()).get<SafetensorsMetadata>();
+    return found->get<SafetensorsMetadata>();
   } catch (const json::type_error&) {
     damaged(path, "__metadata__ must be an object of texts");
   }
