@@ -16,9 +16,7 @@ from __future__ import annotations
 
 import argparse
 import gc
-import os
 import statistics
-import tempfile
 import time
 from collections.abc import Callable
 from functools import partial
@@ -29,9 +27,7 @@ from torch import nn
 
 import brigade
 
-from turns import CLASSES, DDP_MODES, over, quartiles, take_turns
-
-WARM_UP_STEPS = 5
+from turns import CLASSES, DDP_MODES, over, quartiles, start, take_turns, time_steps
 
 
 class Chain(nn.Module):
@@ -48,29 +44,15 @@ class Chain(nn.Module):
         return y
 
 
-def backward_seconds(model: nn.Module, x: torch.Tensor) -> float:
-    """Seconds from calling forward to the end of backward."""
-    for parameter in model.parameters():
-        parameter.grad = None
-    begin = time.perf_counter()
-    model(x).sum().backward()
-    return time.perf_counter() - begin
-
-
-def timed(contenders: dict, x: torch.Tensor) -> dict:
-    return {key: partial(backward_seconds, model, x) for key, model in contenders.items()}
-
-
 def measure_steps(count: int, rounds: int) -> None:
     """Prints the overhead of each mode at `count` parameters."""
-    x = torch.ones(4)
     contenders: dict[object, nn.Module] = {"local": Chain(count), "control": Chain(count)}
     for mode, options in DDP_MODES.items():
         for name, wrapper in CLASSES.items():
             contenders[mode, name] = wrapper(Chain(count), **options)
     gc.collect()
     gc.disable()
-    seconds = take_turns(timed(contenders, x), rounds, WARM_UP_STEPS)
+    seconds = time_steps(contenders, torch.ones(4), rounds)
     gc.enable()
     control = quartiles(over(seconds["control"], seconds["local"]), count * 1e-6, 2)
     print(f"\n{count} parameters, {rounds} rounds; control {control}")
@@ -82,15 +64,38 @@ def measure_steps(count: int, rounds: int) -> None:
         print(f"{mode:14}{ours:>24}{theirs:>24}{ratio:>8.3f}")
 
 
+def show(label: str, ours: list[float], theirs: list[float], count: int) -> None:
+    medians = [statistics.median(times) / count * 1e6 for times in (ours, theirs)]
+    print(f"{label:14}{medians[0]:>24.2f}{medians[1]:>24.2f}{medians[0] / medians[1]:>8.3f}")
+
+
+def measure_hook(buckets: int, rounds: int) -> None:
+    """Prints what a Python comm hook adds per bucket."""
+
+    def noop(state, bucket):
+        future = torch.futures.Future()
+        future.set_result(bucket.buffer())
+        return future
+
+    models: dict[object, nn.Module] = {"local": Chain(buckets)}
+    for name, wrapper in CLASSES.items():
+        for hooked in (False, True):
+            # 16 bytes per parameter: one per bucket.
+            model = wrapper(Chain(buckets), bucket_cap_mb_list=[16 / 2**20])
+            if hooked:
+                model.register_comm_hook(None, noop)
+            models[name, hooked] = model
+    seconds = time_steps(models, torch.ones(4), rounds)
+    print(f"\n{buckets} buckets of one parameter, us per bucket over local training (median)")
+    for hooked, label in ((False, "no hook"), (True, "Python hook")):
+        show(label, *(over(seconds[name, hooked], seconds["local"]) for name in CLASSES), buckets)
+
+
 def measure_construction(count: int, rounds: int) -> None:
-    """Prints what making a reducer over one bucket costs, and a whole wrapper.
+    """Prints what making a reducer over one bucket costs, and a whole wrapper."""
 
-    Of one module with all parameters, and of layers with two each, where a garbage
-    collection has just emptied the caches.
-    """
-
-    def seconds_to_make(make_module: Callable, make: Callable) -> float:
-        module = make_module()
+    def seconds_to_make(make: Callable) -> float:
+        module = Chain(count)
         gc.collect()
         begin = time.perf_counter()
         made = make(module)
@@ -102,68 +107,26 @@ def measure_construction(count: int, rounds: int) -> None:
         plan = [list(range(count))]
         return reducer(list(module.parameters()), plan, [1 << 40], dist.group.WORLD)
 
-    def make_layers() -> nn.Module:
-        return nn.Sequential(*(nn.Linear(2, 2) for _ in range(count // 2)))
-
     steps = {}
     for name, reducer in {"brigade": brigade.Reducer, "torch": dist.Reducer}.items():
-        chain = partial(Chain, count)
-        steps["reducer", name] = partial(seconds_to_make, chain, partial(make_reducer, reducer))
-        steps["wrapper", name] = partial(seconds_to_make, chain, CLASSES[name])
-        steps["of layers", name] = partial(seconds_to_make, make_layers, CLASSES[name])
+        steps["reducer", name] = partial(seconds_to_make, partial(make_reducer, reducer))
+        steps["wrapper", name] = partial(seconds_to_make, CLASSES[name])
     times = take_turns(steps, rounds, warm_up=0)
     print(f"\nconstruction, {count} parameters in one bucket, us per parameter (median)")
-    for what in ("reducer", "wrapper", "of layers"):
-        ours, theirs = (statistics.median(times[what, name]) / count * 1e6 for name in CLASSES)
-        print(f"{what:14}{ours:>24.2f}{theirs:>24.2f}{ours / theirs:>8.3f}")
-
-
-def measure_hook(buckets: int, rounds: int) -> None:
-    """Prints what a Python comm hook adds per bucket."""
-
-    def noop(state, bucket):
-        future = torch.futures.Future()
-        future.set_result(bucket.buffer())
-        return future
-
-    x = torch.ones(4)
-    # 16 bytes per parameter: one per bucket.
-    models = {
-        (name, hooked): wrapper(Chain(buckets), bucket_cap_mb_list=[16 / 2**20])
-        for name, wrapper in CLASSES.items()
-        for hooked in (False, True)
-    }
-    for (_, hooked), model in models.items():
-        if hooked:
-            model.register_comm_hook(None, noop)
-    seconds = take_turns(timed({**models, "local": Chain(buckets)}, x), rounds, WARM_UP_STEPS)
-    print(f"\n{buckets} buckets of one parameter, us per bucket over local training (median)")
-    for hooked, label in ((False, "no hook"), (True, "Python hook")):
-        ours, theirs = (
-            statistics.median(over(seconds[name, hooked], seconds["local"])) / buckets * 1e6
-            for name in CLASSES
-        )
-        print(f"{label:14}{ours:>24.2f}{theirs:>24.2f}{ours / theirs:>8.3f}")
+    for label in ("reducer", "wrapper"):
+        show(label, times[label, "brigade"], times[label, "torch"], count)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rounds", type=int, default=60)
-    parser.add_argument("--quick", action="store_true", help="few rounds, to see that it works")
-    arguments = parser.parse_args()
-    rounds = 4 if arguments.quick else arguments.rounds
-    torch.set_num_threads(1)
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    with tempfile.TemporaryDirectory() as folder:
-        store = f"file://{folder}/store"
-        dist.init_process_group("gloo", init_method=store, rank=0, world_size=1)
-        load = os.getloadavg()[0]
-        print(f"torch {torch.__version__}, {os.cpu_count()} cores, load {load:.1f}")
-        for count in (1000, 5000):
-            measure_steps(count, rounds)
-        measure_hook(200, rounds)
-        measure_construction(8000, 2 if arguments.quick else 5)
-        dist.destroy_process_group()
+    rounds = parser.parse_args().rounds
+    start()
+    for count in (1000, 5000):
+        measure_steps(count, rounds)
+    measure_hook(200, rounds)
+    measure_construction(8000, rounds=5)
+    dist.destroy_process_group()
 
 
 if __name__ == "__main__":

@@ -1,11 +1,18 @@
 """Times training steps on one CUDA device under brigade's classes and torch's, in one run.
 
     PYTHONPATH=build/release/python .venv/bin/python benchmarks/cuda_steps.py
+    torchrun --standalone --nproc-per-node 2 benchmarks/cuda_steps.py --models narrow [--trace FILE]
 
-One rank over NCCL: what is measured is what wrapping costs, not communication. All contenders
-take turns in one order per round, drawn at random. Printed are medians with quartiles: of a step,
-from an idle device to an idle device; of the host, until backward has returned; and the peak of
-the device's memory beside what it held before. Ratios are medians of paired ones.
+One rank over NCCL: the cost of wrapping, not of communication. Several ranks that share the
+device: NCCL refuses them unless each says that it is on another host, so each rank sets
+NCCL_HOSTID, and they talk over sockets of the loopback device. Speed is not a network's then;
+order, overlap and errors are real.
+
+All contenders take turns in one order per round, drawn at random. Printed are medians with
+quartiles of rank 0: of a step, from an idle device to an idle device; of the host, until backward
+has returned; the peak of the device's memory beside what it held before; and the last loss, which
+must be torch's. Ratios are medians of paired ones. --trace writes a profile of a sharded step, in
+which all-gathers lie under computation.
 """
 
 from __future__ import annotations
@@ -16,61 +23,26 @@ import os
 import statistics
 import time
 from collections.abc import Callable
-from functools import partial
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
-from fsdp_against_torch import shard
-from turns import CLASSES, DDP_MODES, SHARDS, paired, quartiles, take_turns
+from fsdp_against_torch import Gpt
+from turns import CLASSES, DDP_MODES, SHARDS, paired, quartiles, shard, start, take_turns
 
 WARM_UP_STEPS = 5
 LOW = torch.bfloat16
 
-
-class Block(nn.Module):
-    """Attention and an MLP."""
-
-    def __init__(self, width: int, num_heads: int) -> None:
-        super().__init__()
-        self.num_heads = num_heads
-        self.first_norm = nn.LayerNorm(width)
-        self.qkv = nn.Linear(width, 3 * width)
-        self.out = nn.Linear(width, width)
-        self.second_norm = nn.LayerNorm(width)
-        self.up = nn.Linear(width, 4 * width)
-        self.down = nn.Linear(4 * width, width)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        batch, length, width = x.shape
-        heads = self.qkv(self.first_norm(x)).view(batch, length, 3, self.num_heads, -1)
-        q, k, v = heads.permute(2, 0, 3, 1, 4)
-        y = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
-        x = x + self.out(y.transpose(1, 2).reshape(batch, length, width))
-        return x + self.down(nn.functional.gelu(self.up(self.second_norm(x))))
+Makers = dict[str, Callable[[], nn.Module]]
 
 
-class Gpt(nn.Module):
-    def __init__(self, width: int, num_blocks: int, vocabulary: int) -> None:
-        super().__init__()
-        self.embedding = nn.Embedding(vocabulary, width)
-        self.blocks = nn.ModuleList([Block(width, width // 64) for _ in range(num_blocks)])
-        self.norm = nn.LayerNorm(width)
-        self.head = nn.Linear(width, vocabulary, bias=False)
-
-    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        x = self.embedding(tokens)
-        for block in self.blocks:
-            x = block(x)
-        return self.head(self.norm(x))
-
-
-# Name: width, blocks, vocabulary, batch, length. The small one's steps are the host's alone.
+# Name: width, blocks, vocabulary, batch, length: a GPT of 124 million parameters, and one of which
+# the host's work is the limit.
 MODELS = {
-    "GPT of 124 million": (768, 12, 50304, 8, 1024),
-    "GPT of 48 narrow blocks": (128, 48, 512, 2, 64),
+    "124 million": (768, 12, 50304, 8, 1024),
+    "narrow": (128, 48, 512, 2, 64),
 }
 
 
@@ -86,16 +58,16 @@ def tokens_of(name: str) -> torch.Tensor:
     return torch.randint(vocabulary, (batch, length), device="cuda")
 
 
-def data_parallel(name: str) -> dict[str, Callable[[], nn.Module]]:
-    makers: dict[str, Callable[[], nn.Module]] = {"alone": lambda: make(name)}
+def data_parallel(name: str) -> Makers:
+    makers: Makers = {"alone": lambda: make(name)}
     for mode, options in DDP_MODES.items():
         for kind, wrapper in CLASSES.items():
             makers[f"{kind}, {mode}"] = lambda w=wrapper, o=options: w(make(name), **o)
     return makers
 
 
-def sharded(name: str) -> dict[str, Callable[[], nn.Module]]:
-    makers: dict[str, Callable[[], nn.Module]] = {"alone": lambda: make(name).to(LOW)}
+def sharded(name: str) -> Makers:
+    makers: Makers = {"alone": lambda: make(name).to(LOW)}
     policy = MixedPrecisionPolicy(param_dtype=LOW, reduce_dtype=torch.float32)
     for setting, reshards in (("reshard", True), ("keep", False)):
         for kind, function in SHARDS.items():
@@ -105,17 +77,28 @@ def sharded(name: str) -> dict[str, Callable[[], nn.Module]]:
     return makers
 
 
-def step(model: nn.Module, tokens: torch.Tensor, casts: bool) -> tuple[float, float]:
-    """Seconds of the host, and of all."""
-    model.zero_grad()
-    torch.cuda.synchronize()
-    begin = time.perf_counter()
-    with torch.autocast("cuda", LOW, enabled=casts):
-        loss = model(tokens).float().logsumexp(-1).mean()
-    loss.backward()
-    of_host = time.perf_counter() - begin
-    torch.cuda.synchronize()
-    return of_host, time.perf_counter() - begin
+class Contender:
+    """A model and its optimizer, whose step is not timed."""
+
+    def __init__(self, model: nn.Module, tokens: torch.Tensor, casts: bool) -> None:
+        self.model, self.tokens, self.casts = model, tokens, casts
+        self.optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+        self.loss = torch.zeros(())
+
+    def step(self) -> tuple[float, float]:
+        """Seconds of the host, and of all."""
+        self.model.zero_grad()
+        torch.cuda.synchronize()
+        begin = time.perf_counter()
+        with torch.autocast("cuda", LOW, enabled=self.casts):
+            loss = self.model(self.tokens).float().logsumexp(-1).mean()
+        loss.backward()
+        of_host = time.perf_counter() - begin
+        torch.cuda.synchronize()
+        of_all = time.perf_counter() - begin
+        self.optimizer.step()
+        self.loss = loss.detach()
+        return of_host, of_all
 
 
 def peak_mib(maker: Callable[[], nn.Module], tokens: torch.Tensor, casts: bool) -> float:
@@ -123,56 +106,67 @@ def peak_mib(maker: Callable[[], nn.Module], tokens: torch.Tensor, casts: bool) 
     gc.collect()
     torch.cuda.empty_cache()
     before = torch.cuda.memory_allocated()
-    model = maker()
+    contender = Contender(maker(), tokens, casts)
     for _ in range(3):
         torch.cuda.reset_peak_memory_stats()
-        step(model, tokens, casts)
+        contender.step()
     return (torch.cuda.max_memory_allocated() - before) / 2**20
 
 
 def measure(
-    title: str,
-    makers: dict[str, Callable[[], nn.Module]],
-    tokens: torch.Tensor,
-    rounds: int,
-    casts: bool,
-) -> None:
+    title: str, makers: Makers, tokens: torch.Tensor, rounds: int, casts: bool
+) -> dict[str, Contender]:
     peaks = {key: peak_mib(maker, tokens, casts) for key, maker in makers.items()}
-    models = {key: maker() for key, maker in makers.items()}
-    steps = {key: partial(step, model, tokens, casts) for key, model in models.items()}
-    taken = take_turns(steps, rounds, WARM_UP_STEPS)
+    contenders = {key: Contender(maker(), tokens, casts) for key, maker in makers.items()}
+    taken = take_turns({key: c.step for key, c in contenders.items()}, rounds, WARM_UP_STEPS)
+    if dist.get_rank() != 0:
+        return contenders
     print(f"\n{title}: ms, {rounds} rounds; MiB at the peak")
-    print(f"{'':22}{'step':24}{'host':24}{'peak':>8}   ours / torch's: step, host")
-    for key in models:
-        of_host, of_all = (list(part) for part in zip(*taken[key], strict=True))
+    print(f"{'':22}{'step':24}{'host':24}{'peak':>8}{'loss':>11}   ours / torch's: step, host")
+    columns = {key: [list(part) for part in zip(*rows, strict=True)] for key, rows in taken.items()}
+    for key, (of_host, of_all) in columns.items():
         all_ms, host_ms = (quartiles(seconds, 1e-3, 2) for seconds in (of_all, of_host))
-        line = f"{key:22}{all_ms:24}{host_ms:24}{peaks[key]:8.0f}"
-        torchs = taken.get(key.replace("brigade", "torch"), ())
+        loss = contenders[key].loss.item()
+        line = f"{key:22}{all_ms:24}{host_ms:24}{peaks[key]:8.0f}{loss:11.6f}"
         if key.startswith("brigade"):
-            their_host, their_all = (list(part) for part in zip(*torchs, strict=True))
+            their_host, their_all = columns[key.replace("brigade", "torch")]
             ratio = statistics.median(paired(of_all, their_all))
             of_hosts = statistics.median(paired(of_host, their_host))
             line += f"   {ratio:.3f}, {of_hosts:.3f}"
         print(line, flush=True)
+    return contenders
+
+
+def write_trace(contender: Contender, path: str) -> None:
+    activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
+    with torch.profiler.profile(activities=activities) as profile:
+        contender.step()
+    if dist.get_rank() == 0:
+        profile.export_chrome_trace(path)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rounds", type=int, default=20)
     parser.add_argument("--models", nargs="*", default=list(MODELS), choices=MODELS)
+    parser.add_argument("--trace")
     arguments = parser.parse_args()
     if not torch.cuda.is_available():
         raise SystemExit("cuda_steps: needs a CUDA device, and torch sees none")
-    os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
-    os.environ.setdefault("MASTER_PORT", "29517")
-    device = torch.device("cuda", 0)
-    dist.init_process_group("nccl", rank=0, world_size=1, device_id=device)
-    print(f"torch {torch.__version__}, {torch.cuda.get_device_name(device)}")
+    os.environ.setdefault("NCCL_HOSTID", f"rank{os.environ.get('RANK', 0)}")
+    os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")
+    os.environ.setdefault("NCCL_IB_DISABLE", "1")
+    torch.cuda.set_device(0)
+    start("nccl")
+    torch.manual_seed(dist.get_rank())
     for name in arguments.models:
         tokens = tokens_of(name)
         measure(f"{name}, data parallel", data_parallel(name), tokens, arguments.rounds, True)
         gc.collect()
-        measure(f"{name}, sharded", sharded(name), tokens, arguments.rounds, False)
+        found = measure(f"{name}, sharded", sharded(name), tokens, arguments.rounds, False)
+        if arguments.trace:
+            write_trace(found["brigade, reshard"], arguments.trace)
+        del found
         gc.collect()
     dist.destroy_process_group()
 

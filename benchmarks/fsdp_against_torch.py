@@ -8,16 +8,13 @@ drawn at random; a step is forward and backward, timed on rank 0 between barrier
 medians with quartiles in ms, and medians of paired ratios over torch's DDP and over torch's
 fully_shard with the same setting.
 
---unit-sizes: an MLP in 1 to 16 units, time against memory. --prefetch: gathers that begin 0, 1
-and 2 units ahead, and what of the communication computation has not covered.
+--units: an MLP in 1 to 16 units, and with gathers that begin 0, 1 and 2 units ahead: time against
+memory, and the communication that computation has not covered.
 """
 
 from __future__ import annotations
 
 import argparse
-import os
-import time
-from collections.abc import Callable
 from functools import partial
 
 import torch
@@ -27,43 +24,48 @@ from torch.nn.parallel import DistributedDataParallel
 
 import brigade
 
-from turns import SHARDS, paired, quartiles, take_turns
+from turns import SHARDS, paired, quartiles, shard, start, step_seconds, take_turns, time_steps
 
 SETTINGS = {"reshard": True, "keep": False}
-UNIT_COUNTS = (1, 2, 4, 8, 16)
-PREFETCH_DEPTHS = (0, 1, 2)
+# Number of units and prefetch depth.
+DIVISIONS = ((1, 1), (2, 1), (4, 1), (8, 1), (16, 0), (16, 1), (16, 2))
 
 
-class TransformerBlock(nn.Module):
-    """Attention and an MLP, of 0.8 million parameters at a width of 256."""
+class Block(nn.Module):
+    """Attention and an MLP."""
 
-    def __init__(self, width: int) -> None:
+    def __init__(self, width: int, num_heads: int) -> None:
         super().__init__()
+        self.num_heads = num_heads
         self.first_norm = nn.LayerNorm(width)
-        self.attention = nn.MultiheadAttention(width, num_heads=4, batch_first=True)
+        self.qkv = nn.Linear(width, 3 * width)
+        self.out = nn.Linear(width, width)
         self.second_norm = nn.LayerNorm(width)
-        self.mlp = nn.Sequential(
-            nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width)
-        )
+        self.up = nn.Linear(width, 4 * width)
+        self.down = nn.Linear(4 * width, width)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        y = self.first_norm(x)
-        x = x + self.attention(y, y, y, need_weights=False)[0]
-        return x + self.mlp(self.second_norm(x))
+        batch, length, width = x.shape
+        heads = self.qkv(self.first_norm(x)).view(batch, length, 3, self.num_heads, -1)
+        q, k, v = heads.permute(2, 0, 3, 1, 4)
+        y = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+        x = x + self.out(y.transpose(1, 2).reshape(batch, length, width))
+        return x + self.down(nn.functional.gelu(self.up(self.second_norm(x))))
 
 
-class Transformer(nn.Module):
-    def __init__(self, width: int = 256, num_blocks: int = 4, vocabulary: int = 512) -> None:
+class Gpt(nn.Module):
+    def __init__(self, width: int, num_blocks: int, vocabulary: int) -> None:
         super().__init__()
         self.embedding = nn.Embedding(vocabulary, width)
-        self.blocks = nn.ModuleList([TransformerBlock(width) for _ in range(num_blocks)])
-        self.head = nn.Linear(width, vocabulary)
+        self.blocks = nn.ModuleList([Block(width, width // 64) for _ in range(num_blocks)])
+        self.norm = nn.LayerNorm(width)
+        self.head = nn.Linear(width, vocabulary, bias=False)
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         x = self.embedding(tokens)
         for block in self.blocks:
             x = block(x)
-        return self.head(x)
+        return self.head(self.norm(x))
 
 
 class Perceptron(nn.Module):
@@ -83,25 +85,6 @@ class Perceptron(nn.Module):
         return x
 
 
-def shard(model: nn.Module, fully_shard: Callable, **arguments: object) -> nn.Module:
-    for block in model.blocks:
-        fully_shard(block, **arguments)
-    return fully_shard(model, **arguments)
-
-
-def step_seconds(model: nn.Module, x: torch.Tensor) -> float:
-    model.zero_grad()
-    dist.barrier()
-    begin = time.perf_counter()
-    model(x).square().mean().backward()
-    return time.perf_counter() - begin
-
-
-def seconds_of(contenders: dict[str, nn.Module], x: torch.Tensor, rounds: int) -> dict:
-    steps = {name: partial(step_seconds, model, x) for name, model in contenders.items()}
-    return take_turns(steps, rounds)
-
-
 def ratio(ours: list[float], theirs: list[float]) -> str:
     return quartiles(paired(ours, theirs), digits=3).strip()
 
@@ -109,16 +92,17 @@ def ratio(ours: list[float], theirs: list[float]) -> str:
 def measure_steps(rounds: int) -> None:
     torch.manual_seed(0)
     tokens = torch.randint(512, (4, 64))
+    make = partial(Gpt, width=256, num_blocks=4, vocabulary=512)
     contenders: dict[str, nn.Module] = {
-        "alone": Transformer(),
-        "DDP": DistributedDataParallel(Transformer()),
+        "alone": make(),
+        "DDP": DistributedDataParallel(make()),
     }
     for kind, fully_shard in SHARDS.items():
         for setting, reshards in SETTINGS.items():
             contenders[f"{kind} {setting}"] = shard(
-                Transformer(), fully_shard, reshard_after_forward=reshards
+                make(), fully_shard, reshard_after_forward=reshards
             )
-    seconds = seconds_of(contenders, tokens, rounds)
+    seconds = time_steps(contenders, tokens, rounds)
     if dist.get_rank() != 0:
         return
     count = sum(p.numel() for p in contenders["alone"].parameters())
@@ -131,76 +115,52 @@ def measure_steps(rounds: int) -> None:
         print(f"{name:16}{quartiles(taken, 1e-3)}{over}")
 
 
-def measure_unit_sizes(rounds: int) -> None:
-    x = torch.rand(64, 512)
-    contenders: dict[str, nn.Module] = {"DDP": DistributedDataParallel(Perceptron())}
-    for count in UNIT_COUNTS:
-        contenders[str(count)] = shard(Perceptron(count), brigade.fully_shard)
-    seconds = seconds_of(contenders, x, rounds)
-    if dist.get_rank() != 0:
-        return
-    whole = sum(p.numel() * p.element_size() for p in contenders["DDP"].parameters())
-    print(f"\nMLP of 16 layers, {whole / 2**20:.1f} MiB of parameters; {rounds} rounds")
-    print(f"{'units':6}{'over DDP':24}{'MiB of whole units and gradients':>36}")
-    for count in UNIT_COUNTS:
-        taken = ratio(seconds[str(count)], seconds["DDP"])
-        peak = contenders[str(count)].sharding_statistics()["peak_buffer_bytes"]
-        print(f"{count:<6}{taken:24}{peak / 2**20:36.1f}")
-    print(f"DDP: {quartiles(seconds['DDP'], 1e-3)} ms")
-
-
-def measure_prefetch(rounds: int) -> None:
+def measure_units(rounds: int) -> None:
+    """Prints a row for each division: the step, the memory, and the waits."""
     x = torch.rand(256, 512)
-    contenders: dict[str, nn.Module] = {"DDP": DistributedDataParallel(Perceptron())}
-    for depth in PREFETCH_DEPTHS:
-        sharded = shard(Perceptron(16), brigade.fully_shard, prefetch_depth=depth)
-        sharded.set_timeline_sample_rate(1)
-        contenders[str(depth)] = sharded
-    waited: dict[str, list[float]] = {name: [] for name in contenders}
-    behind: dict[str, list[float]] = {name: [] for name in contenders}
+    ddp = DistributedDataParallel(Perceptron())
+    models = {}
+    for division in DIVISIONS:
+        model = shard(Perceptron(division[0]), brigade.fully_shard, prefetch_depth=division[1])
+        model.set_timeline_sample_rate(1)
+        models[division] = model
 
-    def step(name: str) -> float:
-        seconds = step_seconds(contenders[name], x)
-        if name != "DDP":
-            timeline = contenders[name].sharding_timeline()
-            reductions = range(len(timeline.reductions))
-            waited[name].append(sum(gather.exposed_ns for gather in timeline.gathers))
-            behind[name].append(sum(timeline.exposed_ns(index) for index in reductions))
-        return seconds
+    def step(model: nn.Module) -> tuple[float, int, int]:
+        """Seconds, and ns of waits for gathers and for sums after backward."""
+        seconds = step_seconds(model, x)
+        timeline = model.sharding_timeline()
+        sums = sum(timeline.exposed_ns(index) for index in range(len(timeline.reductions)))
+        return seconds, sum(gather.exposed_ns for gather in timeline.gathers), sums
 
-    seconds = take_turns({name: partial(step, name) for name in contenders}, rounds)
+    steps = {division: partial(step, model) for division, model in models.items()}
+    taken = take_turns({"DDP": lambda: (step_seconds(ddp, x), 0, 0), **steps}, rounds)
     if dist.get_rank() != 0:
         return
-    print(f"\nMLP of 16 layers in 16 units, resharding; ms, {rounds} rounds")
-    print(f"{'ahead':6}{'step':24}{'over 0 ahead':24}{'waits for gathers':24}sums behind backward")
-    for depth in map(str, PREFETCH_DEPTHS):
+    columns = {
+        key: [list(column) for column in zip(*rows, strict=True)] for key, rows in taken.items()
+    }
+    size = sum(p.nbytes for p in ddp.parameters()) / 2**20
+    print(f"\nMLP of 16 layers, {size:.1f} MiB of parameters; {rounds} rounds")
+    print(f"DDP: {quartiles(columns['DDP'][0], 1e-3)} ms")
+    print(
+        f"units ahead {'over DDP':24}{'MiB':>6}  {'ms: gathers waited for':26}sums after backward"
+    )
+    for division, model in models.items():
+        seconds, gathers, sums = columns[division]
+        peak = model.sharding_statistics()["peak_buffer_bytes"] / 2**20
         print(
-            f"{depth:6}{quartiles(seconds[depth], 1e-3):24}{ratio(seconds[depth], seconds['0']):24}"
-            f"{quartiles(waited[depth], 1e6):24}{quartiles(behind[depth], 1e6)}"
+            f"{division[0]:5} {division[1]:5} {ratio(seconds, columns['DDP'][0]):24}{peak:6.1f}  "
+            f"{quartiles(gathers, 1e6):26}{quartiles(sums, 1e6)}"
         )
-    print(f"DDP: {quartiles(seconds['DDP'], 1e-3)} ms")
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rounds", type=int, default=30)
-    parser.add_argument("--unit-sizes", action="store_true")
-    parser.add_argument("--prefetch", action="store_true")
+    parser.add_argument("--units", action="store_true")
     arguments = parser.parse_args()
-    torch.set_num_threads(1)
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    dist.init_process_group("gloo")
-    if dist.get_rank() == 0:
-        print(
-            f"torch {torch.__version__}, {dist.get_world_size()} ranks on {os.cpu_count()} "
-            f"cores, load {os.getloadavg()[0]:.1f}"
-        )
-    if arguments.unit_sizes:
-        measure_unit_sizes(arguments.rounds)
-    elif arguments.prefetch:
-        measure_prefetch(arguments.rounds)
-    else:
-        measure_steps(arguments.rounds)
+    start()
+    (measure_units if arguments.units else measure_steps)(arguments.rounds)
     dist.destroy_process_group()
 
 

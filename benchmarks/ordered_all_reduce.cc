@@ -1,7 +1,7 @@
 // The ordered all-reduce beside the group's own: what the bits cost.
 //
 //   torchrun --standalone --nproc-per-node 2 --no-python ordered_all_reduce
-//       [--sizes 1024,...,67108864] [--rounds 40] [--shared-bytes 268435456]
+//       [--rounds 40] [--shared-bytes 268435456]
 //
 // Each round times one all-reduce of float32 of either kind, until it is done,
 // with a barrier before, in an order that changes from round to round. Times
@@ -72,14 +72,9 @@ void measure(const Group& group, OrderedCollectives& collectives, int64_t bytes,
 }
 
 int run(int argc, char** argv) {
-  std::vector<int64_t> sizes = {1 << 10, 1 << 14, 1 << 16, 1 << 18,
-                                1 << 20, 1 << 22, 1 << 24, 1 << 26};
   int rounds = 40;
   int64_t shared_bytes = OrderedCollectives::kSharedBytes;
   CLI::App app("The ordered all-reduce beside the group's own.");
-  app.add_option("--sizes", sizes, "bytes, multiples of 4")
-      ->delimiter(',')
-      ->check(CLI::Range(int64_t{4}, int64_t{1} << 32));
   app.add_option("--rounds", rounds)->check(CLI::Range(2, 100000));
   app.add_option(
          "--shared-bytes", shared_bytes,
@@ -89,11 +84,11 @@ int run(int argc, char** argv) {
   GroupScope scope(init_process_group());
   OrderedCollectives collectives(scope.group(), shared_bytes);
   if (scope.group()->getRank() == 0) {
-    print(describe_set_up(argc, argv));
+    print_set_up();
     fmt::print("{:>10}{:>26}{:>26}{:>22}\n", "bytes", "group us", "ordered us",
                "ratio");
   }
-  for (const int64_t bytes : sizes) {
+  for (int64_t bytes = 1 << 10; bytes <= 1 << 26; bytes *= 4) {
     measure(scope.group(), collectives, bytes, rounds);
   }
   return 0;

@@ -1,7 +1,7 @@
 // What it costs to move gradients into a flat bucket buffer and out of it:
 // brigade's Packer beside the ways that ATen offers, in turns.
 //
-//   pack_cost [--rounds 15]
+//   pack_cost
 //
 // A row per workload (slots x float32 elements) and way: medians and quartiles
 // in microseconds, and GB/s of gradients (memory moves twice that and more).
@@ -14,7 +14,6 @@
 #include <fmt/format.h>
 #include <torch/cuda.h>
 
-#include <CLI/CLI.hpp>
 #include <cstdint>
 #include <memory>
 #include <string>
@@ -27,6 +26,7 @@ namespace brigade::benchmarks {
 namespace {
 
 constexpr double kScale = 1.0 / 3;
+constexpr int kRounds = 15;
 
 // Gradients, each with memory of its own, and their bucket.
 struct Workload {
@@ -103,14 +103,14 @@ double time_call(const Way& way, Workload& load, int64_t bytes) {
   return start.elapsedTime(end) * 1e3 / calls;
 }
 
-void measure(at::Device device, int64_t num_slots, int64_t numel, int rounds) {
+void measure(at::Device device, int64_t num_slots, int64_t numel) {
   const int64_t bytes = num_slots * numel * static_cast<int64_t>(sizeof(float));
   std::vector<Workload> loads;
   std::vector<Samples> times(std::size(kWays));
   for (const Way& way : kWays) {
     loads.emplace_back(num_slots, numel, device, way.wire_dtype);
   }
-  for (int round = -1; round < rounds; ++round) {
+  for (int round = -1; round < kRounds; ++round) {
     for (size_t i = 0; i < loads.size(); ++i) {
       const double time = time_call(kWays[i], loads[i], bytes);
       if (round >= 0) times[i].push_back(time);
@@ -123,27 +123,22 @@ void measure(at::Device device, int64_t num_slots, int64_t numel, int rounds) {
   }
 }
 
-int run(int argc, char** argv) {
-  int rounds = 15;
-  CLI::App app("What it costs to move gradients into a bucket and out of it.");
-  app.add_option("--rounds", rounds)->check(CLI::Range(2, 100000));
-  CLI11_PARSE(app, argc, argv);
+void run() {
   at::set_num_threads(1);
   const c10::InferenceMode no_autograd;
-  print(describe_set_up(argc, argv));
+  print_set_up();
   fmt::print("{:<24}{:>28}{:>8}\n", "way", "us", "GB/s");
   std::vector<at::Device> devices = {at::kCPU};
   if (torch::cuda::is_available()) devices.emplace_back(at::kCUDA, 0);
   for (const at::Device device : devices) {
-    measure(device, 1000, 4, rounds);
-    measure(device, 1000, 1024, rounds);
-    measure(device, 64, 1 << 18, rounds);
-    measure(device, 16, 1 << 21, rounds);
+    measure(device, 1000, 4);
+    measure(device, 1000, 1024);
+    measure(device, 64, 1 << 18);
+    measure(device, 16, 1 << 21);
   }
-  return 0;
 }
 
 }  // namespace
 }  // namespace brigade::benchmarks
 
-int main(int argc, char** argv) { return brigade::benchmarks::run(argc, argv); }
+int main() { brigade::benchmarks::run(); }

@@ -6,18 +6,15 @@ Each class trains with four bucket caps, and the same model alone shows what
 communication adds. All take turns in one order per round, drawn at random; a
 step is forward and backward, timed on rank 0 between barriers. Printed are
 medians with quartiles, and the medians of paired ratios: brigade with its default
-cap, and with its fastest, over the fastest of torch's, and what `reproducible` costs
-with the default cap.  Tiny models follow, whose
-steps are nearly all latency, in each mode.
+cap, and with its fastest, over the fastest of torch's, and `reproducible` over the
+default. Tiny models follow, whose steps are nearly all latency, in each mode.
 """
 
 from __future__ import annotations
 
 import argparse
-import math
-import os
 import statistics
-import time
+from collections.abc import Callable
 from functools import partial
 
 import torch
@@ -26,7 +23,7 @@ from torch import nn
 
 import brigade
 
-from turns import CLASSES, DDP_MODES, over, paired, quartiles, take_turns
+from turns import CLASSES, DDP_MODES, over, paired, quartiles, start, time_steps
 
 CAPS_MIB = (1, 4, 25, 100)
 DEFAULT_CAP_MIB = 25
@@ -80,45 +77,30 @@ def make_transformer() -> tuple[nn.Module, torch.Tensor]:
 MODELS = {"MLP": make_mlp, "ResNet-18": make_resnet18, "transformer": make_transformer}
 
 
-def make_tiny_mlp() -> tuple[nn.Module, torch.Tensor]:
-    layers = [layer for _ in range(4) for layer in (nn.Linear(64, 64), nn.ReLU())]
-    return nn.Sequential(*layers), torch.randn(32, 64)
-
-
-def make_tiny_normed() -> tuple[nn.Module, torch.Tensor]:
-    layers = [layer for _ in range(4) for layer in (nn.Linear(64, 64), nn.BatchNorm1d(64))]
+def make_tiny(after_linear: Callable[[], nn.Module]) -> tuple[nn.Module, torch.Tensor]:
+    layers = [layer for _ in range(4) for layer in (nn.Linear(64, 64), after_linear())]
     return nn.Sequential(*layers), torch.randn(32, 64)
 
 
 # Of one small bucket, so that a step is nearly all latency.
-TINY_MODELS = {"MLP": make_tiny_mlp, "with batch norm": make_tiny_normed}
+TINY_MODELS = {
+    "MLP": partial(make_tiny, nn.ReLU),
+    "with batch norm": partial(make_tiny, partial(nn.BatchNorm1d, 64)),
+}
 
 
-def step_seconds(model: nn.Module, x: torch.Tensor) -> float:
-    model.zero_grad()
-    dist.barrier()
-    begin = time.perf_counter()
-    model(x).square().mean().backward()
-    return time.perf_counter() - begin
-
-
-def timed(contenders: dict, x: torch.Tensor) -> dict:
-    return {key: partial(step_seconds, model, x) for key, model in contenders.items()}
-
-
-def paired_ratio(ours: list[float], theirs: list[float]) -> float:
+def median_ratio(ours: list[float], theirs: list[float]) -> float:
     return statistics.median(paired(ours, theirs))
 
 
 def measure_tiny(name: str, rounds: int) -> None:
-    """Prints what brigade takes more than torch, of steps of about a millisecond."""
+    """Prints the difference of brigade and torch in steps of about a millisecond."""
     contenders = {
         (kind, mode): wrapper(TINY_MODELS[name]()[0], **options)
         for mode, options in DDP_MODES.items()
         for kind, wrapper in CLASSES.items()
     }
-    x = TINY_MODELS[name]()[1]
-    seconds = take_turns(timed(contenders, x), rounds)
+    seconds = time_steps(contenders, TINY_MODELS[name]()[1], rounds)
     if dist.get_rank() != 0:
         return
     print(f"\ntiny, {name}: us per step, {rounds} rounds; brigade less torch, paired")
@@ -127,48 +109,46 @@ def measure_tiny(name: str, rounds: int) -> None:
         print(
             f"{mode:14}torch {1e6 * statistics.median(theirs):7.0f}   brigade "
             f"{1e6 * statistics.median(ours):7.0f}   difference "
-            f"{quartiles(over(ours, theirs), 1e-6, 0)}   ratio {paired_ratio(ours, theirs):.3f}"
+            f"{quartiles(over(ours, theirs), 1e-6, 0)}   ratio {median_ratio(ours, theirs):.3f}"
         )
 
 
 def measure(name: str, rounds: int) -> dict[str, float]:
-    """The ratios of one model, by what of brigade is compared."""
+    """Prints one model's times. Returns its ratios."""
     torch.manual_seed(dist.get_rank())
-    contenders: dict[tuple[str, int], nn.Module] = {}
     module, x = MODELS[name]()
-    contenders["alone", 0] = module
+    contenders: dict[tuple[str, int], nn.Module] = {("alone", 0): module}
     for cap in CAPS_MIB:
         for kind, wrapper in CLASSES.items():
             contenders[kind, cap] = wrapper(MODELS[name]()[0], bucket_cap_mb=cap)
     contenders["reproducible", DEFAULT_CAP_MIB] = brigade.DistributedDataParallel(
         MODELS[name]()[0], bucket_cap_mb=DEFAULT_CAP_MIB, reproducible=True
     )
-    seconds = take_turns(timed(contenders, x), rounds)
-    fastest = {
-        kind: min(CAPS_MIB, key=lambda cap: statistics.median(seconds[kind, cap]))
+    seconds = time_steps(contenders, x, rounds)
+    best = {
+        kind: min(
+            (times for key, times in seconds.items() if key[0] == kind), key=statistics.median
+        )
         for kind in CLASSES
     }
+    default = seconds["brigade", DEFAULT_CAP_MIB]
     ratios = {
-        what: paired_ratio(seconds["brigade", cap], seconds["torch", fastest["torch"]])
-        for what, cap in (("default", DEFAULT_CAP_MIB), ("fastest", fastest["brigade"]))
+        "default": median_ratio(default, best["torch"]),
+        "fastest": median_ratio(best["brigade"], best["torch"]),
+        "reproducible": median_ratio(seconds["reproducible", DEFAULT_CAP_MIB], default),
     }
-    ratios["reproducible"] = paired_ratio(
-        seconds["reproducible", DEFAULT_CAP_MIB], seconds["brigade", DEFAULT_CAP_MIB]
-    )
     if dist.get_rank() == 0:
         size = sum(p.nbytes for p in module.parameters()) / 1e6
         count = sum(1 for _ in module.parameters())
         print(f"\n{name}: {count} parameters, {size:.0f} MB; ms per step, {rounds} rounds")
-        print(f"{'alone':12}{quartiles(seconds['alone', 0], 1e-3)}")
-        for cap in CAPS_MIB:
-            cells = "   ".join(f"{kind} {quartiles(seconds[kind, cap], 1e-3)}" for kind in CLASSES)
-            print(f"{f'{cap} MiB':12}{cells}")
-        print(f"brigade over torch's fastest ({fastest['torch']} MiB): ", end="")
-        print(f"default {ratios['default']:.3f}, ", end="")
-        print(f"fastest ({fastest['brigade']} MiB) {ratios['fastest']:.3f}")
-        ordered = seconds["reproducible", DEFAULT_CAP_MIB]
-        print(f"{'reproducible':12}{quartiles(ordered, 1e-3)}   ratio {ratios['reproducible']:.3f}")
+        for (kind, cap), times in seconds.items():
+            print(f"{kind:14}{cap:4} MiB {quartiles(times, 1e-3)}")
+        print(f"ratios: {shown(ratios)}")
     return ratios
+
+
+def shown(ratios: dict[str, float]) -> str:
+    return ", ".join(f"{name} {ratio:.3f}" for name, ratio in ratios.items())
 
 
 def main() -> None:
@@ -178,20 +158,13 @@ def main() -> None:
     parser.add_argument("--tiny-rounds", type=int, default=300)
     parser.add_argument("--tiny", nargs="*", default=list(TINY_MODELS), choices=TINY_MODELS)
     arguments = parser.parse_args()
-    torch.set_num_threads(1)
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    dist.init_process_group("gloo")
-    if dist.get_rank() == 0:
-        ranks, cores = dist.get_world_size(), os.cpu_count()
-        print(f"torch {torch.__version__}, {ranks} ranks on {cores} cores, ", end="")
-        print(f"load {os.getloadavg()[0]:.1f}")
+    is_first = start()
     found = [measure(name, arguments.rounds) for name in arguments.models]
     for name in arguments.tiny:
         measure_tiny(name, arguments.tiny_rounds)
-    if dist.get_rank() == 0 and found:
-        for what in ("default", "fastest", "reproducible"):
-            mean = math.exp(statistics.fmean(math.log(ratios[what]) for ratios in found))
-            print(f"geometric mean, {what}: {mean:.3f}")
+    if is_first and found:
+        means = {what: statistics.geometric_mean(r[what] for r in found) for what in found[0]}
+        print(f"geometric means: {shown(means)}")
     dist.destroy_process_group()
 
 

@@ -1,12 +1,17 @@
-"""Contenders that take turns, and how their times are shown."""
+"""Shared by the benchmarks: the start, contenders that take turns, and how times are shown."""
 
 from __future__ import annotations
 
+import os
 import random
 import statistics
+import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import TypeVar
+from functools import partial
+from typing import Any, TypeVar
 
+import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 
@@ -28,6 +33,29 @@ Key = TypeVar("Key")
 Value = TypeVar("Value")
 
 
+def start(backend: str = "gloo", **group: Any) -> bool:
+    """Joins the ranks of torchrun, or makes a world of 1. Returns whether this is rank 0."""
+    torch.set_num_threads(1)
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    if "RANK" not in os.environ and not group:
+        group = {"store": dist.HashStore(), "rank": 0, "world_size": 1}
+    dist.init_process_group(backend, **group)
+    is_first = dist.get_rank() == 0
+    if is_first:
+        print(
+            f"torch {torch.__version__}, ranks {dist.get_world_size()}, {os.cpu_count()} cores, "
+            f"load {os.getloadavg()[0]:.1f}"
+        )
+    return is_first
+
+
+def shard(model: nn.Module, fully_shard: Callable, **arguments: object) -> nn.Module:
+    """Makes each of `model.blocks` a unit, and the rest another."""
+    for block in model.blocks:
+        fully_shard(block, **arguments)
+    return fully_shard(model, **arguments)
+
+
 def take_turns(
     steps: Mapping[Key, Callable[[], Value]], rounds: int, warm_up: int = 4
 ) -> dict[Key, list[Value]]:
@@ -42,6 +70,23 @@ def take_turns(
             if index >= 0:
                 taken[key].append(value)
     return taken
+
+
+def step_seconds(model: nn.Module, x: torch.Tensor) -> float:
+    """Seconds of a forward and a backward, after a barrier."""
+    model.zero_grad()
+    dist.barrier()
+    begin = time.perf_counter()
+    model(x).square().mean().backward()
+    return time.perf_counter() - begin
+
+
+def time_steps(
+    models: Mapping[Key, nn.Module], x: torch.Tensor, rounds: int
+) -> dict[Key, list[float]]:
+    return take_turns(
+        {key: partial(step_seconds, model, x) for key, model in models.items()}, rounds
+    )
 
 
 def quartiles(values: Sequence[float], unit: float = 1, digits: int = 1) -> str:

@@ -13,23 +13,15 @@ optimizer's step (SGD) with zero_grad().
 from __future__ import annotations
 
 import argparse
-import os
 import time
 from functools import partial
 
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.fsdp import fully_shard as torch_fully_shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-import brigade
-
-from fsdp_against_torch import shard
-from turns import over, quartiles, take_turns
-
-WORLD_SIZE = 2
-PASSES = ("forward and backward", "optimizer")
+from turns import SHARDS, over, quartiles, shard, start, take_turns
 
 
 class SmallUnit(nn.Module):
@@ -57,45 +49,14 @@ class SmallUnits(nn.Module):
         return x * self.gain
 
 
-class Contender:
-    def __init__(self, model: nn.Module) -> None:
-        self.model = model
-        self.optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
-
-    def step(self, x: torch.Tensor) -> list[float]:
-        """Seconds of processor time, by pass."""
-        begin = time.process_time()
-        self.model(x).sum().backward()
-        middle = time.process_time()
-        self.optimizer.step()
-        self.optimizer.zero_grad()
-        return [middle - begin, time.process_time() - middle]
-
-
-def make_contenders(num_units: int) -> dict[str, Contender]:
-    models = {
-        "alone": SmallUnits(num_units),
-        "brigade": shard(SmallUnits(num_units), brigade.fully_shard),
-        "torch": shard(SmallUnits(num_units), torch_fully_shard),
-    }
-    return {name: Contender(model) for name, model in models.items()}
-
-
-def measure(num_units: int, rounds: int) -> dict[str, list[list[float]]]:
-    """Seconds by contender, round and pass."""
-    x = torch.rand(4, 16)
-    contenders = make_contenders(num_units)
-    return take_turns({name: partial(c.step, x) for name, c in contenders.items()}, rounds, 10)
-
-
-def show(seconds: dict[str, list[list[float]]], num_units: int) -> None:
-    alone = seconds.pop("alone")
-    for index, of_pass in enumerate(PASSES):
-        plain = [taken[index] for taken in alone]
-        print(f"\n{of_pass}\n{'alone':10}{quartiles(plain, num_units * 1e-6)}")
-        for name, rounds in seconds.items():
-            extra = over([taken[index] for taken in rounds], plain)
-            print(f"{name:10}{quartiles(extra, num_units * 1e-6)}")
+def step(model: nn.Module, optimizer: torch.optim.Optimizer, x: torch.Tensor) -> list[float]:
+    """Seconds of processor time: of forward and backward, and of the optimizer."""
+    begin = time.process_time()
+    model(x).sum().backward()
+    middle = time.process_time()
+    optimizer.step()
+    optimizer.zero_grad()
+    return [middle - begin, time.process_time() - middle]
 
 
 def main() -> None:
@@ -103,13 +64,24 @@ def main() -> None:
     parser.add_argument("--units", type=int, default=50)
     parser.add_argument("--rounds", type=int, default=100)
     arguments = parser.parse_args()
-    torch.set_num_threads(1)
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=WORLD_SIZE)
-    print(
-        f"torch {torch.__version__}, load {os.getloadavg()[0]:.1f} on {os.cpu_count()} cores; "
-        f"{arguments.units} units of 8 parameters, {arguments.rounds} rounds; us per unit"
-    )
-    show(measure(arguments.units, arguments.rounds), arguments.units)
+    start("fake", store=FakeStore(), rank=0, world_size=2)
+    models = {"alone": SmallUnits(arguments.units)}
+    for name, fully_shard in SHARDS.items():
+        models[name] = shard(SmallUnits(arguments.units), fully_shard)
+    x = torch.rand(4, 16)
+    steps = {
+        name: partial(step, model, torch.optim.SGD(model.parameters(), lr=0.0), x)
+        for name, model in models.items()
+    }
+    seconds = take_turns(steps, arguments.rounds, warm_up=10)
+    unit = arguments.units * 1e-6
+    print(f"{arguments.units} units of 8 parameters, {arguments.rounds} rounds; us per unit")
+    for index, label in enumerate(("forward and backward", "optimizer")):
+        print(f"\n{label}")
+        taken = {name: [times[index] for times in rounds] for name, rounds in seconds.items()}
+        print(f"{'alone':10}{quartiles(taken['alone'], unit)}")
+        for name in SHARDS:
+            print(f"{name:10}{quartiles(over(taken[name], taken['alone']), unit)}")
     dist.destroy_process_group()
 
 

@@ -19,10 +19,7 @@ CheckpointLayout layout_of(const std::string& path) {
 OptimizerState state_on_all_ranks(const CheckpointModel& model,
                                   const torch::optim::Optimizer& optimizer) {
   OptimizerState state;
-  on_all_ranks(model.group, [&] {
-    state = state_of(optimizer);
-    return std::string();
-  });
+  on_all_ranks(model.group, [&] { state = state_of(optimizer); });
   return state;
 }
 

@@ -33,48 +33,42 @@ constexpr char kLoadAlone[] =
 
 // ---- LibTorch's optimizers.
 
+// Calls use("field", object.field()) if the type has the field, `is_kept`.
+#define BRIGADE_VISIT(object, field, is_kept)   \
+  if constexpr (requires { object.field(); }) { \
+    if (is_kept) use(#field, object.field());   \
+  }
+
 // Calls use(name, value) for each option.
 template <typename Options, typename Use>
 void visit_options(Options& options, const Use& use) {
-#define BRIGADE_VISIT(option) \
-  if constexpr (requires { options.option(); }) use(#option, options.option())
-  BRIGADE_VISIT(lr);
-  BRIGADE_VISIT(betas);
-  BRIGADE_VISIT(alpha);
-  BRIGADE_VISIT(eps);
-  BRIGADE_VISIT(weight_decay);
-  BRIGADE_VISIT(amsgrad);
-  BRIGADE_VISIT(momentum);
-  BRIGADE_VISIT(dampening);
-  BRIGADE_VISIT(nesterov);
-  BRIGADE_VISIT(centered);
-  BRIGADE_VISIT(lr_decay);
-  BRIGADE_VISIT(initial_accumulator_value);
-#undef BRIGADE_VISIT
+  BRIGADE_VISIT(options, lr, true)
+  BRIGADE_VISIT(options, betas, true)
+  BRIGADE_VISIT(options, alpha, true)
+  BRIGADE_VISIT(options, eps, true)
+  BRIGADE_VISIT(options, weight_decay, true)
+  BRIGADE_VISIT(options, amsgrad, true)
+  BRIGADE_VISIT(options, momentum, true)
+  BRIGADE_VISIT(options, dampening, true)
+  BRIGADE_VISIT(options, nesterov, true)
+  BRIGADE_VISIT(options, centered, true)
+  BRIGADE_VISIT(options, lr_decay, true)
+  BRIGADE_VISIT(options, initial_accumulator_value, true)
 }
 
 // Calls use(name, value) for each value that is kept under these options.
 template <typename State, typename Options, typename Use>
 void visit_state(State& state, const Options& options, const Use& use) {
-  if constexpr (requires { state.step(); }) use(kStep, state.step());
-  if constexpr (requires { state.sum(); }) use("sum", state.sum());
-  if constexpr (requires { state.square_avg(); }) {
-    use("square_avg", state.square_avg());
-  }
-  if constexpr (requires { state.exp_avg(); }) {
-    use("exp_avg", state.exp_avg());
-    use("exp_avg_sq", state.exp_avg_sq());
-    if (options.amsgrad()) use("max_exp_avg_sq", state.max_exp_avg_sq());
-  }
-  if constexpr (requires { state.momentum_buffer(); }) {
-    if (options.momentum() != 0) {
-      use("momentum_buffer", state.momentum_buffer());
-    }
-  }
-  if constexpr (requires { state.grad_avg(); }) {
-    if (options.centered()) use("grad_avg", state.grad_avg());
-  }
+  BRIGADE_VISIT(state, step, true)
+  BRIGADE_VISIT(state, sum, true)
+  BRIGADE_VISIT(state, square_avg, true)
+  BRIGADE_VISIT(state, exp_avg, true)
+  BRIGADE_VISIT(state, exp_avg_sq, true)
+  BRIGADE_VISIT(state, max_exp_avg_sq, options.amsgrad())
+  BRIGADE_VISIT(state, momentum_buffer, options.momentum() != 0)
+  BRIGADE_VISIT(state, grad_avg, options.centered())
 }
+#undef BRIGADE_VISIT
 
 // Calls use<State, Options>(name of the type).
 template <typename Use>
@@ -153,19 +147,20 @@ std::vector<std::string> take_options(const std::string& type,
                                       const Json& saved, std::string& options) {
   std::vector<std::string> differences;
   Json own = Json::parse(options);
-  for (const auto& [key, value] : saved.items()) {
-    TORCH_CHECK_VALUE(own.contains(key) || is_off(value), "the checkpoint's ",
-                      type, " has the option ", key, " = ", value.dump(),
+  Json all = own;
+  all.update(saved);
+  for (const auto& [key, any] : all.items()) {
+    const Json before = own.value(key, Json());
+    const Json after = saved.value(key, Json());
+    if (before == after || (is_off(before) && is_off(after))) continue;
+    TORCH_CHECK_VALUE(own.contains(key), "the checkpoint's ", type,
+                      " has the option ", key, " = ", after.dump(),
                       ", which this ", type, " lacks", kLoadAlone);
-    if (!own.contains(key) || own.at(key) == value) continue;
-    differences.push_back(
-        absl::StrCat(key, " = ", own.at(key).dump(), " became ", value.dump()));
-    own[key] = value;
-  }
-  for (const auto& [key, value] : own.items()) {
-    if (saved.contains(key) || is_off(value)) continue;
-    differences.push_back(absl::StrCat(key, " = ", value.dump(),
-                                       " stays, and the checkpoint lacks it"));
+    differences.push_back(absl::StrCat(
+        key, " = ", before.dump(),
+        saved.contains(key) ? absl::StrCat(" became ", after.dump())
+                            : " stays, and the checkpoint lacks it"));
+    if (saved.contains(key)) own[key] = after;
   }
   options = own.dump();
   return differences;
@@ -253,16 +248,15 @@ OptimizerState state_of(const optim::Optimizer& optimizer) {
         OptimizerState::Parameter& stepped = state.parameters.emplace_back();
         stepped.parameter = parameter;
         stepped.group = state.options.size();
-        visit_state(none, options, [&](const char* name, const auto&) {
-          stepped.fields.push_back(name);
-        });
-        const auto kept =
+        const auto found =
             optimizer.state().find(parameter.unsafeGetTensorImpl());
-        if (kept == optimizer.state().end()) continue;
-        visit_state(static_cast<const State&>(*kept->second), options,
-                    [&](const char* name, const auto& value) {
-                      stepped.values[name] = to_tensor(value);
-                    });
+        const bool has_state = found != optimizer.state().end();
+        const State& kept =
+            has_state ? static_cast<const State&>(*found->second) : none;
+        visit_state(kept, options, [&](const char* name, const auto& value) {
+          stepped.fields.push_back(name);
+          if (has_state) stepped.values[name] = to_tensor(value);
+        });
       }
       Json json;
       visit_options(options, [&](const char* name, const auto& value) {
@@ -307,10 +301,8 @@ void save_with_state(const std::string& path, CheckpointLayout layout,
     metadata[kTypeKey] = state->type;
     metadata[kOptionsKey] =
         absl::StrCat("[", absl::StrJoin(state->options, ","), "]");
-    on_all_ranks(model.group, [&] {
-      tensors = with_state(model.tensors, *state);
-      return std::string();
-    });
+    on_all_ranks(model.group,
+                 [&] { tensors = with_state(model.tensors, *state); });
   }
   save_tensors(model.group, tensors, path, layout, std::move(metadata));
 }

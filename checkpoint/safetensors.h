@@ -63,8 +63,8 @@ std::optional<c10::ScalarType> safetensors_dtype(std::string_view name);
 // Thread safety: none. Several writers of one path do not disturb each other.
 class SafetensorsWriter {
  public:
-  // The data lies in the order of `entries`. List entries with longer elements
-  // first to align every tensor to its elements.
+  // The data lies in the order of `entries`: tensors of longer elements first
+  // are aligned.
   SafetensorsWriter(std::string path,
                     const std::vector<SafetensorsEntry>& entries,
                     const SafetensorsMetadata& metadata = {});

@@ -9,6 +9,7 @@
 #include <ATen/ops/zeros.h>
 
 #include <algorithm>
+#include <cstring>
 #include <exception>
 #include <filesystem>
 #include <map>
@@ -20,10 +21,12 @@
 #include <system_error>
 #include <utility>
 
+#include "absl/status/status.h"
 #include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_join.h"
 #include "brigade/checkpoint/safetensors.h"
+#include "brigade/comm/agreement.h"
 #include "brigade/comm/errors/error_texts.h"
 #include "brigade/comm/errors/peer_error.h"
 #include "brigade/comm/group/group_collectives.h"
@@ -89,19 +92,20 @@ std::vector<int64_t> c_strides(const std::vector<int64_t>& shape) {
   return {strides.begin(), strides.end()};
 }
 
+std::vector<Chunk> one_chunk(int64_t file, int64_t begin, int64_t numel) {
+  if (numel == 0) return {};
+  return {{file, begin, numel}};
+}
+
 // As the tensor is stored, with the elements that this rank holds.
 StoredTensor stored_form(const CheckpointTensor& tensor, int64_t rank) {
-  StoredTensor stored = {
-      .name = tensor.name,
-      .dtype = safetensors_dtype_name(tensor.held.scalar_type()),
-      .shape = tensor.shape,
-      .strides =
-          tensor.strides.empty() ? c_strides(tensor.shape) : tensor.strides,
-      .ranks = tensor.ranks,
-      .chunks = {}};
-  const int64_t numel = tensor.held.numel();
-  if (numel > 0) stored.chunks.push_back({rank, tensor.begin, numel});
-  return stored;
+  return {.name = tensor.name,
+          .dtype = safetensors_dtype_name(tensor.held.scalar_type()),
+          .shape = tensor.shape,
+          .strides =
+              tensor.strides.empty() ? c_strides(tensor.shape) : tensor.strides,
+          .ranks = tensor.ranks,
+          .chunks = one_chunk(rank, tensor.begin, tensor.held.numel())};
 }
 
 // Throws unless the chunks cover the tensor.
@@ -122,18 +126,12 @@ void check_chunks(const StoredTensor& tensor) {
 // files keep them aligned. Throws if the ranks' tables contradict each other.
 std::vector<StoredTensor> merge(
     const std::vector<std::vector<StoredTensor>>& tables) {
-  struct Merged {
-    StoredTensor tensor;
-    std::vector<int> found;  // ranks
-  };
-  std::map<std::string, Merged> by_name;
+  std::map<std::string, std::pair<StoredTensor, std::vector<int>>> by_name;
   for (size_t rank = 0; rank < tables.size(); ++rank) {
     for (const StoredTensor& own : tables[rank]) {
-      const auto [place, is_new] =
-          by_name.try_emplace(own.name, Merged{own, {}});
-      auto& [first, found] = place->second;
+      auto& [first, found] = by_name[own.name];  // found: ranks
+      if (found.empty()) first = own;
       found.push_back(static_cast<int>(rank));
-      if (is_new) continue;
       TORCH_CHECK_VALUE(own.ranks == first.ranks,
                         "expected each tensor on one mesh, found '", own.name,
                         "' on two, which hold different values.\nGive "
@@ -199,53 +197,21 @@ const CheckpointTensor* find(const std::vector<CheckpointTensor>& tensors,
 
 constexpr char kDoing[] = "could not save or load a checkpoint with its peers";
 
-std::vector<at::Tensor> all_gather(const Group& group, const at::Tensor& own) {
-  std::vector<at::Tensor> inputs = {own};
-  std::vector<std::vector<at::Tensor>> outputs(1);
-  for (int rank = 0; rank < group->getSize(); ++rank) {
-    outputs.front().push_back(at::empty_like(own));
-  }
-  try {
-    group->allgather(outputs, inputs)->wait();
-  } catch (...) {
-    throw_peer_error(absl::StrCat("rank ", group->getRank(), " of ",
-                                  group->getSize(), " ", kDoing),
-                     std::current_exception());
-  }
-  return outputs.front();
-}
-
-std::vector<std::string> gather_texts(const Group& group,
-                                      const std::string& own) {
-  if (group->getSize() == 1) return {own};
-  const std::vector<int64_t> lengths =
+// The ranks' tables of the tensors that each holds.
+std::vector<std::vector<StoredTensor>> gather_tables(const Group& group,
+                                                     const std::string& own) {
+  std::vector<int64_t> lengths =
       numbers_of_ranks(group, {static_cast<int64_t>(own.size())}, kDoing);
-  const at::Tensor bytes = at::zeros({std::ranges::max(lengths)}, at::kByte);
-  std::ranges::copy(std::as_bytes(std::span(own)),
-                    writable_bytes_of(bytes).begin());
-  std::vector<std::string> texts;
-  for (const at::Tensor& gathered :
-       all_gather(group, bytes.to(control_device(*group)))) {
-    const at::Tensor text = gathered.cpu();
-    texts.emplace_back(static_cast<const char*>(text.const_data_ptr()),
-                       lengths[texts.size()]);
+  std::vector<int64_t> words(std::ranges::max(lengths) / sizeof(int64_t) + 1);
+  std::memcpy(words.data(), own.data(), own.size());
+  const std::vector<int64_t> all = numbers_of_ranks(group, words, kDoing);
+  std::vector<std::vector<StoredTensor>> tables;
+  for (size_t rank = 0; rank < lengths.size(); ++rank) {
+    const auto* const text =
+        reinterpret_cast<const char*>(all.data() + rank * words.size());
+    tables.push_back(Json::parse(text, text + lengths[rank]));
   }
-  return texts;
-}
-
-// on_all_ranks() of a step without a result.
-void do_on_all_ranks(const Group& group, const std::function<void()>& step) {
-  on_all_ranks(group, [&] {
-    step();
-    return std::string();
-  });
-}
-
-void require_equal(const std::vector<std::string>& by_rank, const char* what) {
-  TORCH_CHECK_VALUE(std::ranges::count(by_rank, by_rank[0]) ==
-                        static_cast<std::ptrdiff_t>(by_rank.size()),
-                    "expected the same ", what,
-                    " on all ranks: ", describe_by_value(by_rank));
+  return tables;
 }
 
 // ---- Saving.
@@ -264,11 +230,22 @@ at::Tensor gather_elements(const Group& group, const StoredTensor& tensor,
       {most},
       at::TensorOptions(tensor.scalar_type()).device(control_device(*group)));
   if (own != nullptr) sent.narrow(0, 0, own->held.numel()).copy_(flat(*own));
-  const std::vector<at::Tensor> received = all_gather(group, sent);
+  std::vector<at::Tensor> inputs = {sent};
+  std::vector<std::vector<at::Tensor>> received(1);  // by rank
+  for (int rank = 0; rank < group->getSize(); ++rank) {
+    received[0].push_back(at::empty_like(sent));
+  }
+  try {
+    group->allgather(received, inputs)->wait();
+  } catch (...) {
+    throw_peer_error(absl::StrCat("rank ", group->getRank(), " of ",
+                                  group->getSize(), " ", kDoing),
+                     std::current_exception());
+  }
   if (group->getRank() != 0) return {};
   std::vector<at::Tensor> pieces;
   for (const Chunk& chunk : tensor.chunks) {
-    pieces.push_back(received[chunk.file].narrow(0, 0, chunk.numel));
+    pieces.push_back(received[0][chunk.file].narrow(0, 0, chunk.numel));
   }
   return at::cat(pieces);
 }
@@ -277,7 +254,7 @@ void save_file(const Group& group, const std::vector<CheckpointTensor>& tensors,
                const StoredTensors& stored, const std::string& path,
                const CheckpointMetadata& metadata) {
   std::optional<SafetensorsWriter> writer;
-  do_on_all_ranks(group, [&] {
+  on_all_ranks(group, [&] {
     if (group->getRank() != 0) return;
     std::vector<SafetensorsEntry> entries;
     for (const StoredTensor& tensor : stored.tensors) {
@@ -299,7 +276,7 @@ void save_file(const Group& group, const std::vector<CheckpointTensor>& tensors,
       failure = std::current_exception();
     }
   }
-  do_on_all_ranks(group, [&] {
+  on_all_ranks(group, [&] {
     if (failure) std::rethrow_exception(failure);
     if (writer) writer->finish();
   });
@@ -339,7 +316,7 @@ void save_folder(const Group& group,
     }
   }
   try {
-    do_on_all_ranks(group, [&] {
+    on_all_ranks(group, [&] {
       fs::create_directories(folder);
       if (written.empty()) return;
       SafetensorsWriter writer(own_path, entries);
@@ -348,7 +325,7 @@ void save_folder(const Group& group,
       }
       writer.finish();
     });
-    do_on_all_ranks(group, [&] {  // before the index is replaced
+    on_all_ranks(group, [&] {  // before the index is replaced
       if (rank != 0) return;
       for (const int64_t file : files) {
         TORCH_CHECK_VALUE(fs::exists(stored.shard_path(folder, file)),
@@ -362,7 +339,7 @@ void save_folder(const Group& group,
     if (!written.empty()) fs::remove(own_path, ignored);
     throw;
   }
-  do_on_all_ranks(group, [&] {
+  on_all_ranks(group, [&] {
     if (rank != 0) return;
     metadata[kIndexKey] = Json(stored).dump();
     SafetensorsWriter(fs::path(folder) / "index.safetensors", {}, metadata)
@@ -381,21 +358,18 @@ class StoredFiles {
     auto first = std::make_unique<SafetensorsReader>(
         is_folder ? (fs::path(path) / "index.safetensors").string() : path);
     metadata_ = first->metadata();
-    fingerprint_ =
-        absl::StrCat("a checkpoint of checksum ", first->header_checksum());
+    checksum_ = first->header_checksum();
     if (is_folder) {
       read_index(first->path());
     } else {
       for (const auto& [name, entry] : first->entries()) {
-        StoredTensor tensor = {.name = name,
-                               .dtype = safetensors_dtype_name(entry.dtype),
-                               .shape = entry.shape,
-                               .strides = c_strides(entry.shape),
-                               .ranks = {},
-                               .chunks = {}};
-        const int64_t numel = c10::multiply_integers(entry.shape);
-        if (numel > 0) tensor.chunks.push_back({0, 0, numel});
-        stored_.tensors.push_back(std::move(tensor));
+        stored_.tensors.push_back(
+            {.name = name,
+             .dtype = safetensors_dtype_name(entry.dtype),
+             .shape = entry.shape,
+             .strides = c_strides(entry.shape),
+             .ranks = {},
+             .chunks = one_chunk(0, 0, c10::multiply_integers(entry.shape))});
       }
       readers_[0] = std::move(first);
     }
@@ -404,7 +378,7 @@ class StoredFiles {
     }
   }
 
-  const std::string& fingerprint() const { return fingerprint_; }
+  const std::string& checksum() const { return checksum_; }
   const CheckpointMetadata& metadata() const { return metadata_; }
 
   CheckpointContents contents() const {
@@ -436,17 +410,20 @@ class StoredFiles {
   // Fills `tensor.held`. REQUIRES: prepare() has passed.
   void read(const CheckpointTensor& tensor) {
     const StoredTensor& stored = *places_.at(tensor.name);
-    const auto [begin, end] = elements_read(tensor);
+    const bool is_ordered = has_order_of(tensor);
+    const int64_t begin = is_ordered ? tensor.begin : 0;
     at::Tensor run =
-        at::empty({end - begin}, tensor.held.options().device(at::kCPU));
+        at::empty({is_ordered ? tensor.held.numel()
+                              : c10::multiply_integers(tensor.shape)},
+                  tensor.held.options().device(at::kCPU));
     const auto element = static_cast<int64_t>(run.element_size());
-    for_each_piece(tensor, [&, begin = begin](const Chunk& chunk, int64_t first,
-                                              int64_t last) {
-      readers_[chunk.file]->read(
-          tensor.name, (first - chunk.begin) * element,
-          writable_bytes_of(run.narrow(0, first - begin, last - first)));
+    for_each_piece(tensor, [&](const Chunk& chunk, int64_t first,
+                               int64_t last) {
+      readers_.at(chunk.file)
+          ->read(tensor.name, (first - chunk.begin) * element,
+                 writable_bytes_of(run.narrow(0, first - begin, last - first)));
     });
-    if (!has_order_of(tensor)) {
+    if (!is_ordered) {
       const at::Tensor ordered = at::empty_strided(
           stored.shape, stored_form(tensor, 0).strides, run.options());
       ordered.copy_(run.as_strided(stored.shape, stored.strides));
@@ -473,29 +450,24 @@ class StoredFiles {
     return stored_form(tensor, 0).strides == places_.at(tensor.name)->strides;
   }
 
-  // Begin and end of the stored elements that contain those held: all elements
-  // if they are stored in another order.
-  std::pair<int64_t, int64_t> elements_read(
-      const CheckpointTensor& tensor) const {
-    if (has_order_of(tensor)) {
-      return {tensor.begin, tensor.begin + tensor.held.numel()};
-    }
-    return {0, c10::multiply_integers(tensor.shape)};
-  }
-
-  // `use(chunk, first, last)` of the elements that this rank reads.
+  // `use(chunk, first, last)` of the stored elements that contain those held:
+  // all elements if they are stored in another order.
   template <typename Use>
-  void for_each_piece(const CheckpointTensor& tensor, const Use& use) {
-    const auto [begin, end] = elements_read(tensor);
+  void for_each_piece(const CheckpointTensor& tensor, const Use& use) const {
+    const bool is_ordered = has_order_of(tensor);
     for (const Chunk& chunk : places_.at(tensor.name)->chunks) {
-      const int64_t first = std::max(begin, chunk.begin);
-      const int64_t last = std::min(end, chunk.begin + chunk.numel);
+      int64_t first = chunk.begin;
+      int64_t last = chunk.begin + chunk.numel;
+      if (is_ordered) {
+        first = std::max(first, tensor.begin);
+        last = std::min(last, tensor.begin + tensor.held.numel());
+      }
       if (first < last) use(chunk, first, last);
     }
   }
 
   const std::string path_;
-  std::string fingerprint_;  // another one for other contents
+  std::string checksum_;  // another one for other contents
   CheckpointMetadata metadata_;
   StoredTensors stored_;
   std::map<std::string_view, const StoredTensor*> places_;         // by name
@@ -504,25 +476,15 @@ class StoredFiles {
 
 }  // namespace
 
-std::vector<std::string> on_all_ranks(
-    const Group& group, const std::function<std::string()>& step) {
-  std::string own;
+void on_all_ranks(const Group& group, const std::function<void()>& step,
+                  const char* what, const std::vector<std::string>& equal) {
+  absl::Status status;
   try {
-    own = absl::StrCat("+", step());
+    step();
   } catch (...) {
-    own = absl::StrCat("-", message_of(std::current_exception()));
+    status = absl::InvalidArgumentError(message_of(std::current_exception()));
   }
-  std::vector<std::string> texts = gather_texts(group, own);
-  for (size_t rank = 0; rank < texts.size(); ++rank) {
-    if (texts[rank][0] == '+') continue;
-    const bool is_same_on_all = std::ranges::count(texts, texts[rank]) ==
-                                static_cast<std::ptrdiff_t>(texts.size());
-    TORCH_CHECK_VALUE(false,
-                      is_same_on_all ? "" : c10::str("rank ", rank, ": "),
-                      texts[rank].substr(1));
-  }
-  for (std::string& text : texts) text.erase(0, 1);
-  return texts;
+  require_agreement(group, what, equal, status);
 }
 
 void save_tensors(const Group& group,
@@ -530,28 +492,27 @@ void save_tensors(const Group& group,
                   const std::string& path, CheckpointLayout layout,
                   CheckpointMetadata metadata) {
   const at::NoGradGuard no_grad;
-  std::vector<std::vector<StoredTensor>> tables;
-  std::vector<std::string> metadatas;
-  std::string id;
-  for (const std::string& text : on_all_ranks(group, [&] {
-         std::random_device random;
-         std::vector<StoredTensor> table;
-         for (const CheckpointTensor& tensor : tensors) {
-           table.push_back(stored_form(tensor, group->getRank()));
-         }
-         return Json{absl::StrCat(absl::Hex(random(), absl::kZeroPad8),
-                                  absl::Hex(random(), absl::kZeroPad8)),
-                     Json(metadata).dump(), table}
-             .dump();
-       })) {
-    const Json of_rank = Json::parse(text);
-    if (id.empty()) id = of_rank[0];
-    metadatas.push_back(of_rank[1]);
-    tables.push_back(of_rank[2]);
-  }
-  require_equal(metadatas, "metadata");
+  std::string own;
+  std::vector<std::string> texts;
+  const auto describe = [&] {
+    Json table = Json::array();
+    for (const CheckpointTensor& tensor : tensors) {
+      table.push_back(stored_form(tensor, group->getRank()));
+    }
+    own = table.dump();
+    for (const auto& [key, value] : metadata) {
+      texts.push_back(absl::StrCat(key, " = ", value));
+    }
+  };
+  on_all_ranks(group, describe, "metadata text", texts);
+  std::random_device random;
+  const int64_t id = numbers_of_ranks(
+      group, {static_cast<int64_t>(uint64_t{random()} << 32 | random())},
+      kDoing)[0];  // of rank 0
   const StoredTensors stored = {
-      .id = id, .world_size = group->getSize(), .tensors = merge(tables)};
+      .id = absl::StrCat(absl::Hex(id, absl::kZeroPad16)),
+      .world_size = group->getSize(),
+      .tensors = merge(gather_tables(group, own))};
   if (layout == CheckpointLayout::kFolder) {
     save_folder(group, tensors, stored, path, std::move(metadata));
   } else {
@@ -566,17 +527,15 @@ CheckpointMetadata load_tensors(
   const at::NoGradGuard no_grad;
   std::optional<StoredFiles> files;
   std::vector<CheckpointTensor> tensors;
-  require_equal(on_all_ranks(group,
-                             [&] {
-                               files.emplace(path);
-                               tensors = choose(files->contents());
-                               for (const CheckpointTensor& tensor : tensors) {
-                                 files->prepare(tensor);
-                               }
-                               return files->fingerprint();
-                             }),
-                "checkpoint");
-  do_on_all_ranks(group, [&] {
+  std::vector<std::string> checksum;
+  const auto open = [&] {
+    files.emplace(path);
+    tensors = choose(files->contents());
+    for (const CheckpointTensor& tensor : tensors) files->prepare(tensor);
+    checksum = {"a checkpoint of checksum " + files->checksum()};
+  };
+  on_all_ranks(group, open, "checkpoint", checksum);
+  on_all_ranks(group, [&] {
     try {
       for (const CheckpointTensor& tensor : tensors) files->read(tensor);
     } catch (const c10::Error& error) {

@@ -43,12 +43,13 @@ struct CheckpointContents {
   CheckpointMetadata metadata;
 };
 
-// Collective: runs `step` and returns every rank's result. If it throws on any
-// rank, all ranks throw ValueError with that rank's text. `step` must not
-// communicate.
-std::vector<std::string> on_all_ranks(
-    const c10::intrusive_ptr<c10d::ProcessGroup>& group,
-    const std::function<std::string()>& step);
+// Collective: runs `step`, which must not communicate. If it throws on any
+// rank, all ranks throw ValueError with that rank's text; also if the texts
+// `equal`, each called `what`, differ between ranks after it.
+void on_all_ranks(const c10::intrusive_ptr<c10d::ProcessGroup>& group,
+                  const std::function<void()>& step,
+                  const char* what = "checkpoint",
+                  const std::vector<std::string>& equal = {});
 
 // Collective.
 void save_tensors(const c10::intrusive_ptr<c10d::ProcessGroup>& group,

@@ -1,4 +1,4 @@
-# The parts of the examples that tests and benchmarks use too.
+# The parts of the examples that tests use too.
 include_guard(GLOBAL)
 
 add_library(brigade_digits INTERFACE)
@@ -6,9 +6,7 @@ target_compile_definitions(
   brigade_digits INTERFACE DIGITS_DATA_FILE="${PROJECT_SOURCE_DIR}/examples/digits/data/digits.u8")
 target_link_libraries(brigade_digits INTERFACE Torch::cpu)
 
-add_library(brigade_gpt STATIC ${PROJECT_SOURCE_DIR}/examples/gpt/training.cc)
-brigade_set_flags(brigade_gpt)
-brigade_use_pch(brigade_gpt)
+add_library(brigade_gpt INTERFACE)
 target_compile_definitions(
-  brigade_gpt PUBLIC GPT_TEXT_FILE="${PROJECT_SOURCE_DIR}/examples/gpt/data/as_you_like_it.txt")
-target_link_libraries(brigade_gpt PUBLIC brigade::fsdp)
+  brigade_gpt INTERFACE GPT_TEXT_FILE="${PROJECT_SOURCE_DIR}/examples/gpt/data/as_you_like_it.txt")
+target_link_libraries(brigade_gpt INTERFACE brigade::fsdp)

@@ -104,8 +104,7 @@ void register_checkpoints(py::module_& module) {
   module.def(
       "fail_checkpoint",
       [](const Group& group, const std::string& failure) {
-        on_all_ranks(
-            group, [&]() -> std::string { TORCH_CHECK_VALUE(false, failure); });
+        on_all_ranks(group, [&] { TORCH_CHECK_VALUE(false, failure); });
       },
       NoGil(), py::arg("group"), py::arg("failure"),
       "Collective, in place of save_checkpoint() or load_checkpoint(): all "

@@ -13,47 +13,38 @@ in 90 MB instead of 500, and are kept in .cache/.
 
 from __future__ import annotations
 
-import argparse
 import concurrent.futures
 import json
 import os
 import pathlib
 import re
 import shlex
-import shutil
 import subprocess
 import sys
 import tempfile
-import time
 import zipfile
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 SETTINGS = ("PCH", "CUDA", "BUILD_TESTS", "BUILD_BENCHMARKS", "BUILD_EXAMPLES")
 
 
-def oldest_supported() -> str:
-    return json.loads((ROOT / "cmake" / "torch_versions.json").read_text())["supported"][0]
-
-
 def fetch_headers(version: str) -> pathlib.Path:
     """Returns the include folder of torch's wheel, from .cache/ if it is there."""
     folder = ROOT / ".cache" / f"torch-headers-{version}"
-    if (folder / "complete").exists():
-        return folder / "torch" / "include"
-    shutil.rmtree(folder, ignore_errors=True)
-    folder.mkdir(parents=True)
-    requirement = f"torch=={version}" + (".*" if version.count(".") == 1 else "")
-    print(f"headers: fetching those of {requirement}", flush=True)
-    with tempfile.TemporaryDirectory(dir=folder) as download:
-        choice = ["--no-deps", "--only-binary=:all:", "--platform=macosx_15_0_arm64"]
-        choice += ["--python-version=3.11", f"--dest={download}", requirement]
-        pip = [sys.executable, "-m", "pip", "download", "-q", "--disable-pip-version-check"]
-        subprocess.run(pip + choice, check=True)
-        (wheel,) = pathlib.Path(download).glob("*.whl")
-        with zipfile.ZipFile(wheel) as archive:
-            headers = [name for name in archive.namelist() if name.startswith("torch/include/")]
-            archive.extractall(folder, headers)
-    (folder / "complete").touch()
+    if not folder.exists():
+        folder.parent.mkdir(exist_ok=True)
+        requirement = f"torch=={version}" + (".*" if version.count(".") == 1 else "")
+        print(f"headers: fetching those of {requirement}", flush=True)
+        with tempfile.TemporaryDirectory(dir=folder.parent) as download:
+            choice = ["--no-deps", "--only-binary=:all:", "--platform=macosx_15_0_arm64"]
+            choice += ["--python-version=3.11", f"--dest={download}", requirement]
+            pip = [sys.executable, "-m", "pip", "download", "-q", "--disable-pip-version-check"]
+            subprocess.run(pip + choice, check=True)
+            (wheel,) = pathlib.Path(download).glob("*.whl")
+            with zipfile.ZipFile(wheel) as archive:
+                headers = [name for name in archive.namelist() if name.startswith("torch/include/")]
+                archive.extractall(f"{download}/headers", headers)
+            os.rename(f"{download}/headers", folder)
     return folder / "torch" / "include"
 
 
@@ -70,30 +61,20 @@ def compile_commands(include: pathlib.Path) -> dict[str, list[str]]:
     return commands
 
 
-def words_of(command: list[str]) -> str:
-    """What the compiler says of a file that does not compile."""
-    result = subprocess.run(command, capture_output=True, text=True, cwd=ROOT / "build" / "headers")
-    return "" if result.returncode == 0 else result.stderr
+def compiles(command: list[str]) -> bool:
+    return subprocess.run(command, cwd=ROOT / "build" / "headers").returncode == 0
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("version", nargs="?", default=oldest_supported())
-    version = parser.parse_args().version
-    include = fetch_headers(version)
-    begin = time.monotonic()
-    commands = compile_commands(include)
+def main() -> None:
+    versions = json.loads((ROOT / "cmake" / "torch_versions.json").read_text())
+    version = sys.argv[1] if len(sys.argv) > 1 else versions["supported"][0]
+    commands = compile_commands(fetch_headers(version))
     with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool:
-        words = dict(zip(commands, pool.map(words_of, commands.values()), strict=True))
-    wrong = [file for file, text in words.items() if text]
-    print("".join(words.values()), end="")
-    print(
-        f"headers: {len(commands)} files read against torch {version}'s in "
-        f"{time.monotonic() - begin:.0f} s; {len(wrong)} failed"
-        + "".join(f"\n    {file}" for file in wrong)
-    )
-    return 1 if wrong else 0
+        good = list(pool.map(compiles, commands.values()))
+    wrong = [file for file, is_good in zip(commands, good, strict=True) if not is_good]
+    print(f"headers: {len(commands)} files read against torch {version}'s; {len(wrong)} failed")
+    sys.exit("\n".join(wrong) or None)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

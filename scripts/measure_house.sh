@@ -3,7 +3,6 @@
 # --reach: also the files that run for a gradient and for a unit, which callgrind
 #   counts over the backward of examples/minimal (DDP) and over the steps of
 #   examples/gpt (FSDP) on two ranks, built into build/reach.
-# --timed: also runs the benchmarks with few rounds and prints their ratios.
 set -euo pipefail
 cd "$(dirname "$(readlink -f "${BASH_SOURCE[0]}")")/.."
 
@@ -48,18 +47,11 @@ stages() {
   done
 }
 
-# on_two_ranks <program> ...: runs it twice, under callgrind with $collect, into
-# build/reach/rank.N.
+# on_two_ranks <program> ...: runs it under callgrind with $collect, into build/reach/rank.N.
 on_two_ranks() {
-  local port rank pids=()
-  port=$(python3 -c 'import socket; s = socket.socket(); s.bind(("", 0)); print(s.getsockname()[1])')
-  for rank in 0 1; do
-    MASTER_ADDR=127.0.0.1 MASTER_PORT=$port WORLD_SIZE=2 RANK=$rank LOCAL_RANK=$rank LOCAL_WORLD_SIZE=2 \
-      GLOO_SOCKET_IFNAME=lo OMP_NUM_THREADS=1 valgrind --tool=callgrind "${collect[@]/#/--toggle-collect=}" \
-      --callgrind-out-file="build/reach/rank.$rank" "$@" >build/reach/log.$rank 2>&1 &
-    pids+=($!)
-  done
-  for rank in "${pids[@]}"; do wait "$rank"; done
+  GLOO_SOCKET_IFNAME=lo OMP_NUM_THREADS=1 .venv/bin/torchrun --standalone --nproc-per-node 2 --no-python \
+    valgrind --tool=callgrind "${collect[@]/#/--toggle-collect=}" \
+    --callgrind-out-file=build/reach/rank.%q{RANK} "$@" >build/reach/log 2>&1
 }
 
 # Our files in rank 0's profile: those whose lines ran, inlined ones too.
@@ -84,17 +76,6 @@ reach() {
   row "files that a unit passes" "$(files_that_ran unit_files)"
 }
 
-timed() {
-  local python=$PWD/.venv/bin/python
-  export PYTHONPATH=$PWD/build/release/python GLOO_SOCKET_IFNAME=lo OMP_NUM_THREADS=1
-  local on_two=("$python" -m torch.distributed.run --standalone --nproc-per-node 2)
-  ratios() { grep -E 'ratio|over|brigade|[0-9] +[0-9.]+$' || true; }
-  echo "== per parameter"; "$python" benchmarks/against_torch.py --rounds 12 | ratios
-  echo "== real steps"; "${on_two[@]}" benchmarks/real_steps.py --rounds 5 --tiny-rounds 60 | ratios
-  echo "== per unit"; "$python" benchmarks/unit_cost.py --rounds 20 | ratios
-  echo "== sharded steps"; "${on_two[@]}" benchmarks/fsdp_against_torch.py --rounds 8 | ratios
-}
-
 row measure "$(git describe --always --dirty)"
 row ---- ----
 row "product / test lines" "$(lines "${code[@]}" ':!tests') / $(lines "${under_tests[@]}")"
@@ -105,10 +86,4 @@ row "C++ options" "$(count_options)"
 row "listening sockets" "$(git grep -nE '(^|[^_[:alnum:]])listen\(' -- '*.cc' '*.h' ':!tests' ':!benchmarks' |
   grep -vcE ':\s*//' || true)"
 stages
-for argument in "$@"; do
-  case "$argument" in
-    --reach) reach ;;
-    --timed) timed ;;
-    *) echo "usage: scripts/measure_house.sh [--reach] [--timed]" >&2; exit 2 ;;
-  esac
-done
+[[ ${1:-} != --reach ]] || reach

@@ -38,9 +38,10 @@ echo "# GPU"
 echo
 "$python" -c 'import torch; print(f"torch {torch.__version__}, {torch.cuda.get_device_name()}")'
 section "gpu_test" "$build/tests/gpu/gpu_test" --gtest_brief=1
-section "2 ranks on one device" "${ranks[@]}" --nproc-per-node 2 benchmarks/cuda_ranks.py \
-  --trace "$out/sharded_step.json"
-section "4 ranks on one device" "${ranks[@]}" --nproc-per-node 4 benchmarks/cuda_ranks.py --rounds 10
+section "2 ranks on one device" "${ranks[@]}" --nproc-per-node 2 benchmarks/cuda_steps.py \
+  --models narrow --trace "$out/sharded_step.json"
+section "4 ranks on one device" "${ranks[@]}" --nproc-per-node 4 benchmarks/cuda_steps.py \
+  --models narrow --rounds 10
 section "test_on_cuda.py" "$python" -m pytest -q -p no:cacheprovider tests/python/test_on_cuda.py
 section "steps beside torch's" "$python" benchmarks/cuda_steps.py
 exit $failed

@@ -20,7 +20,6 @@ readonly packages=(
   libabsl-dev libgloo-dev zlib1g-dev libfmt-dev libcli11-dev nlohmann-json3-dev
   libgtest-dev libgmock-dev
 )
-changed=no
 
 # The first Python of a version that torch has wheels for, or nothing.
 find_python() {
@@ -55,7 +54,6 @@ install_packages() {
     say "apt-get update failed; going on with the package lists that are here"
   "${as_root[@]}" env DEBIAN_FRONTEND=noninteractive $line ||
     fail "apt could not install them; see its message above, then start again"
-  changed=yes
 }
 
 # Debian packages; python3-venv and python3-dev only for a Python that needs them.
@@ -84,7 +82,6 @@ if ! "$venv/bin/python" -m pip --version >/dev/null 2>&1; then
     Install python3-venv, or set PYTHON to another Python."
   say "making $venv with $python"
   "$python" -m venv --clear "$venv"
-  changed=yes
 fi
 
 # install <name> <what to say> <argument of pip install> ...: unless the same was
@@ -101,12 +98,8 @@ install() {
     "$venv/bin/python" -m pip install --disable-pip-version-check "$@" ||
       fail "pip could not install $name; see its message above, then start again"
     printf '%s\n' "$wanted" >"$stamp"
-    changed=yes
   fi
 }
-if ! compgen -G "$venv/lib/python3*/site-packages/torch/lib/libtorch_cpu.so" >/dev/null; then
-  rm -f "$venv/torch.installed"
-fi
 install torch "$torch_requirement and numpy (torch with CUDA's libraries is about 3 GB)" \
   "$torch_requirement" -r requirements.txt
 install tools "what builds and tests the Python package" -r requirements-python.txt
@@ -122,22 +115,18 @@ has_nvcc() {
   done
   return 1
 }
-cuda=$("$venv/bin/python" scripts/cuda_of_torch.py)
+# The toolkit that torch's wheel requires parts of, 13.2.2 for instance.
+cuda=$("$venv/bin/python" -c 'import importlib.metadata, re
+required = " ".join(importlib.metadata.requires("torch") or ())
+print(*re.findall(r"cuda-toolkit\s*(?:\[[^]]*\])?\s*==\s*(\d+(?:\.\d+)*)", required)[:1])')
 if [[ ${BRIGADE_CUDA:-} == OFF ]]; then
   say "BRIGADE_CUDA is OFF: no CUDA compiler is looked for"
 elif [[ -z $cuda ]]; then
   say "this torch's wheel asks for no CUDA toolkit: no CUDA compiler is looked for"
 elif ! has_nvcc "${cuda%%.*}"; then
-  if ! compgen -G "$venv/lib/python3*/site-packages/nvidia/*/bin/nvcc" >/dev/null; then
-    rm -f "$venv/nvcc.installed"
-  fi
   # Parts of different versions cannot compile: all four are named.
   install nvcc "nvcc $cuda, since this machine has no CUDA toolkit ${cuda%%.*}," \
     "cuda-toolkit[nvcc,cccl,nvvm,crt]==$cuda"
 fi
 
-if [[ $changed == no ]]; then
-  say "everything is there"
-else
-  say "done"
-fi
+say "everything is there"

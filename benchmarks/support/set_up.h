@@ -1,5 +1,5 @@
-// Shared frame of the benchmarks: the set-up that a figure depends on, times
-// and their quartiles.
+// Shared by the benchmarks: the set-up that a figure depends on, times and
+// their quartiles.
 
 #ifndef BRIGADE_BENCHMARKS_SUPPORT_SET_UP_H_
 #define BRIGADE_BENCHMARKS_SUPPORT_SET_UP_H_
@@ -10,40 +10,19 @@
 #include <chrono>
 #include <cstdio>
 #include <cstdlib>
-#include <fstream>
 #include <string>
 #include <thread>
-#include <utility>
 #include <vector>
 
 #include "brigade/bucket_sweep/sweep.h"
 
 namespace brigade::benchmarks {
 
-// Name and value, in the order in which they are printed.
-using SetUp = std::vector<std::pair<std::string, std::string>>;
-
-inline SetUp describe_set_up(int argc, char** argv) {
-  std::string cpu = "unknown";
-  std::ifstream file("/proc/cpuinfo");
-  for (std::string line; std::getline(file, line);) {
-    if (line.starts_with("model name")) cpu = line.substr(line.find(':') + 2);
-  }
+inline void print_set_up() {
   double load = 0;
   getloadavg(&load, 1);
-  std::string command = argv[0];
-  for (int i = 1; i < argc; ++i) command += fmt::format(" {}", argv[i]);
-  return {{"CPU", fmt::format("{}, {} cores, load {:.1f}", cpu,
-                              std::thread::hardware_concurrency(), load)},
-          {"torch", TORCH_VERSION},
-          {"compiler", BRIGADE_COMPILER},
-          {"command", command}};
-}
-
-inline void print(const SetUp& set_up) {
-  for (const auto& [name, value] : set_up) {
-    fmt::print("{:<9} {}\n", name, value);
-  }
+  fmt::print("torch {}, {} cores, load {:.1f}\n", TORCH_VERSION,
+             std::thread::hardware_concurrency(), load);
   std::fflush(stdout);
 }
 

@@ -1,9 +1,9 @@
 // Trains a small GPT on the characters of a play, sharded over as many ranks as
 // the launcher starts:
 //
-//   torchrun --standalone --nproc-per-node 2 --no-python gpt --strategy full
+//   torchrun --standalone --nproc-per-node 2 --no-python gpt
 //
-// Every strategy prints the same losses. A run that goes on from a checkpoint
+// All ways to shard print the same losses. A run that goes on from a checkpoint
 // prints those that the run before would have printed, on as many ranks:
 //
 //   ... gpt --steps 100 --checkpoint made
@@ -18,7 +18,6 @@
 #include <algorithm>
 #include <chrono>
 #include <cstdio>
-#include <map>
 #include <string>
 
 #include "brigade/examples/gpt/corpus.h"
@@ -33,7 +32,6 @@ struct Options {
   int64_t steps = 300;
   std::string checkpoint;  // empty: none
   std::string resume;
-  std::string prompt = "ROSALIND\t";
   int64_t sample = 300;  // characters
 };
 
@@ -76,7 +74,7 @@ int run(const Options& options) {
   if (!options.checkpoint.empty()) {
     training.save(options.checkpoint, std::max(first_step, options.steps));
   }
-  const std::string sample = training.sample(options.prompt, options.sample);
+  const std::string sample = training.sample("ROSALIND\t", options.sample);
   if (speaks) {
     const ShardedModelStatistics statistics = training.model().statistics();
     fmt::print(
@@ -90,27 +88,21 @@ int run(const Options& options) {
 int main(int argc, char** argv) {
   Options options;
   TrainingOptions& training = options.training;
+  FullyShardOptions& sharding = training.sharding;
   CLI::App app{
       "Trains a small GPT on the characters of a play, sharded over all ranks "
       "that torchrun (or srun, or mpirun) starts, and lets it write some."};
   app.option_defaults()->always_capture_default();
-  app.add_option("--strategy", training.strategy,
-                 "What ranks hold parts of: all (full), all but parameters "
-                 "between forward and backward (grad), the optimizer's state "
-                 "(state), all within each half of the ranks (hybrid), all, "
-                 "which each half holds from forward to backward (slices), "
-                 "nothing (none)")
-      ->transform(CLI::CheckedTransformer(
-          std::map<std::string, Strategy>{{"full", Strategy::kFull},
-                                          {"grad", Strategy::kGrad},
-                                          {"state", Strategy::kState},
-                                          {"slices", Strategy::kSlices},
-                                          {"hybrid", Strategy::kHybrid},
-                                          {"none", Strategy::kNone}}));
-  app.add_option("--prefetch", training.prefetch,
+  app.add_option("--num-shards", sharding.num_shards,
+                 "Ranks that parameters, gradients and optimizer state are "
+                 "sharded over; all by default, 1 holds all");
+  app.add_flag_callback(
+      "--keep-unsharded", [&] { sharding.reshard_after_forward = false; },
+      "Blocks stay unsharded from forward to backward");
+  app.add_option("--prefetch", sharding.prefetch_depth,
                  "Blocks that are gathered before they are needed");
   app.add_flag_callback(
-      "--bfloat16", [&] { training.param_dtype = at::kBFloat16; },
+      "--bfloat16", [&] { sharding.param_dtype = at::kBFloat16; },
       "Forward and backward compute in it; the optimizer keeps float32");
   app.add_option("--steps", options.steps, "Steps of the optimizer");
   app.add_option("--batch-size", training.batch_size,
@@ -123,7 +115,6 @@ int main(int argc, char** argv) {
   app.add_option("--checkpoint", options.checkpoint,
                  "Folder, seen by all ranks, to save to in the end");
   app.add_option("--resume", options.resume, "Such a folder to go on from");
-  app.add_option("--prompt", options.prompt, "What the sample begins with");
   app.add_option("--sample", options.sample, "Characters to write in the end");
   CLI11_PARSE(app, argc, argv);
   return run_program("gpt", [&] { return run(options); });

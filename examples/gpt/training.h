@@ -1,43 +1,27 @@
 // A GPT that is sharded over a group, its optimizer, and the text that it
 // learns.
-//
-//   Training training(group, corpus, {.strategy = Strategy::kFull});
-//   for (int64_t step = 0; step < 100; ++step) training.step(step);
-//   training.save("checkpoint", 100);
-//   std::cout << training.sample("ROSALIND\t", 200);
 
 #ifndef BRIGADE_EXAMPLES_GPT_TRAINING_H_
 #define BRIGADE_EXAMPLES_GPT_TRAINING_H_
 
 #include <torch/torch.h>
 
-#include <cstddef>
+#include <algorithm>
 #include <cstdint>
 #include <memory>
-#include <optional>
 #include <string>
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
+#include <vector>
 
 #include "brigade/examples/gpt/corpus.h"
 #include "brigade/examples/gpt/network.h"
 #include "brigade/fsdp/fully_shard.h"
+#include "brigade/fsdp/sharded_model.h"
 
 namespace brigade::gpt {
 
-// What ranks hold parts of.
-enum class Strategy {
-  kFull,    // parameters, gradients, optimizer state
-  kGrad,    // the same, but parameters are whole from forward to backward
-  kState,   // optimizer state; parameters while it steps
-  kHybrid,  // as kFull, within each half of the ranks
-  kSlices,  // as kFull, but each half holds all from forward to backward
-  kNone,    // nothing: each rank has all
-};
-
 struct TrainingOptions {
-  Strategy strategy = Strategy::kFull;
-  size_t prefetch = 1;  // blocks gathered ahead
-  std::optional<at::ScalarType> param_dtype = std::nullopt;
+  FullyShardOptions sharding = {.output_dtype = at::kFloat};
   GptShape shape = {};      // but for the vocabulary, which is the text's
   int64_t batch_size = 16;  // pieces of text in a step, over all ranks
   double learning_rate = 1e-3;
@@ -48,30 +32,97 @@ struct TrainingOptions {
 class Training {
  public:
   // Collective. `corpus` outlives it. Errors: ValueError if the ranks divide
-  // the batch unevenly, or have no halves for kHybrid, of 2 ranks at least for
-  // kSlices; fully_shard()'s.
+  // the batch unevenly; fully_shard()'s.
   Training(const c10::intrusive_ptr<c10d::ProcessGroup>& group,
-           const Corpus& corpus, const TrainingOptions& options);
+           const Corpus& corpus, const TrainingOptions& options)
+      : group_(group),
+        corpus_(corpus),
+        options_(options),
+        network_(with_vocabulary(options.shape, corpus), options.seed),
+        model_(fully_shard(*network_, group, options.sharding)),
+        optimizer_(network_->parameters(),
+                   torch::optim::AdamWOptions(options.learning_rate)) {
+    TORCH_CHECK_VALUE(options.batch_size % group->getSize() == 0,
+                      "expected a batch that ", group->getSize(),
+                      " ranks divide evenly, found ", options.batch_size,
+                      ".\nChange the batch size.");
+  }
 
   // Collective: one step of the optimizer; the loss before it, averaged over
   // the ranks. The same number on all ranks.
-  double step(int64_t number);
+  double step(int64_t number) {
+    const TextBatch batch = corpus_.batch(
+        options_.seed, number, group_->getRank(),
+        options_.batch_size / group_->getSize(), options_.shape.context);
+    // Rises in a line, as AdamW's averages are poor at first; then it stays, so
+    // that it does not depend on how many steps there will be.
+    const double rate =
+        options_.learning_rate * std::min(1.0, (number + 1) / 20.0);
+    optimizer_.param_groups()[0].options().set_lr(rate);
+    optimizer_.zero_grad();
+    const at::Tensor scores =
+        model_->forward([&] { return network_(batch.inputs); });
+    const at::Tensor loss = torch::nn::functional::cross_entropy(
+        scores.flatten(0, 1), batch.targets.flatten());
+    loss.backward();  // averages the gradients over the ranks
+    optimizer_.step();
+
+    std::vector<at::Tensor> sum = {loss.detach().to(torch::kDouble)};
+    group_->allreduce(sum)->wait();
+    return sum.front().item<double>() / group_->getSize();
+  }
 
   // Characters that a step goes through, on all ranks.
-  int64_t tokens_per_step() const;
+  int64_t tokens_per_step() const {
+    return options_.batch_size * options_.shape.context;
+  }
 
   // Collective: each rank its part; `step`: the one to go on with, which
   // resume() returns.
-  void save(const std::string& folder, int64_t step);
-  int64_t resume(const std::string& folder);
+  void save(const std::string& folder, int64_t step) {
+    save_checkpoint(folder, checkpoint_model(*model_), optimizer_,
+                    {{"step", std::to_string(step)}});
+  }
+  int64_t resume(const std::string& folder) {
+    return std::stoll(
+        load_checkpoint(folder, checkpoint_model(*model_), optimizer_)
+            .at("step"));
+  }
 
   // Collective: `prompt` and what the network makes of it, on rank 0; empty on
   // the others.
-  std::string sample(const std::string& prompt, int64_t num_characters);
+  std::string sample(const std::string& prompt, int64_t num_characters) {
+    constexpr double kTemperature = 0.8;  // below 1: fewer surprises
+    const torch::NoGradGuard no_grad;
+    const auto unsharded = model_->unsharded();
+    if (group_->getRank() != 0) return "";
+    at::Generator random =
+        at::make_generator<at::CPUGeneratorImpl>(options_.seed);
+    std::string text = prompt;
+    at::Tensor tokens = corpus_.encode(prompt).unsqueeze(0);
+    for (int64_t i = 0; i < num_characters; ++i) {
+      const int64_t seen = std::min(tokens.size(1), options_.shape.context);
+      const at::Tensor scores =
+          network_(tokens.narrow(1, tokens.size(1) - seen, seen))
+              .select(1, seen - 1)
+              .to(torch::kFloat);
+      const at::Tensor next =
+          torch::multinomial((scores / kTemperature).softmax(-1), 1,
+                             /*replacement=*/false, random);
+      text += corpus_.decode(next.item<int64_t>());
+      tokens = torch::cat({tokens, next}, 1);
+    }
+    return text;
+  }
 
   ShardedModel& model() { return *model_; }
 
  private:
+  static GptShape with_vocabulary(GptShape shape, const Corpus& corpus) {
+    shape.vocabulary_size = corpus.vocabulary_size();
+    return shape;
+  }
+
   const c10::intrusive_ptr<c10d::ProcessGroup> group_;
   const Corpus& corpus_;
   const TrainingOptions options_;

@@ -11,54 +11,19 @@ from __future__ import annotations
 
 import argparse
 import hashlib
-import math
 import pathlib
-import time
 from collections.abc import Callable
 from pydoc_data.topics import topics
 
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import init_device_mesh
 from tqdm import tqdm
 
 import brigade
 
 LENGTH = 128
-
-
-class Attention(nn.Module):
-    """Each byte looks at those before it."""
-
-    def __init__(self, size: int, heads: int) -> None:
-        super().__init__()
-        self.heads = heads
-        self.mix = nn.Linear(size, 3 * size)
-        self.out = nn.Linear(size, size)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """`x`: [batch, length, size]."""
-        parts = [part.unflatten(2, (self.heads, -1)) for part in self.mix(x).chunk(3, dim=2)]
-        query, key, value = (part.transpose(1, 2) for part in parts)
-        y = nn.functional.scaled_dot_product_attention(query, key, value, is_causal=True)
-        return self.out(y.transpose(1, 2).flatten(2))
-
-
-class Block(nn.Module):
-    """Attention and an MLP, each added to what goes in."""
-
-    def __init__(self, size: int, heads: int) -> None:
-        super().__init__()
-        self.norms = nn.ModuleList([nn.LayerNorm(size), nn.LayerNorm(size)])
-        self.attention = Attention(size, heads)
-        self.mlp = nn.Sequential(nn.Linear(size, 4 * size), nn.GELU(), nn.Linear(4 * size, size))
-        self.dropout = nn.Dropout(0.1)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """`x`: [batch, length, size]."""
-        x = x + self.dropout(self.attention(self.norms[0](x)))
-        return x + self.dropout(self.mlp(self.norms[1](x)))
 
 
 class GPT(nn.Module):
@@ -68,24 +33,25 @@ class GPT(nn.Module):
         super().__init__()
         self.bytes = nn.Embedding(256, size)
         self.places = nn.Parameter(0.02 * torch.randn(LENGTH, size))
-        self.blocks = nn.ModuleList([Block(size, heads) for _ in range(num_blocks)])
+        self.blocks = nn.ModuleList([self.make_block(size, heads) for _ in range(num_blocks)])
         self.norm = nn.LayerNorm(size)
         self.head = nn.Linear(size, 256, bias=False)
         nn.init.normal_(self.bytes.weight, std=0.02)
         self.head.weight = self.bytes.weight
 
+    @staticmethod
+    def make_block(size: int, heads: int) -> nn.Module:
+        return nn.TransformerEncoderLayer(
+            size, heads, 4 * size, activation="gelu", batch_first=True, norm_first=True
+        )
+
     def forward(self, text: torch.Tensor) -> torch.Tensor:
         """`text`: [batch, length]; returns [batch, length, 256]."""
         x = self.bytes(text) + self.places[: text.size(1)]
+        mask = nn.Transformer.generate_square_subsequent_mask(text.size(1))
         for block in self.blocks:
-            x = block(x)
+            x = block(x, mask, is_causal=True)
         return self.head(self.norm(x))
-
-
-def rows_of(num_ranks: int) -> DeviceMesh:
-    """Replicas of two ranks, or of one if their number is odd."""
-    shards = 2 if num_ranks % 2 == 0 else 1
-    return init_device_mesh("cpu", (num_ranks // shards, shards))
 
 
 # What brigade.fully_shard is given, by strategy.
@@ -94,8 +60,6 @@ STRATEGIES: dict[str, Callable[[int], dict]] = {
     "full": lambda _: {"reshard_after_forward": True},
     # Parameters stay whole from forward to backward.
     "grad": lambda _: {"reshard_after_forward": False},
-    # Sharded over two ranks, replicated on the others.
-    "hybrid": lambda num_ranks: {"mesh": rows_of(num_ranks)},
     # All of it on every rank.
     "none": lambda num_ranks: {"mesh": init_device_mesh("cpu", (num_ranks, 1))},
 }
@@ -171,8 +135,6 @@ def main() -> None:
             print(f"goes on behind step {first}", flush=True)
 
     text = documentation()
-    began = time.monotonic()
-    losses: list[torch.Tensor] = []
     with tqdm(range(first, arguments.steps), disable=rank != 0) as bar:
         for step in bar:
             rows = batch_of(text, step, arguments.batch_size)
@@ -182,7 +144,6 @@ def main() -> None:
             loss.backward()
             model.clip_grad_norm_(1.0)
             optimizer.step()
-            losses.append(loss.detach())
             bar.set_postfix(loss=f"{loss.item():.3f}")
             done = step + 1
             if arguments.folder and (done % arguments.save_every == 0 or done == arguments.steps):
@@ -190,16 +151,7 @@ def main() -> None:
                 path = arguments.folder / f"step-{done}"
                 torch.save(torch.get_rng_state(), random_state_beside(path))
                 brigade.save_shards(model, path, optimizer, metadata={"step": str(done)})
-    seconds = time.monotonic() - began
-
     weights = digest(model)
-    if losses:
-        mean = torch.stack(losses[-20:]).mean()
-        dist.all_reduce(mean)
-        tokens = len(losses) * arguments.batch_size * LENGTH * dist.get_world_size()
-        if rank == 0:
-            bits = mean.item() / dist.get_world_size() / math.log(2)
-            print(f"{bits:.2f} bits per byte at the end, {tokens / seconds:,.0f} tokens per second")
     if rank == 0:
         held = sum(parameter.to_local().numel() for parameter in model.parameters())
         print(f"{arguments.strategy}: {held:,} parameters on rank 0, weights {weights}", flush=True)

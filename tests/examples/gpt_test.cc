@@ -23,9 +23,10 @@ using Group = c10::intrusive_ptr<c10d::ProcessGroup>;
 // Bits of products must not depend on how many threads are free.
 const bool kComputesOnOneThread = (at::set_num_threads(1), true);
 
-TrainingOptions small(Strategy strategy) {
+TrainingOptions small(FullyShardOptions sharding = {}) {
+  sharding.output_dtype = at::kFloat;
   return {
-      .strategy = strategy,
+      .sharding = sharding,
       .shape = {.num_blocks = 3, .width = 20, .num_heads = 2, .context = 16},
       .batch_size = 4};
 }
@@ -49,64 +50,54 @@ class GptTest : public ::testing::Test {
   }
 };
 
-TEST_F(GptTest, EveryStrategyHasTheSameLosses) {
+TEST_F(GptTest, AllWaysToShardHaveTheSameLosses) {
   for (const bool is_narrow : {false, true}) {
-    TrainingOptions options = small(Strategy::kNone);
-    if (is_narrow) options.param_dtype = at::kBFloat16;
-    const std::vector<double> expected = losses(2, options, 6);
+    const auto losses_with = [&](FullyShardOptions sharding) {
+      if (is_narrow) sharding.param_dtype = at::kBFloat16;
+      return losses(2, small(sharding), 6);
+    };
+    const std::vector<double> expected = losses_with({.num_shards = 1});
     EXPECT_LT(expected[5], expected[0]);
-    for (const Strategy strategy : {Strategy::kFull, Strategy::kGrad,
-                                    Strategy::kState, Strategy::kHybrid}) {
+    for (const bool reshards : {true, false}) {
       for (const size_t prefetch : {0, 2}) {
-        options.strategy = strategy;
-        options.prefetch = prefetch;
-        EXPECT_EQ(losses(2, options, 6), expected)
-            << "strategy " << static_cast<int>(strategy) << ", prefetch "
-            << prefetch;
+        EXPECT_EQ(losses_with({.reshard_after_forward = reshards,
+                               .prefetch_depth = prefetch}),
+                  expected)
+            << reshards << ", prefetch " << prefetch;
       }
     }
   }
-}
-
-TEST_F(GptTest, SlicesOfFourRanksHaveTheLossesOfShards) {
-  EXPECT_EQ(losses(4, small(Strategy::kSlices), 4),
-            losses(4, small(Strategy::kFull), 4));
-  EXPECT_THROW(losses(2, small(Strategy::kSlices), 1), c10::ValueError);
+  EXPECT_EQ(losses(4, small({.reshard_after_forward = 2}), 4),
+            losses(4, small(), 4));
 }
 
 TEST_F(GptTest, AResumedRunHasTheLossesOfOneThatWasNotInterrupted) {
   const std::string folder = std::filesystem::path(::testing::TempDir()) /
                              ("gpt_test_" + std::to_string(getpid()));
-  for (const Strategy strategy :
-       {Strategy::kFull, Strategy::kGrad, Strategy::kState, Strategy::kHybrid,
-        Strategy::kNone}) {  // kSlices needs more ranks
-    const std::vector<double> expected = losses(2, small(strategy), 4);
-    std::vector<double> found;
-    run_ranks(2, [&](const Group& group) {
-      Training training(group, corpus_, small(strategy));
-      for (int64_t step = 0; step < 2; ++step) training.step(step);
-      training.save(folder, 2);
-    });
-    run_ranks(2, [&](const Group& group) {
-      TrainingOptions options = small(strategy);
-      Training training(group, corpus_, options);
-      const int64_t first = training.resume(folder);
-      EXPECT_EQ(first, 2);
-      for (int64_t step = first; step < 4; ++step) {
-        const double loss = training.step(step);
-        if (group->getRank() == 0) found.push_back(loss);
-      }
-    });
-    EXPECT_EQ(found, std::vector<double>(expected.begin() + 2, expected.end()))
-        << "strategy " << static_cast<int>(strategy);
-  }
+  const std::vector<double> expected = losses(2, small(), 4);
+  std::vector<double> found;
+  run_ranks(2, [&](const Group& group) {
+    Training training(group, corpus_, small());
+    for (int64_t step = 0; step < 2; ++step) training.step(step);
+    training.save(folder, 2);
+  });
+  run_ranks(2, [&](const Group& group) {
+    Training training(group, corpus_, small());
+    const int64_t first = training.resume(folder);
+    EXPECT_EQ(first, 2);
+    for (int64_t step = first; step < 4; ++step) {
+      const double loss = training.step(step);
+      if (group->getRank() == 0) found.push_back(loss);
+    }
+  });
+  EXPECT_EQ(found, std::vector<double>(expected.begin() + 2, expected.end()));
   std::filesystem::remove_all(folder);
 }
 
 TEST_F(GptTest, SamplesOnRank0AndTrainsOn) {
   std::vector<std::string> samples(2);
   run_ranks(2, [&](const Group& group) {
-    Training training(group, corpus_, small(Strategy::kFull));
+    Training training(group, corpus_, small());
     training.step(0);
     samples[group->getRank()] = training.sample("CELIA\t", 30);
     training.step(1);
