@@ -22,7 +22,7 @@
 #include "brigade/fsdp/fully_shard_options.h"
 #include "brigade/fsdp/shard_layout.h"
 #include "brigade/fsdp/sharded_tensor.h"
-#include "brigade/fsdp/streams.h"
+#include "brigade/fsdp/sharding_streams.h"
 
 namespace brigade {
 

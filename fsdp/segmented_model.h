@@ -4,7 +4,8 @@
 // Opens a segment with the peers (fsdp/segment_exchange.h), with the recorded
 // schedule of its tag and the rules that follow from options and settings, lets
 // a SegmentRun carry it out, and sets gradients at the end of a backward.
-// segmented_model.cc: segments; segmented_model_between.cc: calls between them.
+// segmented_model.cc: segments; segmented_model_between_segments.cc: calls
+// between them.
 //
 // Thread safety: as ShardedModel.
 
@@ -140,6 +141,7 @@ class SegmentedModel final : public ShardedModel, public ParameterOwner {
   uint64_t settings_hash() const;
   bool stays_after(const SegmentRun::Plan& plan, size_t unit) const;
   UnitRules rules_for(const SegmentRun::Plan& plan) const;
+  PlannedSegment planned(SegmentKind kind) const;
   OpeningMessage opening_of(SegmentKind kind);
   OpeningMessage exchange_opening(const OpeningMessage& opening);
   // `reached`: the forward that a backward has come to first; null: unknown.

@@ -17,7 +17,7 @@
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 #include <vector>
 
-#include "brigade/fsdp/streams.h"
+#include "brigade/fsdp/sharding_streams.h"
 
 namespace brigade {
 

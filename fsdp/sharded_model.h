@@ -172,7 +172,8 @@ class ShardedModel {
 
   virtual bool can_continue() const = 0;
   virtual ShardedModelStatistics statistics() const = 0;
-  // Units, bytes, and the schedules and buffers of the last step, in words.
+  // Units, bytes, and the schedules and buffers of a step, in words: as
+  // planned, and those in use.
   virtual std::string explain() const = 0;
   // The last step that was sampled: the first ten and every n-th.
   virtual ShardingTimeline timeline() const = 0;

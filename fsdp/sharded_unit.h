@@ -19,7 +19,7 @@
 #include "brigade/fsdp/fully_shard_options.h"
 #include "brigade/fsdp/reduction_hook.h"
 #include "brigade/fsdp/shard_meshes.h"
-#include "brigade/fsdp/streams.h"
+#include "brigade/fsdp/sharding_streams.h"
 #include "brigade/fsdp/unshard_buffers.h"
 
 namespace brigade {

@@ -3,8 +3,8 @@
 // are no streams and nothing waits. What waits for what:
 // docs/sharding_streams.md.
 
-#ifndef BRIGADE_FSDP_STREAMS_H_
-#define BRIGADE_FSDP_STREAMS_H_
+#ifndef BRIGADE_FSDP_SHARDING_STREAMS_H_
+#define BRIGADE_FSDP_SHARDING_STREAMS_H_
 
 #include <ATen/core/Tensor.h>
 #include <c10/core/Device.h>
@@ -99,4 +99,4 @@ std::optional<c10::Stream> stream_beside_the_program(c10::Device device);
 
 }  // namespace brigade
 
-#endif  // BRIGADE_FSDP_STREAMS_H_
+#endif  // BRIGADE_FSDP_SHARDING_STREAMS_H_

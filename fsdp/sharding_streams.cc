@@ -1,4 +1,4 @@
-#include "brigade/fsdp/streams.h"
+#include "brigade/fsdp/sharding_streams.h"
 
 #include <algorithm>
 
@@ -19,7 +19,7 @@ StreamPoint StreamPoint::of(std::span<const c10::Stream> streams) {
 }
 
 StreamPoint StreamPoint::now(c10::Device device) {
-  if (device.is_cpu()) return {};
+  if (device.is_cpu() || device.is_meta()) return {};
   const c10::Stream stream = current_stream(device);
   return of({&stream, 1});
 }
@@ -62,7 +62,7 @@ void StreamUses::record_on(const at::Tensor& memory) const {
 }
 
 std::optional<c10::Stream> stream_beside_the_program(c10::Device device) {
-  if (device.is_cpu()) return std::nullopt;
+  if (device.is_cpu() || device.is_meta()) return std::nullopt;
   return side_stream(device);
 }
 

@@ -9,12 +9,13 @@
 #include <utility>
 
 #include "absl/strings/str_cat.h"
+#include "absl/strings/str_join.h"
 #include "brigade/comm/errors/error_texts.h"
 #include "brigade/comm/streams/streams.h"
 #include "brigade/fsdp/flat_shard.h"
 #include "brigade/fsdp/segmented_model.h"
 #include "brigade/fsdp/shard_operators.h"
-#include "brigade/fsdp/streams.h"
+#include "brigade/fsdp/sharding_streams.h"
 
 namespace brigade {
 namespace {
@@ -22,6 +23,13 @@ namespace {
 std::string mebibytes(int64_t bytes) {
   return absl::StrCat(static_cast<double>(bytes * 100 / (1 << 20)) / 100,
                       " MiB");
+}
+
+std::string describe(const BufferPlan& plan) {
+  return absl::StrJoin(
+      plan.num_buffers, " + ", [](std::string* text, const auto& buffers) {
+        absl::StrAppend(text, buffers.second, " of ", mebibytes(buffers.first));
+      });
 }
 
 }  // namespace
@@ -241,6 +249,38 @@ CheckpointModel checkpoint_model(ShardedModel& of) {
   return {std::move(tensors), model.group()};
 }
 
+// As recorded; before that in the order of registration.
+PlannedSegment SegmentedModel::planned(SegmentKind kind) const {
+  const bool is_forward = kind == SegmentKind::kForward;
+  const SegmentRun::Plan plan = {
+      .kind = kind,
+      .has_grad = true,
+      .unsharded = std::vector<char>(units_.size(), 0)};
+  PlannedSegment planned = {.rules = rules_for(plan)};
+  for (size_t i = 0; i < units_.size(); ++i) {
+    planned.stays.push_back(stays_after(plan, i) ? 1 : 0);
+  }
+  if (const auto known = step_.find(kind); known != step_.end()) {
+    planned.schedule = known->second;
+    return planned;
+  }
+  const auto add = [&](ScheduleEntry::Kind entry, size_t unit) {
+    planned.schedule.push_back({.kind = entry, .unit = unit});
+  };
+  for (size_t k = 0; k < units_.size(); ++k) {
+    const size_t unit = is_forward ? k : units_.size() - 1 - k;
+    const UnitSettings& settings = units_[unit].settings;
+    if (is_forward ||
+        (settings.reshards_after_forward && settings.gathers_in_backward)) {
+      add(ScheduleEntry::Kind::kAllGather, unit);
+    }
+    if (!is_forward && k > 0)
+      add(ScheduleEntry::Kind::kReduceScatter, unit + 1);
+  }
+  if (!is_forward) add(ScheduleEntry::Kind::kReduceScatter, 0);
+  return planned;
+}
+
 std::string SegmentedModel::explain() const {
   const std::lock_guard lock(mutex_);
   std::string text =
@@ -259,10 +299,14 @@ std::string SegmentedModel::explain() const {
             : "",
         unit.mesh ? absl::StrCat(", over ", describe(*unit.mesh)) : "", "\n");
   }
-  for (const auto& [kind, schedule] : step_) {
+  std::vector<PlannedSegment> step;
+  for (const SegmentKind kind :
+       {SegmentKind::kForward, SegmentKind::kBackward}) {
+    step.push_back(planned(kind));
     absl::StrAppend(&text,
-                    kind == SegmentKind::kForward ? "forward:" : "backward:");
-    for (const ScheduleEntry& entry : schedule) {
+                    kind == SegmentKind::kForward ? "forward" : "backward",
+                    step_.contains(kind) ? ":" : ", not recorded yet:");
+    for (const ScheduleEntry& entry : step.back().schedule) {
       absl::StrAppend(&text,
                       entry.kind == ScheduleEntry::Kind::kAllGather
                           ? " gather "
@@ -271,7 +315,21 @@ std::string SegmentedModel::explain() const {
     }
     absl::StrAppend(&text, "\n");
   }
-  absl::StrAppend(&text, "buffers: ", mebibytes(memory_.total_bytes()),
+  std::vector<UnitBytes> bytes;
+  for (const ShardedUnit& unit : units_) {
+    bytes.push_back(
+        {.unsharded = unit.whole_bytes(), .gradients = unit.gradient_bytes()});
+  }
+  const auto plan_of = [&](size_t num_segments) {
+    return plan_buffers(std::span(step).first(num_segments), bytes,
+                        max_reducing_);
+  };
+  const BufferPlan plan = plan_of(2);
+  absl::StrAppend(&text, "planned buffers: forward ", describe(plan_of(1)),
+                  "; step ", describe(plan), ", at most ",
+                  plan.num_for_gradients, " at once for gradients, ",
+                  mebibytes(plan.bytes), " in all\n");
+  absl::StrAppend(&text, "buffers in use: ", mebibytes(memory_.total_bytes()),
                   ", at most ", mebibytes(memory_.peak_bytes()), "\n");
   return text;
 }
