@@ -367,7 +367,7 @@ void SegmentRun::wait_for_reductions() {
   for (const Sum& reduced : std::exchange(reduced_, {})) {
     if (!device().is_cpu()) {
       reduced.future->wait();  // for the current stream
-      reduced.sum.record_stream(current_stream(device()));
+      record_use(reduced.sum);
     }
     if (!has_failed()) reduced.flat->add_sum(reduced.sum);
   }

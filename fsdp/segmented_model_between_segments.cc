@@ -15,7 +15,6 @@
 #include "brigade/fsdp/flat_shard.h"
 #include "brigade/fsdp/segmented_model.h"
 #include "brigade/fsdp/shard_operators.h"
-#include "brigade/fsdp/sharding_streams.h"
 
 namespace brigade {
 namespace {

@@ -10,7 +10,7 @@
 namespace brigade {
 
 UnshardBuffers::UnshardBuffers(c10::Device device)
-    : device_(device), owner_(stream_beside_the_program(device)) {}
+    : device_(device), owner_(side_stream_if_any(device)) {}
 
 UnshardBuffers::~UnshardBuffers() { shrink_to(0); }
 

@@ -26,8 +26,8 @@
 #include <span>
 #include <vector>
 
+#include "brigade/comm/streams/streams.h"
 #include "brigade/fsdp/schedule.h"
-#include "brigade/fsdp/sharding_streams.h"
 
 namespace brigade {
 
