@@ -417,8 +417,7 @@ RoundResult SegmentRun::round(std::optional<size_t> need,
     wait_for_reductions();
     end_gathers();
     drop_gradients();
-    throw PeerError({__func__, __FILE__, static_cast<uint32_t>(__LINE__)},
-                    answers.error);
+    throw_of_peers(answers.error);
   }
   return result;
 }

@@ -131,7 +131,8 @@ class SegmentedModel final : public ShardedModel, public ParameterOwner {
     }
   }
   [[nodiscard]] std::unique_lock<std::recursive_mutex> enter() const;
-  int64_t ask(const std::string& text, uint64_t digest, int64_t number = 0);
+  std::vector<int64_t> ask(const std::string& text, uint64_t digest,
+                           int64_t number = 0);
   void make_hooks();
   void show_compute_dtypes(bool value);
   void check_neighbours() const;

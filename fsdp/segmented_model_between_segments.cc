@@ -3,6 +3,7 @@
 #include <ATen/ATen.h>
 
 #include <algorithm>
+#include <bit>
 #include <exception>
 #include <numeric>
 #include <span>
@@ -33,8 +34,8 @@ std::string describe(const BufferPlan& plan) {
 
 }  // namespace
 
-int64_t SegmentedModel::ask(const std::string& text, uint64_t digest,
-                            int64_t number) {
+std::vector<int64_t> SegmentedModel::ask(const std::string& text,
+                                         uint64_t digest, int64_t number) {
   check_usable();
   return with_peers([&] { return exchange_.ask(text, digest, number); });
 }
@@ -141,7 +142,8 @@ void SegmentedModel::meet_peers() {
 
 int64_t SegmentedModel::num_ranks_with(bool has_data) {
   const auto lock = enter();
-  return ask("counts ranks with data", 0, has_data ? 1 : 0);
+  return std::ranges::count(ask("counts ranks with data", 0, has_data ? 1 : 0),
+                            1);
 }
 
 void SegmentedModel::step_without_data() {
@@ -176,21 +178,15 @@ double SegmentedModel::clip_grad_norm(double max_norm, double p) {
         norms.push_back(piece_norm(gradient->local, p));
     }
   }
-  const c10::Device device = meshes_->streams().device();
-  at::Tensor by_rank = at::zeros({group_->getSize()},
-                                 at::TensorOptions(at::kDouble).device(device));
-  if (!norms.empty()) {
-    by_rank[group_->getRank()].copy_(piece_norm(at::stack(norms), p));
+  std::vector<double> by_rank;
+  const double own =
+      norms.empty() ? 0 : piece_norm(at::stack(norms), p).item<double>();
+  for (const int64_t bits :
+       ask("clips gradients", 0, std::bit_cast<int64_t>(own))) {
+    by_rank.push_back(std::bit_cast<double>(bits));
   }
-  const StreamPoint made = StreamPoint::now(device);
-  ShardTransport::FuturePtr summed;
-  {
-    const auto on_gathers = meshes_->streams().for_gathers();
-    made.wait();
-    summed = meshes_->root().all_reduce(by_rank);
-  }
-  summed->waitAndThrow();
-  const auto norm = piece_norm(by_rank, p).item<double>();
+  const auto norm =
+      piece_norm(at::tensor(by_rank, at::kDouble), p).item<double>();
   const double factor = max_norm / (norm + 1e-6);
   if (!(factor >= 1) && !pieces.empty()) {  // not a number is handed on
     at::_foreach_mul_(pieces, factor);

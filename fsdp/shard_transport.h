@@ -87,9 +87,6 @@ class ShardTransport {
   FuturePtr reduce_scatter(const at::Tensor& whole, const at::Tensor& shard,
                            const Sum& sum);
 
-  // Replaces `tensor` by its sum over all ranks, in their order.
-  virtual FuturePtr all_reduce(const at::Tensor& tensor) = 0;
-
   // Bytes that this rank has sent in gathers and in reduce_scatter()s, counted
   // as those of rings.
   struct Sent {

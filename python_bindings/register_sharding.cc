@@ -160,17 +160,10 @@ at::Tensor shard_like(const at::Tensor& whole, const at::Tensor& like) {
     in_order = at::empty_strided(like.sizes(), like.strides(), whole.options())
                    .copy_(in_order);
   }
-  const at::Tensor local = in_order.as_strided({in_order.numel()}, {1})
+  return make_sharded_like(like,
+                           in_order.as_strided({in_order.numel()}, {1})
                                .narrow(0, shard.offset, shard.local.numel())
-                               .clone();
-  return make_sharded({.local = local,
-                       .offset = shard.offset,
-                       .group = shard.group,
-                       .flat_offset = shard.flat_offset,
-                       .flat_per_rank = shard.flat_per_rank,
-                       .is_whole = shard.is_whole,
-                       .name = shard.name},
-                      like.sizes(), like.strides());
+                               .clone());
 }
 
 // `tensor`, sharded, gets the piece of `other`, perhaps of another dtype or
