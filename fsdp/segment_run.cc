@@ -92,7 +92,6 @@ void SegmentRun::wait(const ShardedUnit::FuturePtr& future,
 // Where memory is short, the segment fails, and what this rank holds serves for
 // the rest of it.
 Lease SegmentRun::acquire(int64_t bytes) {
-  if (bytes == 0) return {};
   try {
     return model_.memory.acquire(bytes);
   } catch (...) {

@@ -60,8 +60,9 @@ class SegmentedModel final : public ShardedModel, public ParameterOwner {
   void begin_forward() override;
   void end_forward(const std::vector<at::Tensor>& outputs) override;
   void forward_failed(const std::exception_ptr& error) noexcept override;
-  void unshard(std::span<const size_t> units, bool may_write = false) override;
-  void reshard(std::span<const size_t> units,
+  void unshard(const std::vector<size_t>& units,
+               bool may_write = false) override;
+  void reshard(const std::vector<size_t>& units,
                bool drops_writes = false) override;
   void reduce() override;
   double clip_grad_norm(double max_norm, double p = 2.0) override;

@@ -40,7 +40,7 @@ std::vector<int64_t> SegmentedModel::ask(const std::string& text,
   return with_peers([&] { return exchange_.ask(text, digest, number); });
 }
 
-void SegmentedModel::unshard(std::span<const size_t> units, bool may_write) {
+void SegmentedModel::unshard(const std::vector<size_t>& units, bool may_write) {
   const auto lock = enter();
   if (is_open()) {  // a part of the segment
     run_->use(units);
@@ -68,7 +68,8 @@ void SegmentedModel::unshard(std::span<const size_t> units, bool may_write) {
   may_write_ = may_write;
 }
 
-void SegmentedModel::reshard(std::span<const size_t> units, bool drops_writes) {
+void SegmentedModel::reshard(const std::vector<size_t>& units,
+                             bool drops_writes) {
   const std::lock_guard lock(mutex_);
   SegmentRun run(parts(), {});
   std::exception_ptr error;

@@ -15,6 +15,7 @@ UnshardBuffers::UnshardBuffers(c10::Device device)
 UnshardBuffers::~UnshardBuffers() { shrink_to(0); }
 
 Lease UnshardBuffers::acquire(int64_t bytes) {
+  if (bytes == 0) return {};
   // Those that are too small come last, the largest of them first.
   const auto rank = [bytes](const Lease& buffer) {
     const int64_t size = buffer.bytes.numel();
@@ -108,32 +109,31 @@ struct Replay {
     cursor.finish(actions);
     perform(actions);
     while (!reducing.empty()) end_oldest_reduction();
-    reshard(segment.stays);
+    for (size_t unit = 0; unit < units.size(); ++unit) {
+      if (segment.stays[unit] == 0) reshard(unit);
+    }
   }
 
   void perform(CursorActions& actions) {
     for (const auto& [kind, unit] : std::exchange(actions, {})) {
       if (kind == CursorAction::Kind::kAllGather) {
-        if (!unsharded[unit]) unsharded[unit] = acquire(units[unit].unsharded);
+        if (!unsharded[unit])
+          unsharded[unit] = memory.acquire(units[unit].unsharded);
       } else if (kind == CursorAction::Kind::kReduceScatter) {
         acquire_gradients(unit);
         if (gradients[unit]) {
           reducing.push_back(std::exchange(gradients[unit], {}));
         }
-      } else if (unsharded[unit]) {
-        memory.release(*std::exchange(unsharded[unit], std::nullopt));
+      } else {
+        reshard(unit);
       }
     }
-  }
-
-  Lease acquire(int64_t bytes) {
-    return bytes == 0 ? Lease() : memory.acquire(bytes);
   }
 
   void acquire_gradients(size_t unit) {
     if (gradients[unit] || units[unit].gradients == 0) return;
     while (reducing.size() >= max_reducing) end_oldest_reduction();
-    gradients[unit] = acquire(units[unit].gradients);
+    gradients[unit] = memory.acquire(units[unit].gradients);
     num_for_gradients =
         std::max(num_for_gradients,
                  reducing.size() + static_cast<size_t>(std::ranges::count_if(
@@ -143,13 +143,12 @@ struct Replay {
   void end_oldest_reduction() {
     memory.release(std::move(reducing.front()));
     reducing.pop_front();
+    --num_gradients;
   }
 
-  void reshard(const std::vector<char>& stays) {
-    for (size_t unit = 0; unit < units.size(); ++unit) {
-      if (stays[unit] != 0 || !unsharded[unit]) continue;
-      memory.release(*std::exchange(unsharded[unit], std::nullopt));
-    }
+  void reshard(size_t unit) {
+    if (!unsharded[unit]) return;
+    memory.release(*std::exchange(unsharded[unit], std::nullopt));
   }
 
   const std::span<const UnitBytes> units;
@@ -159,7 +158,8 @@ struct Replay {
       std::vector<std::optional<Lease>>(units.size());
   std::vector<Lease> gradients = std::vector<Lease>(units.size());
   std::deque<Lease> reducing = {};
-  size_t num_for_gradients = 0;
+  size_t num_gradients = 0;
+  size_t num_for_gradients = 0;  // the most at once
 };
 
 }  // namespace
@@ -171,7 +171,7 @@ BufferPlan plan_buffers(std::span<const PlannedSegment> step,
   do {
     bytes = replay.memory.total_bytes();
     for (const PlannedSegment& segment : step) replay.run(segment);
-    replay.reshard(std::vector<char>(units.size(), 0));
+    for (size_t unit = 0; unit < units.size(); ++unit) replay.reshard(unit);
   } while (replay.memory.total_bytes() > bytes);
   return {.num_buffers = replay.memory.num_free(),
           .num_for_gradients = replay.num_for_gradients,

@@ -46,7 +46,7 @@ class UnshardBuffers {
   UnshardBuffers(const UnshardBuffers&) = delete;
   UnshardBuffers& operator=(const UnshardBuffers&) = delete;
 
-  // At least `bytes`, of any content.
+  // At least `bytes`, of any content. 0: none.
   Lease acquire(int64_t bytes);
   // It is free after `last_use`.
   void release(Lease lease, const StreamPoint& last_use);
