@@ -88,24 +88,26 @@ struct Replay {
     for (const auto& parent : segment.rules.parents) {
       if (parent && expected[*parent] > 0) acquire_gradients(*parent);
     }
-    std::optional<size_t> needed;
-    const auto need = [&] {
-      if (needed) cursor.need({&*needed, 1}, actions);
-      needed.reset();
+    const auto need = [&](std::optional<size_t> unit) {
+      if (unit) cursor.need({&*unit, 1}, actions);
       perform(actions);
     };
+    std::optional<size_t> needed;
     for (const auto& [kind, unit] : entries) {
       // Sums that are recorded after a need are of gradients from before it.
-      if (kind == Kind::kAllGather || needed == unit) need();
+      if (kind == Kind::kAllGather || needed == unit) {
+        need(std::exchange(needed, std::nullopt));
+      }
       if (kind == Kind::kAllGather) {
         needed = unit;
       } else {
+        if (held[unit] != 0 && unsharded[unit]) need(unit);
         acquire_gradients(unit);
         cursor.accumulated(unit, actions);
         perform(actions);
       }
     }
-    need();
+    need(needed);
     cursor.finish(actions);
     perform(actions);
     while (!reducing.empty()) end_oldest_reduction();
