@@ -13,7 +13,6 @@
 #include <cstdint>
 #include <deque>
 #include <exception>
-#include <memory>
 #include <optional>
 #include <span>
 #include <string>

@@ -12,7 +12,6 @@
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_join.h"
 #include "brigade/comm/errors/error_texts.h"
-#include "brigade/comm/streams/streams.h"
 #include "brigade/fsdp/flat_shard.h"
 #include "brigade/fsdp/segmented_model.h"
 #include "brigade/fsdp/shard_operators.h"
