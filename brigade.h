@@ -14,9 +14,8 @@
 #include "brigade/planning/bucket_plan.h"
 #include "brigade/reducer/reducer.h"
 
-// Comm hooks, and outputs that a loss may leave out.
+// Comm hooks.
 #include "brigade/comm_hooks/comm_hooks.h"
-#include "brigade/hooks/output_hooks.h"
 
 // Sharding.
 #include "brigade/fsdp/fully_shard.h"
@@ -24,7 +23,7 @@
 
 // Checkpoints: of models, and of activations.
 #include "brigade/checkpoint/checkpoint.h"
-#include "brigade/hooks/checkpoint.h"
+#include "brigade/hooks/activation_checkpoint.h"
 
 // Which bucket size is fastest.
 #include "brigade/bucket_sweep/sweep.h"

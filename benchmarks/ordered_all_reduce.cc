@@ -75,19 +75,19 @@ int run(int argc, char** argv) {
   std::vector<int64_t> sizes = {1 << 10, 1 << 14, 1 << 16, 1 << 18,
                                 1 << 20, 1 << 22, 1 << 24, 1 << 26};
   int rounds = 40;
-  OrderedOptions options;
+  int64_t shared_bytes = OrderedCollectives::kSharedBytes;
   CLI::App app("The ordered all-reduce beside the group's own.");
   app.add_option("--sizes", sizes, "bytes, multiples of 4")
       ->delimiter(',')
       ->check(CLI::Range(int64_t{4}, int64_t{1} << 32));
   app.add_option("--rounds", rounds)->check(CLI::Range(2, 100000));
   app.add_option(
-         "--shared-bytes", options.shared_bytes,
+         "--shared-bytes", shared_bytes,
          "memory that ranks of one host share; 0: the group's collectives")
       ->check(CLI::NonNegativeNumber);
   CLI11_PARSE(app, argc, argv);
   GroupScope scope(init_process_group());
-  OrderedCollectives collectives(scope.group(), options);
+  OrderedCollectives collectives(scope.group(), shared_bytes);
   if (scope.group()->getRank() == 0) {
     print(describe_set_up(argc, argv));
     fmt::print("{:>10}{:>26}{:>26}{:>22}\n", "bytes", "group us", "ordered us",

@@ -72,7 +72,6 @@ class Training {
     {
       ReducerOptions options = options_;
       options.bucket_plan = track.buckets;
-      options.rebuild_buckets = false;
       Reducer reducer(parameters_, group_, options);
       time_steps(track, num_steps, &reducer);
     }

@@ -1,6 +1,5 @@
-// Checks once, at construction, that all ranks hold the same parameters or the
-// same options. Either every rank continues or every rank throws the same
-// error, so that none is left waiting in a collective.
+// Checks that all ranks hold the same parameters or options: either every rank
+// goes on, or every rank throws the same error.
 
 #ifndef BRIGADE_COMM_AGREEMENT_H_
 #define BRIGADE_COMM_AGREEMENT_H_

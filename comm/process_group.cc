@@ -12,10 +12,10 @@
 #include <torch/csrc/distributed/c10d/TCPStore.hpp>
 #include <utility>
 
+#include "absl/cleanup/cleanup.h"
 #include "brigade/comm/backends/device_backend.h"
 #include "brigade/comm/backends/end_on_own_thread.h"
 #include "brigade/comm/backends/gloo_backend.h"
-#include "brigade/comm/backends/single_process_backend.h"
 #include "brigade/comm/close_group.h"
 #include "brigade/comm/errors/peer_error.h"
 #include "brigade/comm/group/group_info.h"
@@ -69,22 +69,6 @@ void shut_down(ProcessGroup& group) {
                "' did not end cleanly: ", error.what());
   }
 }
-
-class ShutDownAtEnd {
- public:
-  ShutDownAtEnd(c10::intrusive_ptr<c10d::Store> store,
-                c10::intrusive_ptr<ProcessGroup> group)
-      : store_(std::move(store)), group_(std::move(group)) {}
-  ShutDownAtEnd(ShutDownAtEnd&&) = default;
-  ~ShutDownAtEnd() {
-    if (group_) shut_down(*group_);
-  }
-
- private:
-  // The group is destroyed before its store.
-  c10::intrusive_ptr<c10d::Store> store_;
-  c10::intrusive_ptr<ProcessGroup> group_;
-};
 
 // Each group of a store gets a part of it. Every rank counts its own groups,
 // since several ranks may live in one process.
@@ -260,7 +244,11 @@ GroupScope::~GroupScope() {
   if (std::uncaught_exceptions() > exceptions_at_entry_) {
     close_group(*group_);
   } else if (end_ == GroupEnd::kApart) {
-    end_on_own_thread(ShutDownAtEnd(std::move(store_), std::move(group_)));
+    end_on_own_thread(absl::Cleanup(
+        [store = std::move(store_), group = std::move(group_)]() mutable {
+          shut_down(*group);
+          group.reset();  // before its store
+        }));
   } else {
     shut_down(*group_);
   }

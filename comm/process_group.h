@@ -33,14 +33,12 @@ struct ProcessGroupOptions {
   // (kXPU, kPrivateUse1, ...): the backend of `make_backend` for its tensors.
   at::DeviceType device_type = at::kCPU;
 
-  // Makes a vendor's backend; LibTorch has no list of backends that C++ could
-  // choose from. Called once on each rank, with its device the current one.
-  // Also in place of NCCL's, for kCUDA.
+  // Makes a vendor's backend, or one in place of NCCL's for kCUDA. Called once
+  // on each rank, with its device the current one.
   MakeBackend make_backend = nullptr;
 
-  // How long a collective may take before it fails. 30 minutes, as in c10d:
-  // long enough for a rank that writes a checkpoint. A shorter one reports a
-  // hanging peer sooner; a peer that dies is noticed at once either way.
+  // How long a collective may take before it fails; c10d's default. A peer that
+  // dies is noticed at once either way.
   std::chrono::milliseconds timeout = std::chrono::minutes(30);
 
   // Appears in logs, and in the keys that this group writes to the store.
@@ -52,11 +50,10 @@ struct ProcessGroupOptions {
 // or mpirun export MASTER_ADDR, the host name of rank 0, and MASTER_PORT, a
 // free port of it.
 //
-// Device `local_rank` of a type that is not the CPU's becomes the calling
-// thread's current one. Gloo listens on the network interfaces that
-// GLOO_SOCKET_IFNAME lists ("eth0,eth1"); by default on the one of the host
-// name. Ranks wait for each other for `timeout`, 5 minutes at most. A world of
-// 1 opens no connection: it gets single_process_group().
+// Device `local_rank` of a type that is not the CPU's becomes the current one.
+// Gloo listens on the network interfaces that GLOO_SOCKET_IFNAME lists
+// ("eth0,eth1"); by default on that of the host name. Ranks wait for each other
+// for `timeout`, 5 minutes at most. A world of 1 gets single_process_group().
 //
 // Errors: c10::ValueError for a missing or contradictory variable, a bad option
 // or a missing device; c10::Error for kCUDA without a GPU or in a build without
@@ -65,10 +62,10 @@ struct ProcessGroupOptions {
 c10::intrusive_ptr<c10d::ProcessGroup> init_process_group(
     const ProcessGroupOptions& options = {});
 
-// Collective: makes the group of the ranks that meet at `store`. The group
-// works on a part of the store of its own, which its getStore() returns:
-// several groups may be made from one store, by all ranks in the same order.
-// `store` gets `timeout` for its own. A world of 1 gets real backends too.
+// Collective: makes the group of the ranks that meet at `store`, of which it
+// uses a part of its own (getStore()): several groups may be made from one
+// store, by all ranks in the same order. `store` gets `timeout` for its own. A
+// world of 1 gets real backends too.
 //
 // With CUDA, make this rank's device the current one before: from torch 2.15 on
 // the group serves only that one.
@@ -78,25 +75,22 @@ c10::intrusive_ptr<c10d::ProcessGroup> make_process_group(
     c10::intrusive_ptr<c10d::Store> store, int rank, int world_size,
     const ProcessGroupOptions& options = {});
 
-// Makes a world of 1, for programs that also run alone: no network, no store
-// server, no threads. Collectives are answered at once, on the caller's thread
-// and stream.
+// Makes a world of 1, without network, store server or threads. Collectives are
+// answered at once, on the caller's thread and stream.
 c10::intrusive_ptr<c10d::ProcessGroup> single_process_group(
     std::vector<at::DeviceType> device_types = {kDeviceTypes.begin(),
                                                 kDeviceTypes.end()});
 
 // Where a group ends that has not failed. kApart: on a thread of its own, for a
-// device's backend, which may wait there for its peers. They may end theirs at
-// another time: a garbage collector finds a model when it likes.
+// device's backend, which may wait there for peers that end theirs later.
 enum class GroupEnd { kHere, kApart };
 
 // Ends a group when the scope is left. Declare it before everything that uses
 // the group, so that it goes last.
 //
-// On the normal way out, collectives in flight are finished, and no barrier is
-// needed. When an exception leaves the scope, they are aborted: this rank does
-// not wait for its peers, and they get an error now and not at their timeout.
-// The store goes last; on rank 0 it may be the server of all.
+// On the normal way out, collectives in flight are finished; no barrier is
+// needed. When an exception leaves the scope, they are aborted, here and on the
+// peers. The store goes last; on rank 0 it may be the server of all.
 //
 // Thread safety: none; main's own thread.
 class GroupScope {

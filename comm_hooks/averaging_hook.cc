@@ -93,10 +93,4 @@ std::shared_ptr<AveragingHook> default_hook(
                                          /*takes_host_sums=*/true);
 }
 
-CommHookPtr sum_hook(const c10::intrusive_ptr<c10d::ProcessGroup>& group) {
-  auto hook = std::make_shared<AveragingHook>(group);
-  hook->divide_by([] { return 1.0; });
-  return hook;
-}
-
 }  // namespace brigade

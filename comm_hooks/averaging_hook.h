@@ -22,12 +22,11 @@ class OrderedAllReduce;
 class AveragingHook final : public c10d::CommHookInterface,
                             public CommHookExtension {
  public:
-  // `wire_dtype`: nullopt for the gradients' own; gradients that are not
-  // floating-point numbers of more than its size are not compressed. Complex
-  // buckets travel as pairs of reals. `ordered`: adds up in place of the
-  // group's own all-reduce, and divides the sum; null: gradients are divided
-  // when they are packed. `takes_host_sums`: for a hook of one reducer. Does
-  // not keep the group alive. Errors: ValueError if it is null.
+  // `wire_dtype`: nullopt for the gradients' own; only larger floating-point
+  // gradients are compressed. Complex buckets travel as pairs of reals.
+  // `ordered`: sums in place of the group, and divides the sum; null: gradients
+  // are divided when they are packed. `takes_host_sums`: for a hook of one
+  // reducer. Does not keep the group alive. Errors: ValueError if it is null.
   explicit AveragingHook(
       const c10::intrusive_ptr<c10d::ProcessGroup>& group,
       std::optional<at::ScalarType> wire_dtype = std::nullopt,
@@ -37,12 +36,12 @@ class AveragingHook final : public c10d::CommHookInterface,
   // Until the next call: the divisor is the world size.
   void divide_by_world_size();
 
-  // Until the next call: the divisor is what `divisor` returns, equal on all
+  // Until the next call: the divisor is the result of `divisor`, equal on all
   // ranks and not 0. It is asked once: when the first bucket is packed, or
-  // before that by a reducer that is made with this hook, is given it, or plans
-  // its buckets anew. It may wait there for a collective that every rank has
-  // launched long before. Where sums are ordered it is asked when the first
-  // bucket is launched, by ranks without data too, and may launch one.
+  // earlier by a reducer that is made with this hook, is given it, or plans its
+  // buckets anew; it may wait for a collective that every rank has launched
+  // before. Where sums are ordered: when the first bucket is launched, by ranks
+  // without data too; it may launch a collective then.
   void divide_by(std::function<double()> divisor);
 
   HookTraits traits() const override {

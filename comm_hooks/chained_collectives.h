@@ -58,10 +58,9 @@ class ChainedCollectives {
   std::vector<Chain> chains_;
 };
 
-// Tells whether collectives are launched on threads of a backend: by
-// continuations. Watches all operations of the process by a callback of the
-// dispatcher's, which costs each some 100 ns: for the first iterations of a
-// hook, not for all.
+// Tells whether continuations launch collectives: on threads of a backend.
+// Watches all operations of the process by a callback of the dispatcher's, some
+// 100 ns each: for the first iterations of a hook, not for all.
 //
 // Thread safety: made and destroyed by one thread.
 class ContinuationWatch {

@@ -149,8 +149,7 @@ class SteppingHook final : public WrappingHook {
                                     }),
                 "step_in_backward: bucket ", bucket.getIndex(),
                 " holds parameters that are stepped and others.\nGive a "
-                "bucket_plan that keeps them apart, and rebuild_buckets = "
-                "false.");
+                "bucket_plan that keeps them apart.");
     return steps;
   }
 

@@ -34,55 +34,42 @@ using HookFuturePtr = c10::intrusive_ptr<c10::ivalue::Future>;
 CommHookPtr all_reduce_hook(
     const c10::intrusive_ptr<c10d::ProcessGroup>& group);
 
-// Half the bytes of float32. Divides before the cast, so that a sum overflows
-// only where the average does. Range: 6e-8 to 65504; larger gradients become
-// infinite.
-//
-// Source: torch.distributed's fp16_compress_hook. Differs: it casts first and
-// divides the half-precision numbers.
+// Half the bytes of float32; gradients above 65504 become infinite. Divides
+// before the cast (torch's fp16_compress_hook: after it), so that a sum
+// overflows only where the average does.
 CommHookPtr fp16_hook(const c10::intrusive_ptr<c10d::ProcessGroup>& group);
 
 // Half the bytes of float32, with its range and 8 bits of precision.
 CommHookPtr bf16_hook(const c10::intrusive_ptr<c10d::ProcessGroup>& group);
 
-// Averages whose bits do not depend on the buckets: an element is summed in
-// rank order and divided once. Collective. ReducerOptions::reproducible is the
-// same without a hook. Sparse gradients are a ValueError in backward. Errors:
-// as OrderedCollectives'.
+// Sums in rank order, so that the bits do not depend on the buckets, as with
+// ReducerOptions::reproducible. Collective. Sparse gradients are a ValueError
+// in backward. Errors: as OrderedCollectives'.
 CommHookPtr ordered_hook(const c10::intrusive_ptr<c10d::ProcessGroup>& group);
-
-// Adds up over ranks and divides by nothing. Several local replicas are
-// averaged before that.
-CommHookPtr sum_hook(const c10::intrusive_ptr<c10d::ProcessGroup>& group);
 
 // ---- A hook of a function.
 
-// The contract of a hook, ours or c10d's:
+// The contract of a hook, ours or c10d's (docs/hooks.md):
 //
 // - The bucket's buffer holds this rank's gradients undivided (of several local
 //   replicas: their mean), in the parameters' dtype: 1D, [numel]; complex ones
 //   as pairs of reals, [2 * numel]; a sparse one as a COO tensor of the
-//   parameter's shape. Averaging over ranks is the hook's business.
-// - The future holds the reduced buffer: a tensor of as many elements on the
-//   same device (of a sparse one: of its shape), or a list of one. It may be
-//   the bucket's own buffer, changed in place, or another tensor, of another
-//   floating-point dtype too. None says that the hook has dealt with the
-//   gradients itself (an optimizer that steps in backward): nothing is
-//   delivered.
+//   parameter's shape.
+// - The future holds the reduced buffer: the same number of elements on the
+//   same device (of a sparse one: its shape), in any floating-point dtype, or a
+//   list of one such tensor. It may be the bucket's own buffer. None: the hook
+//   has consumed the gradients, nothing is delivered.
 // - A rank that has run out of data, or whose backward has failed, calls the
-//   hook on zeros: its peers wait for what it launches. State that follows the
-//   gradients must stand that (comm_hooks/hook_traits.h).
-// - Hooks run in plan order, identical on all ranks, while the engine's lock is
-//   held: a hook must not call the reducer. It runs under the thread-local
-//   state of the thread that prepared the backward, but with grad mode and
-//   autocast off.
-// - A second collective after the first goes through then_collective().
-// - What a hook throws comes out of backward(), and so does what a continuation
-//   of its future throws: on this rank with bucket, iteration and rank added, a
+//   hook on zeros. State that follows the gradients must stand that
+//   (comm_hooks/hook_traits.h).
+// - Hooks run in plan order, identical on all ranks, with the engine's lock
+//   held: a hook must not call the reducer. Thread-local state is that of the
+//   thread that prepared the backward, but grad mode and autocast are off.
+// - Exceptions of the hook, and of continuations of its future, come out of
+//   backward(): on this rank with bucket, iteration and rank added, a
 //   c10::Error with its type and anything else as RuntimeError; on the others
 //   as an error that names this rank. Nobody delivers then. Training can go on
-//   unless the hook had launched something before it threw: see
-//   Reducer::can_continue().
+//   unless the hook had launched something: see Reducer::can_continue().
 using CommHookFunction = std::function<HookFuturePtr(c10d::GradBucket&)>;
 
 // `name`: for messages; ranks whose names differ are told so. Errors:
@@ -92,14 +79,12 @@ CommHookPtr make_comm_hook(CommHookFunction function, std::string name = "");
 // ---- A second collective after the first one of a hook.
 
 // Launches the second collective, given the value of the first, and returns its
-// future. What it throws comes out of backward, and ends the group's use: its
-// peers wait for the collective.
+// future. Its exceptions come out of backward, and end the group's use.
 using NextCollective = std::function<HookFuturePtr(const c10::IValue&)>;
 
-// Returns a future of the value of `next`'s future. A continuation of the first
-// future must not launch the second collective: continuations run in another
-// order on each rank. `next` is called in the order of the buckets, when
-// backward ends and the first collectives are complete.
+// Returns a future of the value of `next`'s future. `next` is called in the
+// order of the buckets when backward ends: continuations of the first future
+// would run in another order on each rank.
 //
 //   auto hook = make_comm_hook([group](c10d::GradBucket& bucket) {
 //     return then_collective(group->_reduce_scatter_base(...)->getFuture(),
@@ -114,11 +99,10 @@ HookFuturePtr then_collective(HookFuturePtr first, NextCollective next);
 
 // ---- An optimizer that steps in backward.
 
-// Updates one parameter by its `.grad`, which holds the reduced gradient in the
-// parameter's dtype. Called without recording gradients, once per parameter and
-// reduced backward, on the thread that completes the bucket, while backward
-// goes on; several buckets may complete at once on several threads. With
-// LibTorch's optimizers make one per parameter.
+// Updates one parameter by its `.grad`, the reduced gradient in the parameter's
+// dtype. Called without recording gradients, once per parameter and reduced
+// backward, on the threads that complete buckets. With LibTorch's optimizers
+// make one per parameter.
 using ParameterStep = std::function<void(const at::Tensor& parameter)>;
 using ParameterFilter = std::function<bool(const at::Tensor& parameter)>;
 
@@ -134,19 +118,15 @@ using ParameterFilter = std::function<bool(const at::Tensor& parameter)>;
 //   DistributedDataParallel model(net, group, {.reducer = reducer});
 //   loss(model(input), target).backward();  // and that is the whole step
 //
-// `hook` carries buckets as it would alone: ours, with its wire format, or the
-// user's own.
+// `hook` carries the buckets. A parameter that no rank used is stepped by a
+// gradient of zeros. With several local replicas only the first is stepped. An
+// exception of `step` comes out of backward() as RuntimeError with its text;
+// later parameters of its bucket are not stepped. An iteration that fails
+// otherwise may have stepped some parameters, the same on all ranks. A rank
+// that has joined (join()) does not step; it is given the model in the end.
 //
-// A parameter that no rank used is stepped too, by a gradient of zeros. With
-// several local replicas only the first is stepped. An exception of `step`
-// comes out of backward() as RuntimeError with its text; the parameters after
-// it in its bucket are not stepped. An iteration that fails otherwise may have
-// stepped some parameters, the same on all ranks. A rank that has joined
-// (join()) does not step; it is given the model when all have run out.
-//
-// With `is_stepped`, parameters that it is false of get gradients as without
-// this hook. A bucket that holds both kinds is an error: give the reducer a
-// bucket_plan that keeps them apart, and rebuild_buckets = false.
+// Parameters for which `is_stepped` is false get gradients as usual. A bucket
+// that holds both kinds is an error: give a bucket_plan that keeps them apart.
 //
 // Errors: ValueError if `hook` is null or `step` empty.
 CommHookPtr step_in_backward(CommHookPtr hook, ParameterStep step,

@@ -32,23 +32,19 @@ class CommHookExtension;
 
 // The defaults are those of a user's hook.
 struct HookTraits {
-  // Gets gradients in the bucket's buffer that are scaled and cast already,
-  // which the reducer folds into the one pass that packs the bucket. Other
+  // Gets gradients scaled and cast, which packing does in the same pass. Other
   // hooks get raw gradients in the parameters' dtype.
   bool declares_wire_format = false;
-  // It, or a hook that it calls, takes host_sums.h's sums in memory that ranks
-  // of one host share, in place of the group's all-reduce.
+  // It, or a hook that it calls, uses HostSums in place of the group.
   bool takes_host_sums = false;
   // No code of a user's runs in runHook() or its future.
   bool fails_by_network_only = false;
-  // Nobody writes to the bucket's buffer, or shows it to others, once the
-  // hook's future is complete: its memory may become the gradients'.
+  // The bucket's buffer is unused once the hook's future is complete: it may
+  // become the gradients' memory.
   bool lets_go_of_buffer = false;
-  // The bits of the result are those of the ranks' values, added in rank order,
-  // however gradients are cut into buckets.
+  // Sums in rank order, however gradients are cut into buckets.
   bool sums_in_order = false;
-  // Its errors reach the caller of backward as they were thrown. Those of other
-  // hooks are wrapped into one that names bucket, iteration and rank.
+  // Its errors are not wrapped into one that names bucket, iteration and rank.
   bool throws_own_errors = false;
   // It, or a hook that it calls, updates parameters while backward runs.
   bool steps_parameters = false;
@@ -123,19 +119,15 @@ class WrappingHook : public c10d::CommHookInterface, public CommHookExtension {
   const HookTraits traits_;  // of hook_
 };
 
-// The tensor in a hook's future: accepts a tensor or a list of one tensor,
-// which is what c10d's futures hold, and a Python object that holds one. None
-// gives an undefined tensor: the hook has dealt with the gradients itself.
-//
-// Errors: TypeError for anything else.
+// The tensor in a hook's future: a tensor, a list of one tensor, or a Python
+// object that holds one. None gives an undefined tensor. Errors: TypeError for
+// anything else.
 at::Tensor tensor_of_hook_result(const c10::IValue& result);
 
-// A hook's reference to its group, which does not keep the group alive: a
-// backend runs the hook's continuations on a thread of its own. If one of them
-// held the last reference, the group would end on that thread, and wait there
-// for itself.
+// A hook's weak reference to its group: a group whose last reference lay in a
+// continuation would end on its backend's thread, and wait there for itself.
 //
-// Thread safety: all methods may be called from any thread.
+// Thread safety: any thread.
 class GroupReference {
  public:
   // Errors: ValueError if `group` is null; `user` names who wants it.

@@ -7,7 +7,6 @@
 #include <ATen/ops/zeros.h>
 #include <c10/core/Event.h>
 #include <c10/core/StreamGuard.h>
-#include <c10/core/impl/VirtualGuardImpl.h>
 
 #include <algorithm>
 #include <cstdint>
@@ -17,60 +16,13 @@
 #include "brigade/comm/streams/streams.h"
 
 namespace brigade {
+
 namespace {
 
-// Sums `parts`, equal parts by rank: within each row of ranks, then the rows. A
-// row's sum is rounded, as if it travelled to others. `of_rows`: room for them.
-void sum_rows(const at::Tensor& parts, int num_ranks, int row_size,
-              const at::Tensor& of_rows, const at::Tensor& sum) {
-  const int num_rows = num_ranks / row_size;
-  if (num_rows == 1) return sum_in_order(parts, num_ranks, sum);
-  const int64_t row_numel = parts.numel() / num_rows;
-  const int64_t sum_numel = row_numel / row_size;
-  for (int row = 0; row < num_rows; ++row) {
-    sum_in_order(parts.narrow(0, row * row_numel, row_numel), row_size, sum);
-    of_rows.narrow(0, row * sum_numel, sum_numel).copy_(sum);
-  }
-  sum_in_order(of_rows, num_rows, sum);
-}
-
-}  // namespace
-
-OrderedAllReduce::OrderedAllReduce(
-    const c10::intrusive_ptr<c10d::ProcessGroup>& group,
-    const OrderedOptions& options)
-    : group_(group, "OrderedAllReduce"), options_(options) {}
-
-void OrderedAllReduce::connect() {
-  collectives_.emplace(group_.lock(), options_);
-}
-
-void OrderedAllReduce::connect_for(std::span<const at::Tensor> tensors) {
-  if (std::ranges::any_of(tensors, &at::Tensor::is_cpu)) connect();
-}
-
-OrderedAllReduce::FuturePtr OrderedAllReduce::run(const at::Tensor& tensor,
-                                                  double scale) {
-  if (!tensor.is_cpu()) return run_on_device(*group_.lock(), tensor, scale);
-  if (!collectives_) connect();
-  return collectives_->all_reduce(tensor, scale);
-}
-
-OrderedAllReduce::FuturePtr OrderedAllReduce::run_on_device(
-    c10d::ProcessGroup& group, const at::Tensor& tensor, double scale) {
-  const c10::Device device = tensor.device();
-  c10::Event launch(device.type());
-  launch.record(c10::impl::VirtualGuardImpl(device.type()).getStream(device));
-  const c10::Stream stream = stream_of(device);
-  tensor.record_stream(stream);
-  const c10::StreamGuard on_stream(stream);
-  // Pairs with what the calling thread's stream has written into the tensor.
-  launch.block(stream);
-  return reduce_here(group, tensor, scale);
-}
-
-OrderedAllReduce::FuturePtr OrderedAllReduce::reduce_here(
-    c10d::ProcessGroup& group, const at::Tensor& tensor, double scale) const {
+// On the current stream.
+OrderedAllReduce::FuturePtr reduce_on_device(c10d::ProcessGroup& group,
+                                             const at::Tensor& tensor,
+                                             double scale) {
   const at::NoGradGuard no_grad;
   const at::Tensor flat =
       (tensor.is_complex() ? at::view_as_real(tensor) : tensor).view(-1);
@@ -89,13 +41,10 @@ OrderedAllReduce::FuturePtr OrderedAllReduce::reduce_here(
   const at::Tensor parts = at::empty_like(whole);
   const at::Tensor own = at::empty({slice_numel}, flat.options());
   const at::Tensor sum = empty_sum(slice_numel, parts);
-  const int row_size = options_.group_size.value_or(size);
-  const at::Tensor of_rows = at::empty(
-      {row_size == size ? 0 : size / row_size * slice_numel}, flat.options());
 
   if (!is_even) whole.narrow(0, 0, flat.numel()).copy_(flat);
   join_current_stream(exchange_parts(group, parts, whole));
-  sum_rows(parts, size, row_size, of_rows, sum);
+  sum_in_order(parts, size, sum);
   if (scale != 1) sum.mul_(scale);
   own.copy_(sum);
   join_current_stream(gather_into(group, whole, own));
@@ -103,10 +52,32 @@ OrderedAllReduce::FuturePtr OrderedAllReduce::reduce_here(
   return completed_future({tensor});
 }
 
-c10::Stream OrderedAllReduce::stream_of(c10::Device device) {
-  const auto known = streams_.find(device.index());
-  if (known != streams_.end()) return known->second;
-  return streams_.emplace(device.index(), side_stream(device)).first->second;
+}  // namespace
+
+void OrderedAllReduce::connect() { collectives_.emplace(group_.lock()); }
+
+void OrderedAllReduce::connect_for(std::span<const at::Tensor> tensors) {
+  if (std::ranges::any_of(tensors, &at::Tensor::is_cpu)) connect();
+}
+
+OrderedAllReduce::FuturePtr OrderedAllReduce::run(const at::Tensor& tensor,
+                                                  double scale) {
+  if (tensor.is_cpu()) {
+    if (!collectives_) connect();
+    return collectives_->all_reduce(tensor, scale);
+  }
+  const c10::Device device = tensor.device();
+  auto stream = streams_.find(device.index());
+  if (stream == streams_.end()) {
+    stream = streams_.emplace(device.index(), side_stream(device)).first;
+  }
+  c10::Event launch(device.type());
+  launch.record(current_stream(device));
+  tensor.record_stream(stream->second);
+  const c10::StreamGuard on_stream(stream->second);
+  // Pairs with what the calling thread's stream has written into the tensor.
+  launch.block(stream->second);
+  return reduce_on_device(*group_.lock(), tensor, scale);
 }
 
 }  // namespace brigade

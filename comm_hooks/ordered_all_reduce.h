@@ -1,10 +1,7 @@
-// The all-reduce of a group in rank order: CPU tensors by
-// comm/ordered/ordered_collectives.h, which connects when it is first needed;
-// device tensors by two collectives of the group, with the same bits.
-//
-// On devices: an all-to-all of slices, a local sum and an all-gather of the
-// sums (a ring's bytes), on a stream of this object's own, after the calling
-// thread's current one. The host does not wait.
+// The all-reduce of a group in rank order: of CPU tensors by
+// OrderedCollectives, of device tensors with the same bits by an all-to-all of
+// slices, a local sum and an all-gather, on a stream of this object's own. The
+// host does not wait.
 //
 // Thread safety: one call at a time, in the same order on all ranks.
 
@@ -31,8 +28,8 @@ class OrderedAllReduce {
 
   // Made on all ranks in the same order. Does not keep the group alive. Errors:
   // ValueError if `group` is null.
-  explicit OrderedAllReduce(const c10::intrusive_ptr<c10d::ProcessGroup>& group,
-                            const OrderedOptions& options = {});
+  explicit OrderedAllReduce(const c10::intrusive_ptr<c10d::ProcessGroup>& group)
+      : group_(group, "OrderedAllReduce") {}
 
   // Collective, at the same place of all ranks' programs; at most once. Errors:
   // as OrderedCollectives'.
@@ -45,24 +42,16 @@ class OrderedAllReduce {
   // future holds a list of it. The first call with a tensor on the CPU is
   // collective unless ranks are connected.
   //
-  // On a device, `tensor` is contiguous and of real or complex numbers. All
-  // memory is taken before the first launch: the tensor's size, 1/W of it three
-  // times (float16 and bfloat16: four), 1/F of it for rows of F, and the
-  // tensor's size once more where W does not divide its elements.
+  // On a device, `tensor` is contiguous and of real or complex numbers, and all
+  // memory is taken before the first launch: up to twice the tensor's size and
+  // four times 1/W of it.
   //
   // Errors: as OrderedCollectives'; on a device OutOfMemoryError, and nothing
   // is launched then; what the backend throws.
   FuturePtr run(const at::Tensor& tensor, double scale);
 
  private:
-  FuturePtr run_on_device(c10d::ProcessGroup& group, const at::Tensor& tensor,
-                          double scale);
-  FuturePtr reduce_here(c10d::ProcessGroup& group, const at::Tensor& tensor,
-                        double scale) const;
-  c10::Stream stream_of(c10::Device device);
-
   const GroupReference group_;
-  const OrderedOptions options_;
   std::optional<OrderedCollectives> collectives_;
   std::map<c10::DeviceIndex, c10::Stream> streams_;
 };

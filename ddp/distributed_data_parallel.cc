@@ -125,7 +125,7 @@ class ReplicatedModule::State {
 
   // ---- For join(). If `announces`, this model begins each iteration of the
   // session that communicates.
-  void enter(JoinSession& session, bool announces);
+  void enter(JoinSession& session, JoinDivisor divisor, bool announces);
   void leave() noexcept;
 
   // The first thing in each iteration, before the announcement: brings ranks
@@ -161,7 +161,8 @@ class ReplicatedModule::State {
   std::shared_ptr<AveragingHook> averaging_;  // null: the hook is the user's
 
   JoinSession* session_ = nullptr;  // null: not being joined
-  bool announces_ = false;          // iterations, to the session
+  JoinDivisor divisor_ = JoinDivisor::kWorldSize;
+  bool announces_ = false;  // iterations, to the session
 };
 
 ReplicatedModule::State::State(AnyModule module, Group group, Options options)
@@ -178,8 +179,7 @@ ReplicatedModule::State::State(AnyModule module, Group group, Options options)
   std::shared_ptr<OrderedAllReduce> ordered;
   if (!chosen.comm_hook) {
     if (chosen.reproducible) {
-      ordered = std::make_shared<OrderedAllReduce>(
-          group_, OrderedOptions{.group_size = chosen.reproducible_row_size});
+      ordered = std::make_shared<OrderedAllReduce>(group_);
     }
     averaging_ = default_hook(group_, wire_dtype(options_), ordered);
     chosen.comm_hook = averaging_;
@@ -291,17 +291,18 @@ void ReplicatedModule::State::broadcast_buffers() {
 
 // ---- Uneven inputs.
 
-void ReplicatedModule::State::enter(JoinSession& session, bool announces) {
+void ReplicatedModule::State::enter(JoinSession& session, JoinDivisor divisor,
+                                    bool announces) {
   TORCH_CHECK(session_ == nullptr,
               "join: this model is being joined already.\nLet the inner loop "
               "run inside the outer join.");
   TORCH_CHECK_VALUE(
-      reducer_->comm_hook() == averaging_ ||
-          session.options().divide_by == JoinDivisor::kWorldSize,
+      reducer_->comm_hook() == averaging_ || divisor == JoinDivisor::kWorldSize,
       "join: the divisor must be kWorldSize, since the comm hook is the user's "
       "own and divides by itself; it is kRanksWithData.\nLeave out the hook or "
       "the divisor.");
   session_ = &session;
+  divisor_ = divisor;
   announces_ = announces;
 }
 
@@ -311,7 +312,7 @@ void ReplicatedModule::State::leave() noexcept {
 }
 
 void ReplicatedModule::State::follow_divisor() {
-  if (session_->options().divide_by != JoinDivisor::kRanksWithData) return;
+  if (divisor_ != JoinDivisor::kRanksWithData) return;
   averaging_->divide_by([session = session_] {
     return static_cast<double>(session->num_ranks_with_data());
   });
@@ -370,7 +371,7 @@ void ReplicatedModule::sync_buffers() { state_->sync_buffers(); }
 Reducer& ReplicatedModule::reducer() { return *state_->reducer_; }
 
 void join(std::span<ReplicatedModule* const> models,
-          const std::function<void()>& loop, JoinOptions options) {
+          const std::function<void()>& loop, JoinDivisor divisor) {
   TORCH_CHECK_VALUE(!models.empty(),
                     "join needs at least 1 model, got 0.\nGive it the "
                     "DistributedDataParallel that the loop trains.");
@@ -380,23 +381,21 @@ void join(std::span<ReplicatedModule* const> models,
                       "join: the models are of several process groups.\nJoin "
                       "those of each group on its own.");
   }
-  JoinSession session(first.group_, options);
+  JoinSession session(first.group_);
   size_t num_entered = 0;
   const auto leave = c10::make_scope_exit([&] {
     for (size_t i = 0; i < num_entered; ++i) models[i]->state_->leave();
   });
   for (; num_entered < models.size(); ++num_entered) {
-    models[num_entered]->state_->enter(session,
+    models[num_entered]->state_->enter(session, divisor,
                                        /*announces=*/num_entered == 0);
   }
   models.front()->reducer().meet_peers("called join()");
-  require_agreement(
-      first.group_, "join option",
-      std::array{absl::StrCat(
-          options.divide_by == JoinDivisor::kWorldSize ? "kWorldSize"
-                                                       : "kRanksWithData",
-          ", end_early ", options.end_early ? "true" : "false")},
-      absl::OkStatus());
+  require_agreement(first.group_, "join option",
+                    std::array{std::string(divisor == JoinDivisor::kWorldSize
+                                               ? "kWorldSize"
+                                               : "kRanksWithData")},
+                    absl::OkStatus());
   loop();
   for (;;) {
     first.meet_peers();

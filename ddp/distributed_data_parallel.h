@@ -21,6 +21,7 @@
 #define BRIGADE_DDP_DISTRIBUTED_DATA_PARALLEL_H_
 
 #include <ATen/core/Tensor.h>
+#include <c10/core/ScalarType.h>
 #include <c10/util/FunctionRef.h>
 #include <torch/nn/module.h>
 #include <torch/script.h>
@@ -29,16 +30,63 @@
 #include <memory>
 #include <optional>
 #include <span>
+#include <string>
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 #include <type_traits>
 #include <utility>
 #include <vector>
 
-#include "brigade/ddp/data_parallel_options.h"
 #include "brigade/hooks/nested_tensors.h"
 #include "brigade/reducer/reducer.h"
 
 namespace brigade {
+
+// Forward runs on copies of the parameters in `parameters`, and floating-point
+// tensors among its arguments are cast to it; outputs stay in it. Outside of
+// forward parameters and gradients have their own precision
+// (hooks/parameter_casts.h). Ignored parameters stay as they are.
+//
+// - Arguments are cast in vectors, arrays, maps, pairs, tuples, optionals and
+//   IValues; structs and references inside of these are passed on as they are.
+//   A change of an argument in forward may be made in a copy.
+// - kHalf needs losses that are scaled; there is no loss scaling here.
+// - checkpoint() inside of forward is refused while an optimizer steps in
+//   backward, and if parameters are on several devices. A comm hook of your own
+//   that writes to parameters must not meet checkpoints either.
+struct MixedPrecision {
+  at::ScalarType parameters = at::kBFloat16;
+  // Of gradients as they travel, if it is smaller than their own; unset: as
+  // `parameters`. Not with a comm hook, which decides itself.
+  std::optional<at::ScalarType> reduction = std::nullopt;
+  // Floating-point buffers are cast once, by the constructor; unset: they stay.
+  // LibTorch's batch norm on the CPU needs them in `parameters`.
+  std::optional<at::ScalarType> buffers = std::nullopt;
+};
+
+struct DistributedDataParallelOptions {
+  // Its lists (bucket_plan, parameter_names, expect_sparse_gradients) are of
+  // the parameters that require a gradient and are not ignored, in registration
+  // order, each once. Names are taken from the module unless given.
+  ReducerOptions reducer = {};
+
+  // A forward that will be reduced begins with the buffers of rank 0, or of the
+  // lowest rank with data while ranks join: one collective per dtype. If false,
+  // each rank keeps its own; sync_buffers() makes them equal when asked.
+  bool broadcast_buffers = true;
+
+  // Names of parameters and buffers that each rank keeps to itself: not
+  // compared, not made equal, not reduced.
+  std::vector<std::string> ignored = {};
+
+  // Unset: forward runs in the parameters' own precision.
+  std::optional<MixedPrecision> mixed_precision = std::nullopt;
+};
+
+// The divisor of gradients while some ranks have no data.
+enum class JoinDivisor {
+  kWorldSize,      // inputs of equal size keep their weight to the end
+  kRanksWithData,  // the average over the ranks that have data
+};
 
 // The part of DistributedDataParallel that is the same for all module types.
 class ReplicatedModule {
@@ -90,7 +138,7 @@ class ReplicatedModule {
 
  private:
   friend void join(std::span<ReplicatedModule* const> models,
-                   const std::function<void()>& loop, JoinOptions options);
+                   const std::function<void()>& loop, JoinDivisor divisor);
 
   class State;
   const std::unique_ptr<State> state_;
@@ -230,17 +278,18 @@ class DistributedDataParallel {
 //
 // Errors: ValueError if there is no model, if they are of several groups, if
 // ranks with data are to be counted under a comm hook that averages by itself,
-// or if ranks give other options; RuntimeError if one is being joined already,
-// if one is used before the first of the list, and on every rank if one runs
-// out and training ends early; what the models throw.
+// or if ranks give other divisors; RuntimeError if one is being joined already
+// or is used before the first of the list; what the models throw.
 void join(std::span<ReplicatedModule* const> models,
-          const std::function<void()>& loop, JoinOptions options = {});
+          const std::function<void()>& loop,
+          JoinDivisor divisor = JoinDivisor::kWorldSize);
 
 template <typename Module>
 void join(DistributedDataParallel<Module>& model,
-          const std::function<void()>& loop, JoinOptions options = {}) {
+          const std::function<void()>& loop,
+          JoinDivisor divisor = JoinDivisor::kWorldSize) {
   ReplicatedModule* const models[] = {&model.replicated()};
-  join(std::span<ReplicatedModule* const>(models), loop, options);
+  join(std::span<ReplicatedModule* const>(models), loop, divisor);
 }
 
 }  // namespace brigade

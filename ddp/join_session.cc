@@ -4,32 +4,18 @@
 #include <c10/core/GradMode.h>
 #include <c10/util/Exception.h>
 
-#include <algorithm>
 #include <exception>
-#include <utility>
 
 #include "absl/strings/str_cat.h"
-#include "absl/strings/str_join.h"
 #include "brigade/comm/errors/peer_error.h"
 #include "brigade/comm/group/group_info.h"
 
 namespace brigade {
 
-JoinSession::JoinSession(c10::intrusive_ptr<c10d::ProcessGroup> group,
-                         JoinOptions options)
-    : group_(std::move(group)), options_(options) {}
-
-void JoinSession::begin_iteration() {
-  count(/*has_data=*/true);
-  end_early_if_uneven();
-}
-
 bool JoinSession::begin_shadow() {
   count(/*has_data=*/false);
   wait_for_count();
-  if (with_data_.empty()) return false;
-  end_early_if_uneven();
-  return true;
+  return !with_data_.empty();
 }
 
 int JoinSession::num_ranks_with_data() {
@@ -83,22 +69,6 @@ std::vector<int> JoinSession::read(const Count& count) const {
     if (counts.const_data_ptr<int32_t>()[rank] != 0) ranks.push_back(rank);
   }
   return ranks;
-}
-
-void JoinSession::end_early_if_uneven() {
-  if (!options_.end_early) return;
-  wait_for_count();
-  std::vector<int> without;
-  for (int rank = 0; rank < group_->getSize(); ++rank) {
-    if (!std::binary_search(with_data_.begin(), with_data_.end(), rank)) {
-      without.push_back(rank);
-    }
-  }
-  TORCH_CHECK(without.empty(), "join: ran out of inputs before iteration ",
-              iteration_, ": rank ", absl::StrJoin(without, ", "), " of ",
-              group_->getSize(),
-              "; training ends early, as asked.\nGive every rank equally many "
-              "inputs, or leave end_early out.");
 }
 
 }  // namespace brigade

@@ -10,24 +10,21 @@
 
 #include <cstdint>
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
+#include <utility>
 #include <vector>
-
-#include "brigade/ddp/data_parallel_options.h"
 
 namespace brigade {
 
 class JoinSession {
  public:
-  JoinSession(c10::intrusive_ptr<c10d::ProcessGroup> group,
-              JoinOptions options);
+  explicit JoinSession(c10::intrusive_ptr<c10d::ProcessGroup> group)
+      : group_(std::move(group)) {}
 
-  // This rank has an input. Does not wait unless training ends early.
-  // Collective. Errors: RuntimeError naming the ranks that have run out, if
-  // training ends early.
-  void begin_iteration();
+  // This rank has an input. Does not wait. Collective.
+  void begin_iteration() { count(/*has_data=*/true); }
 
   // This rank has run out. True if another one has data: then its iteration is
-  // to be shadowed. Collective. Errors: as begin_iteration().
+  // to be shadowed. Collective. Errors: PeerError.
   bool begin_shadow();
 
   // Of this iteration. The first call waits for the count.
@@ -38,8 +35,6 @@ class JoinSession {
   // data in; -1 if there was none.
   int last_rank_with_data();
 
-  const JoinOptions& options() const { return options_; }
-
  private:
   struct Count {
     at::Tensor counts;  // int32, [world_size], on the group's device
@@ -49,10 +44,8 @@ class JoinSession {
   void count(bool has_data);
   std::vector<int> read(const Count& count) const;
   void wait_for_count();
-  void end_early_if_uneven();
 
   const c10::intrusive_ptr<c10d::ProcessGroup> group_;
-  const JoinOptions options_;
   int64_t iteration_ = 0;
   Count current_;
   Count previous_;

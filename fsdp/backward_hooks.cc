@@ -9,7 +9,7 @@
 #include <ranges>
 #include <utility>
 
-#include "brigade/hooks/backward_end.h"
+#include "brigade/hooks/backward_events.h"
 #include "brigade/hooks/gradient_hooks.h"
 
 namespace brigade {

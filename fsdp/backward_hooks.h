@@ -16,8 +16,8 @@
 
 namespace brigade {
 
-// As watch_backward_end() (hooks/backward_end.h), for several models that take
-// part in one backward: the one that began last ends first. So a rank that
+// As watch_backward_end() (hooks/backward_events.h), for several models that
+// take part in one backward: the one that began last ends first. So a rank that
 // fails tells its peers in the segment in which they wait for it, and not in an
 // outer one, whose end they reach later. If `on_end` throws, the models that
 // began earlier are abandoned, and the exception comes out of backward().

@@ -13,8 +13,7 @@
 #include "brigade/comm/errors/peer_error.h"
 #include "brigade/fsdp/backward_hooks.h"
 #include "brigade/fsdp/flat_shard.h"
-#include "brigade/hooks/backward_end.h"
-#include "brigade/hooks/output_hooks.h"
+#include "brigade/hooks/backward_events.h"
 
 namespace brigade {
 namespace {

@@ -62,10 +62,7 @@ void ShardingRecorder::launched(Collective collective,
                                 c10::ivalue::Future& future) {
   if (!is_sampling_) return;
   const auto arrival = std::make_shared<Arrival>();
-  if (!device_.is_cpu()) {
-    arrival->device_times.restart(1);
-    arrival->device_times.record(0, DeviceTimes::kLaunch, device_);
-  }
+  arrival->device_times.record(0, DeviceTimes::kLaunch, device_);
   current_.launches[collective].back().arrivals.push_back(arrival);
   // A callback that uses the future runs on streams that wait for its value.
   future.addCallback(

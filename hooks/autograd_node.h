@@ -5,34 +5,14 @@
 #ifndef BRIGADE_HOOKS_AUTOGRAD_NODE_H_
 #define BRIGADE_HOOKS_AUTOGRAD_NODE_H_
 
-#include <c10/util/intrusive_ptr.h>
 #include <torch/csrc/autograd/edge.h>
 #include <torch/csrc/autograd/function.h>
 #include <torch/csrc/autograd/variable.h>
-
-#include <memory>
-#include <type_traits>
-#include <utility>
 
 namespace brigade {
 
 using NodePtr = decltype(torch::autograd::Edge::function);
 using WeakNodePtr = decltype(torch::autograd::AutogradMeta::grad_accumulator_);
-
-inline constexpr bool kNodesAreIntrusive =
-    std::is_same_v<NodePtr, c10::intrusive_ptr<torch::autograd::Node>>;
-
-// A pointer to a new T, which is a node, as torch makes them.
-template <typename T, typename... Arguments>
-auto make_node(Arguments&&... arguments) {
-  if constexpr (std::is_base_of_v<c10::intrusive_ptr_target, T>) {
-    return c10::make_intrusive<T>(std::forward<Arguments>(arguments)...);
-  } else {
-    // Found by its argument: versions with intrusive pointers lack it.
-    return std::shared_ptr<T>(new T(std::forward<Arguments>(arguments)...),
-                              [](T* node) { deleteNode(node); });
-  }
-}
 
 // Whether `weak` points to what `node` holds, without touching its memory.
 template <typename Weak, typename Strong>

@@ -39,17 +39,6 @@ void refuse_compiled_autograd() {
       "autograd off.");
 }
 
-void prefetch_after(std::span<const at::Tensor> tensors, size_t i) {
-  constexpr size_t kAhead = 6;
-  if (i + 2 * kAhead < tensors.size()) {
-    prefetch(tensors[i + 2 * kAhead].unsafeGetTensorImpl());
-  }
-  if (i + kAhead < tensors.size()) {
-    prefetch(static_cast<const AutogradMeta*>(
-        tensors[i + kAhead].unsafeGetTensorImpl()->autograd_meta()));
-  }
-}
-
 // Gradients become ready in much the same order in every backward, each long
 // after its accumulator was last used, which is cold then. So a hook remembers
 // which one was called after it, and prefetches for that one.
@@ -142,7 +131,6 @@ GradientHooks::GradientHooks(std::span<const std::vector<at::Tensor>> replicas,
   try {
     for (size_t r = 0; r < replicas.size(); ++r) {
       for (size_t i = 0; i < replicas[r].size(); ++i) {
-        prefetch_after(replicas[r], i);
         add(replicas[r][i], {.replica = r, .parameter = i});
       }
     }

@@ -1,9 +1,8 @@
 // Hooks of gradient accumulators: call a listener after `.grad` holds a
 // parameter's gradient of this backward, or a sink has taken it instead.
 //
-// The accumulators are kept alive here: autograd holds them weakly, and a hook
-// dies with its accumulator. The destructor takes the hooks off, even while a
-// graph that leads to them is alive.
+// Keeps the accumulators alive, which autograd holds weakly. The destructor
+// takes the hooks off, even while a graph that leads to them is alive.
 //
 // Thread safety: listener and sink are called on whichever thread runs the
 // accumulator, on several at once for parameters of several devices. Construct
@@ -34,9 +33,6 @@ namespace brigade {
 // Whether it is a post-hook of GradientHooks.
 bool is_gradient_hook(const torch::autograd::FunctionPostHook& hook);
 
-// For a pass over tensors that is at the i-th: prefetches those that follow.
-void prefetch_after(std::span<const at::Tensor> tensors, size_t i);
-
 class GradientHooks {
  public:
   // Called for each gradient. `variable`: the place in `replicas`.
@@ -48,9 +44,8 @@ class GradientHooks {
   // Takes a gradient in place of `.grad`, which stays as it is: summed over the
   // uses of the parameter in this backward, after the user's hooks on the
   // tensor. `gradient`: of the parameter's shape, of any layout, with a history
-  // under create_graph. Must not be written: it may be a tensor of the user's.
-  // Called before the listener, with the accumulator's stream current. What it
-  // throws comes out of backward(), and the listener is not called then.
+  // under create_graph; must not be written. Called before the listener, with
+  // the accumulator's stream current. What it throws comes out of backward().
   //
   // Not taken: undefined gradients, and those that autograd::grad returns.
   // Users' hooks after accumulation run, and find `.grad` without it.

@@ -1,17 +1,14 @@
 // Finds the parameters that a backward can't reach.
 //
-// Walks the autograd graph from the outputs of a forward towards its leaves,
-// without recursion. A reached parameter may still get no gradient: an output
-// may be left out of the loss, a function may return an undefined gradient. A
-// reentrant checkpoint (torch.utils.checkpoint's) hides its graph until
-// backward runs it again: parameters used only inside of one are unreached.
+// Walks the autograd graph from the outputs of a forward towards its leaves. A
+// reached parameter may still get no gradient. A reentrant checkpoint hides its
+// graph: parameters used only inside of one are unreached.
 //
 //   GraphSearch search(accumulators);
 //   at::Tensor output = net->forward(input);
 //   for (size_t parameter : search.unreached(std::array{output})) ...
 //
-// Nodes are made anew by each forward, and graphs that took another parameter
-// may be identical in all else: no result can be reused without a walk.
+// Each forward makes its nodes anew: no result can be reused without a walk.
 //
 // Thread safety: none. Backwards through the graph may run at the same time.
 

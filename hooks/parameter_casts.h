@@ -2,14 +2,10 @@
 //
 // While a scope lives, the parameters hold copies in that precision. Autograd
 // saves the copies, so gradients are those at the copies' values, whatever
-// happens to the parameters before backward. A parameter keeps its gradient
-// accumulator: each gradient is cast to the parameter's own precision before
-// gradients of several uses are added up. checkpoint() runs its function again
-// with the same copies.
-//
-// Differs from torch.nn.parallel's native mixed precision, which leaves copies
-// in place until backward is over: a second forward, an evaluation in between
-// and a backward that never comes need no care here.
+// happens to the parameters before backward. Gradients are cast to the
+// parameter's own precision before those of several uses are added up.
+// checkpoint() runs its function again with the same copies. torch's native
+// mixed precision leaves copies in place until backward is over.
 //
 // Limits:
 // - A write to a parameter inside of a scope is lost; see first_changed().

@@ -1,10 +1,10 @@
 // Stall reports: name the ranks that an engine waits for, and their progress.
 //
-// A late rank is busy and can't be asked while it works. So on every rank a
-// thread looks at the progress four times within the time after which a stall
-// is reported. A rank that waits asks the others halfway, in the group's store,
-// and reports at the end; ranks that have begun no wait since the previous look
-// answer there. While iterations go on, nobody reads or writes the store.
+// A late rank can't be asked while it works. So on every rank a thread looks at
+// the progress four times within the time after which a stall is reported. A
+// rank that waits asks the others halfway, in the group's store, and reports at
+// the end; the others' threads answer there. While iterations go on, nobody
+// reads or writes the store.
 
 #ifndef BRIGADE_OBSERVING_STALL_WATCH_H_
 #define BRIGADE_OBSERVING_STALL_WATCH_H_

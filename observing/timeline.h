@@ -1,5 +1,6 @@
-// Times of the steps of one iteration of a reducer, with a summary of its
-// communication, and of one step of a sharded model (docs/timeline.md).
+// Counts of a reducer's work; times of the steps of one iteration of it, with a
+// summary of its communication, and of one step of a sharded model
+// (docs/timeline.md).
 //
 //   std::cout << describe(reducer.timeline());
 //   std::cout << describe(sharded->timeline());
@@ -21,6 +22,22 @@
 #include "brigade/planning/bucket_plan.h"
 
 namespace brigade {
+
+struct ReducerStatistics {
+  int64_t prepared = 0;          // calls of prepare_for_backward
+  int64_t begun = 0;             // iterations; as far as the furthest rank
+  int64_t reduced = 0;           // iterations reduced to the end
+  int64_t aborted = 0;           // iterations that an error ended
+  int64_t buckets_launched = 0;  // comm hook calls that returned
+  int64_t rebuilds = 0;          // of the plan, from the observed order
+  int64_t buckets_skipped = 0;   // unused on all ranks, or without elements
+};
+
+struct ReductionError {
+  int64_t time_ns = 0;    // steady clock
+  int64_t iteration = 0;  // the last that was prepared
+  std::string text = {};  // without a backtrace
+};
 
 struct GradientTime {
   VariableIndex variable;

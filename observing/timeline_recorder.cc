@@ -48,13 +48,6 @@ class DeviceClocks {
 
 }  // namespace
 
-void DeviceTimes::restart(size_t num_units) {
-  const std::lock_guard<std::mutex> lock(mutex_);
-  by_unit_.resize(num_units);
-  for (Events& steps : by_unit_) steps = {};
-  marks_ = {};
-}
-
 void DeviceTimes::record(size_t unit, Step step, c10::Device device) noexcept {
   if (device.is_cpu()) return;
   const std::lock_guard<std::mutex> lock(mutex_);
@@ -91,9 +84,8 @@ void DeviceTimes::resolve(Timeline& timeline) const {
 
 // Written by callbacks, also when the iteration, or the engine, is gone.
 struct TimelineRecorder::Completions {
-  explicit Completions(size_t num_units) : complete_ns(num_units) {
-    device_times.restart(num_units);
-  }
+  explicit Completions(size_t num_units)
+      : complete_ns(num_units), device_times(num_units) {}
 
   // The first one to notice counts: the callback, or whoever waited.
   void complete(size_t unit) {

@@ -36,8 +36,7 @@ class DeviceTimes {
   enum Step { kPackBegin, kPackEnd, kLaunch, kComplete };
   enum Mark { kForwardEnd, kBackwardBegin, kBackwardEnd };
 
-  // Forgets all events.
-  void restart(size_t num_units);
+  explicit DeviceTimes(size_t num_units = 1) : by_unit_(num_units) {}
 
   // Records that the calling thread's current stream of `device` is at this
   // step; nothing for the CPU and for a device that fails.

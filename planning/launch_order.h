@@ -5,16 +5,6 @@
 // launched when its gradients are ready *and* all entries before it have been
 // launched. Counts for one iteration; launches nothing itself.
 //
-// Example: two buckets of two gradients, and a collective that waits for its
-// turn only.
-//
-//   LaunchOrder order({2, 2, 0});
-//   if (order.mark(entry_of(gradient))) pack(entry_of(gradient));
-//   while (const auto entry = order.next()) {
-//     launch(*entry);
-//     order.launched();
-//   }
-//
 // Thread safety: none; the owner serialises calls.
 
 #ifndef BRIGADE_PLANNING_LAUNCH_ORDER_H_

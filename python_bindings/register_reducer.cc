@@ -70,11 +70,10 @@ std::shared_ptr<TorchReducer> make_reducer(
     const NamesByIndex& param_to_name_mapping, int64_t first_bucket_bytes_cap,
     bool skip_all_reduce_unused_params, bool use_python_reducer,
     std::vector<int64_t> bucket_bytes_cap_list,
-    bool /*batched_grad_copy: one pass anyway*/, bool lazy_bucket_allocation,
-    std::optional<bool> rebuild_buckets, bool static_graph,
+    bool /*batched_grad_copy: one pass anyway*/,
+    bool /*lazy_bucket_allocation*/, bool rebuild_buckets, bool static_graph,
     bool verify_across_ranks, bool one_backward_per_forward,
-    int max_unconfirmed_iterations, bool reproducible,
-    std::optional<int> reproducible_row_size) {
+    int max_unconfirmed_iterations, bool reproducible) {
   TORCH_CHECK(per_bucket_size_limits.size() == bucket_indices.size(),
               "brigade.Reducer: ", bucket_indices.size(),
               " buckets, but per_bucket_size_limits has ",
@@ -84,23 +83,21 @@ std::shared_ptr<TorchReducer> make_reducer(
   options.skip_all_reduce_unused_parameters = skip_all_reduce_unused_params;
   options.static_graph = static_graph;
   options.parameter_names = names_of(param_to_name_mapping, params.size());
-  options.bucket_plan = std::move(bucket_indices);
+  if (!rebuild_buckets) options.bucket_plan = std::exchange(bucket_indices, {});
   options.expect_sparse_gradients = std::move(expect_sparse_gradients);
   options.gradient_as_bucket_view = gradient_as_bucket_view;
-  options.rebuild_buckets = rebuild_buckets;
-  options.lazy_bucket_allocation = lazy_bucket_allocation;
   options.verify_across_ranks = verify_across_ranks;
   options.one_backward_per_forward = one_backward_per_forward;
   options.max_unconfirmed_iterations = max_unconfirmed_iterations;
   options.reproducible = reproducible;
-  options.reproducible_row_size = reproducible_row_size;
   options.bucket_caps_bytes =
       bucket_bytes_cap_list.empty()
           ? std::vector<int64_t>{first_bucket_bytes_cap, bucket_bytes_cap}
           : std::move(bucket_bytes_cap_list);
   const py::gil_scoped_release no_gil;
   auto reducer = std::make_unique<TorchReducer>(
-      std::move(params), owned(process_group), std::move(options));
+      std::move(params), owned(process_group), std::move(options),
+      std::move(bucket_indices));
   if (use_python_reducer) reducer->remove_hooks();
   return {reducer.release(), destroy_without_gil};
 }
@@ -213,14 +210,12 @@ void register_reducer(py::module_& module) {
            py::arg("bucket_bytes_cap_list") = std::vector<int64_t>(),
            py::arg("batched_grad_copy") = false,
            py::arg("lazy_bucket_allocation") = false, py::kw_only(),
-           py::arg("rebuild_buckets") = py::none(),
-           py::arg("static_graph") = false,
+           py::arg("rebuild_buckets") = true, py::arg("static_graph") = false,
            py::arg("verify_across_ranks") = true,
            py::arg("one_backward_per_forward") = false,
            py::arg("max_unconfirmed_iterations") =
                ReducerOptions{}.max_unconfirmed_iterations,
            py::arg("reproducible") = false,
-           py::arg("reproducible_row_size") = py::none(),
            py::keep_alive<1, 5>())  // a group may be written in Python
       .def("prepare_for_forward", &TorchReducer::prepare_for_forward, NoGil())
       .def("prepare_for_backward", &TorchReducer::prepare_for_backward,
@@ -348,10 +343,9 @@ void register_reducer(py::module_& module) {
   module.def(
       "rebuilds_by_default",
       [](bool static_graph, bool find_unused_parameters) {
-        return rebuilds_by_default(
+        return rebuilds_buckets(
             {.find_unused_parameters = find_unused_parameters,
-             .static_graph = static_graph},
-            /*has_given_plan=*/false);
+             .static_graph = static_graph});
       },
       py::kw_only(), py::arg("static_graph"), py::arg("find_unused_parameters"),
       "Whether a reducer plans its buckets again from the order in which "

@@ -16,11 +16,6 @@
 namespace brigade {
 namespace {
 
-// The plan that torch's class gives is of first buckets, and nobody's choice.
-bool rebuilds_by_default(const ReducerOptions& options) {
-  return brigade::rebuilds_by_default(options, /*has_given_plan=*/false);
-}
-
 // Lines that programs look for in the text of an error.
 std::string describe_missing(const std::vector<size_t>& missing,
                              const std::vector<std::string>& names, int rank) {
@@ -88,15 +83,14 @@ std::shared_ptr<c10d::CommHookInterface> built_in_hook(
 
 TorchReducer::TorchReducer(std::vector<at::Tensor> parameters,
                            c10::intrusive_ptr<c10d::ProcessGroup> group,
-                           ReducerOptions options)
+                           ReducerOptions options,
+                           std::vector<std::vector<size_t>> first_buckets)
     : parameters_(std::move(parameters)),
       names_(std::exchange(options.parameter_names, {})),
+      first_buckets_(std::move(first_buckets)),
       group_(std::move(group)),
       options_(std::move(options)) {
   make_ordered();
-  if (!options_.rebuild_buckets) {
-    options_.rebuild_buckets = rebuilds_by_default(options_);
-  }
   make();
   if (ordered_ && options_.verify_across_ranks) {
     ordered_->connect_for(parameters_);
@@ -106,8 +100,7 @@ TorchReducer::TorchReducer(std::vector<at::Tensor> parameters,
 
 void TorchReducer::make_ordered() {
   if (!options_.reproducible) return;
-  ordered_ = std::make_shared<OrderedAllReduce>(
-      group_, OrderedOptions{.group_size = options_.reproducible_row_size});
+  ordered_ = std::make_shared<OrderedAllReduce>(group_);
 }
 
 void TorchReducer::make() {
@@ -125,8 +118,8 @@ void TorchReducer::make() {
   options.comm_hook = with_steps(std::move(options.comm_hook));
   options.parameter_names = names_;
   try {
-    reducer_ =
-        std::make_unique<Reducer>(parameters_, group_, std::move(options));
+    reducer_ = std::make_unique<Reducer>(parameters_, group_,
+                                         std::move(options), first_buckets_);
     if (!watches_gradients_) reducer_->stop_watching_gradients();
   } catch (const c10::ValueError& error) {
     TORCH_CHECK(false, error.what_without_backtrace());
@@ -158,7 +151,6 @@ void TorchReducer::step_in_backward(const std::vector<at::Tensor>& parameters,
     options_.bucket_plan = split_buckets(buckets(), [this](size_t i) {
       return is_in(stepped_)(parameters_[i]);
     });
-    options_.rebuild_buckets = false;
   }
   if (!hooks_removed_) make();
 }
@@ -370,10 +362,7 @@ void TorchReducer::set_static_graph() {
               iterations,
               ", but its first iteration has to be watched.\nGive "
               "static_graph=True to the constructor.");
-  const bool is_default =
-      options_.rebuild_buckets == rebuilds_by_default(options_);
   options_.static_graph = true;
-  if (is_default) options_.rebuild_buckets = rebuilds_by_default(options_);
   if (!hooks_removed_) make();
 }
 

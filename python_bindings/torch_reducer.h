@@ -32,14 +32,14 @@ namespace brigade {
 
 class TorchReducer {
  public:
-  // Collective if ranks are compared, as Reducer's. Unset `rebuild_buckets`:
-  // buckets are rebuilt unless unused parameters are searched for.
+  // Collective if ranks are compared, as Reducer's.
   //
   // Errors: RuntimeError where Reducer has ValueError: torch's class knows no
   // other.
   TorchReducer(std::vector<at::Tensor> parameters,
                c10::intrusive_ptr<c10d::ProcessGroup> group,
-               ReducerOptions options);
+               ReducerOptions options,
+               std::vector<std::vector<size_t>> first_buckets);
 
   void prepare_for_forward();
   void prepare_for_backward(const std::vector<at::Tensor>& outputs);
@@ -160,6 +160,7 @@ class TorchReducer {
 
   const std::vector<at::Tensor> parameters_;
   const std::vector<std::string> names_;  // by parameter, or empty
+  const std::vector<std::vector<size_t>> first_buckets_;  // see Reducer
   c10::intrusive_ptr<c10d::ProcessGroup> group_;
   ReducerOptions options_;  // but for names
   int64_t logging_sample_rate_ = 100;

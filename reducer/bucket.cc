@@ -48,41 +48,32 @@ DimsList shapes_as_reals(const ParameterTable& table,
   return shapes;
 }
 
-// Memory that is released after delivery is not donated.
-bool may_donate(const ReducerOptions& options) {
-  return !options.gradient_as_bucket_view && !options.lazy_bucket_allocation;
-}
-
 // A user's hook may keep the bucket, and write to it in a later iteration.
-DenseReplica::Delivery delivery_of(const ReducerOptions& options,
+DenseReplica::Delivery delivery_of(bool gradients_as_views,
                                    const HookTraits& hook) {
-  if (options.gradient_as_bucket_view) return DenseReplica::Delivery::kViews;
-  return may_donate(options) && hook.lets_go_of_buffer
-             ? DenseReplica::Delivery::kDonationOrCopy
-             : DenseReplica::Delivery::kCopies;
+  using enum DenseReplica::Delivery;
+  if (gradients_as_views) return kViews;
+  return hook.lets_go_of_buffer ? kDonationOrCopy : kCopies;
 }
 
 }  // namespace
 
 Bucket::Bucket(const ParameterTable& table, const BucketPlan& plan,
-               size_t index, const HookTraits& hook,
-               const ReducerOptions& options, UsedParameters* used,
-               MemoryRanges& memory)
+               size_t index, const HookTraits& hook, bool gradients_as_views,
+               UsedParameters* used)
     : table_(table),
       index_(index),
       num_buckets_(plan.num_buckets()),
       members_(plan.buckets()[index]),
       used_(used),
-      memory_(memory),
       hook_(hook),
       devices_(devices_of(table, plan.buckets()[index].front())),
       dtype_(table.dtype(plan.buckets()[index].front())),
       sparse_(table.is_sparse(plan.buckets()[index].front())),
       wire_dtype_(hook.wire_dtype(dtype_)),
-      is_lazy_(options.lazy_bucket_allocation),
-      may_donate_(may_donate(options)),
+      gradients_as_views_(gradients_as_views),
       streams_(devices_.begin(), devices_.end()) {
-  const DenseReplica::Delivery delivery = delivery_of(options, hook);
+  const DenseReplica::Delivery delivery = delivery_of(gradients_as_views, hook);
   for (size_t replica = 0; replica < devices_.size(); ++replica) {
     if (sparse_) {
       replicas_.push_back(std::make_unique<SparseReplica>(
@@ -90,8 +81,8 @@ Bucket::Bucket(const ParameterTable& table, const BucketPlan& plan,
           VariableIndex{.replica = replica, .parameter = members_.front()}));
       continue;
     }
-    auto dense = std::make_unique<DenseReplica>(
-        table, replica, members_, wire_dtype_, delivery, is_lazy_);
+    auto dense = std::make_unique<DenseReplica>(table, replica, members_,
+                                                wire_dtype_, delivery);
     if (replica == 0) ranges_ = dense->ranges();
     replicas_.push_back(std::move(dense));
   }
@@ -123,7 +114,8 @@ bool Bucket::is_empty() const {
 
 bool Bucket::fits(const HookTraits& hook) const {
   return hook.wire_dtype(dtype_) == wire_dtype_ &&
-         (!may_donate_ || hook.lets_go_of_buffer == hook_.lets_go_of_buffer);
+         (gradients_as_views_ ||
+          hook.lets_go_of_buffer == hook_.lets_go_of_buffer);
 }
 
 std::string Bucket::describe() const {
@@ -132,7 +124,7 @@ std::string Bucket::describe() const {
 }
 
 bool Bucket::is_skipped() {
-  return used_ != nullptr && used_->turn() == UsedParameters::Turn::kFirst &&
+  return used_ != nullptr && used_->goes_first() &&
          !used_->is_any_used_anywhere(members_);
 }
 
@@ -154,7 +146,6 @@ void Bucket::pack() {
     pack_replica(replica);
   }
   sum_replicas();
-  if (is_lazy_) list_memory(memory_);
 }
 
 void Bucket::pack_replica(size_t replica) {
@@ -193,13 +184,6 @@ void Bucket::list_memory(MemoryRanges& memory) const {
 void Bucket::adopt_gradients() {
   for (const std::unique_ptr<BucketReplica>& replica : replicas_) {
     replica->adopt_gradients();
-  }
-}
-
-void Bucket::release_memory() {
-  if (grad_bucket_) grad_bucket_->getBufferRef().reset();
-  for (const std::unique_ptr<BucketReplica>& replica : replicas_) {
-    replica->release_memory();
   }
 }
 

@@ -30,22 +30,19 @@
 #include "brigade/reducer/collective.h"
 #include "brigade/reducer/packing/packer.h"
 #include "brigade/reducer/parameter_table.h"
-#include "brigade/reducer/reducer_options.h"
 #include "brigade/reducer/used_parameters.h"
 
 namespace brigade {
 
 class Bucket final : public Collective {
  public:
-  // `used`: which parameters have gradients; null: all. Buffers that are
-  // allocated in pack() are listed in `memory`.
+  // `used`: which parameters have gradients; null: all.
   //
   // REQUIRES: `table`, the hook and all references outlive this object,
   // but for its destructor; `index` is in `plan`, and the parameters of a
   // bucket are of one dtype and device.
   Bucket(const ParameterTable& table, const BucketPlan& plan, size_t index,
-         const HookTraits& hook, const ReducerOptions& options,
-         UsedParameters* used, MemoryRanges& memory);
+         const HookTraits& hook, bool gradients_as_views, UsedParameters* used);
 
   std::optional<size_t> unit() const override { return index_; }
   size_t num_awaited() const override {
@@ -73,8 +70,6 @@ class Bucket final : public Collective {
   c10::intrusive_ptr<c10::ivalue::Future> launch() override;
 
   c10::intrusive_ptr<c10::ivalue::Future> launch_substitute() override;
-
-  void release_memory();
 
   // Undefined if the value is None: the hook has set the gradients.
   at::Tensor result_of(const c10::IValue& value) override;
@@ -126,14 +121,12 @@ class Bucket final : public Collective {
   const size_t num_buckets_;           // of the plan
   const std::vector<size_t> members_;  // parameters, by slot
   UsedParameters* const used_;         // null: all are
-  MemoryRanges& memory_;
   HookTraits hook_;
   const std::vector<c10::Device> devices_;  // by replica
   const at::ScalarType dtype_;              // of the gradients
   const bool sparse_;
   const at::ScalarType wire_dtype_;  // of the buffers
-  const bool is_lazy_;               // its buffers are allocated in pack()
-  const bool may_donate_;            // where the hook lets go of the buffer
+  const bool gradients_as_views_;
   std::vector<std::unique_ptr<BucketReplica>> replicas_;  // never empty
   std::span<const SlotRange> ranges_;  // of replica 0's slots; none if sparse
   DimsList shapes_of_reals_;           // of complex gradients, for the hook

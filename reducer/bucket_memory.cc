@@ -4,6 +4,7 @@
 #include <ATen/ops/empty.h>
 #include <ATen/ops/empty_strided.h>
 #include <ATen/ops/zeros.h>
+#include <c10/core/GradMode.h>
 
 #include "brigade/comm/streams/streams.h"
 
@@ -27,32 +28,21 @@ BucketMemory::BucketMemory(const ParameterTable& table, size_t replica,
     ranges_.push_back({.offset_numel = numel, .numel = table.numel(parameter)});
     numel += ranges_.back().numel;
   }
-}
-
-void BucketMemory::allocate() {
-  flat_ = at::zeros({numel()}, options_);
+  const at::NoGradGuard no_grad;
+  flat_ = at::zeros({numel}, options_);
   wire_ = wire_options_.dtype() == flat_.dtype()
               ? flat_
-              : at::empty({numel()}, wire_options_);
-  views_.assign(num_slots(), {});
+              : at::empty({numel}, wire_options_);
   if (flat_.device().is_cpu()) return;
   allocated_on_ = current_stream(flat_.device());
   zeroed_.emplace(flat_.device().type());
   zeroed_->record(*allocated_on_);
 }
 
-void BucketMemory::release() {
-  if (!is_allocated()) return;
-  use_here();
-  flat_.reset();
-  wire_.reset();
-  views_.assign(num_slots(), {});
-}
-
 void BucketMemory::replace() {
   flat_ = at::empty(flat_.sizes(), flat_.options());
   wire_ = flat_;
-  views_.assign(num_slots(), {});
+  views_.assign(views_.size(), {});
 }
 
 // Buffers are zeroed on the stream that allocates them, and their memory goes
@@ -70,7 +60,7 @@ void BucketMemory::use_here() {
   if (flat_.device().is_cpu()) return;
   const c10::Stream here = current_stream(flat_.device());
   if (here == *allocated_on_) return;
-  if (zeroed_) zeroed_->block(here);  // pairs with the record in allocate()
+  if (zeroed_) zeroed_->block(here);  // pairs with the constructor's record
   zeroed_.reset();
   flat_.record_stream(here);
   if (!flat_travels()) wire_.record_stream(here);

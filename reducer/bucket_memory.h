@@ -27,22 +27,15 @@ namespace brigade {
 
 class BucketMemory {
  public:
-  // Allocates nothing yet. REQUIRES: `parameters` index into `table`, are of
-  // one dtype and device, and `table` outlives this object.
+  // Zeros, on the current stream. REQUIRES: `parameters` index into `table`,
+  // are of one dtype and device, and `table` outlives this object.
   BucketMemory(const ParameterTable& table, size_t replica,
                std::span<const size_t> parameters, at::ScalarType wire_dtype);
 
-  // 1D, [numel]; undefined while there is no memory.
+  // 1D, [numel].
   const at::Tensor& flat() const { return flat_; }  // parameters' dtype
   const at::Tensor& wire() const { return wire_; }  // wire dtype; may be flat()
-  bool is_allocated() const { return flat_.defined(); }
   bool flat_travels() const { return wire_.is_same(flat_); }
-
-  // Zeros, on the current stream.
-  void allocate();
-
-  // Views keep their memory.
-  void release();
 
   // Lets views keep what they lie in, and takes new memory, which holds
   // anything. REQUIRES: flat_travels(), on the CPU.
@@ -106,7 +99,6 @@ class BucketMemory {
   const at::TensorOptions& options() const { return options_; }  // of flat()
   const at::TensorOptions& wire_options() const { return wire_options_; }
 
-  size_t num_slots() const { return parameters_.size(); }
   size_t parameter_at(size_t slot) const { return parameters_[slot]; }
 
  private:

@@ -99,8 +99,7 @@ at::Tensor as_numbers(const at::Tensor& result, at::ScalarType dtype,
 
 DenseReplica::DenseReplica(const ParameterTable& table, size_t replica,
                            std::span<const size_t> parameters,
-                           at::ScalarType wire_dtype, Delivery delivery,
-                           bool is_lazy)
+                           at::ScalarType wire_dtype, Delivery delivery)
     : table_(table),
       tensors_(tensors_of(table, replica, parameters)),
       gradients_as_views_(delivery == Delivery::kViews),
@@ -113,9 +112,6 @@ DenseReplica::DenseReplica(const ParameterTable& table, size_t replica,
   packer_ =
       make_packer(memory_.options().device(), table.dtype(parameters.front()),
                   {ranges.begin(), ranges.end()});
-  if (is_lazy) return;
-  const at::NoGradGuard no_grad;
-  memory_.allocate();
   // Complex buckets are also seen as pairs of reals, which is one more tensor.
   if (delivery == Delivery::kDonationOrCopy && memory_.flat_travels() &&
       !memory_.flat().is_complex()) {
@@ -142,14 +138,8 @@ void DenseReplica::record_delivery(const at::Tensor& tensor) const {
   if (here != *packed_on_) tensor.record_stream(here);
 }
 
-void DenseReplica::release_memory() {
-  memory_.release();
-  set_aside_.clear();
-}
-
 void DenseReplica::pack(double scale, std::span<const size_t> unused_slots) {
   const at::NoGradGuard no_grad;
-  if (!memory_.is_allocated()) memory_.allocate();
   if (donation_.is_taken()) leave_memory_to_gradients();
   memory_.use_here();
   note_packing_stream();
@@ -315,7 +305,7 @@ void DenseReplica::deliver_copies(
 }
 
 void DenseReplica::adopt_gradients() {
-  if (!gradients_as_views_ || !memory_.is_allocated()) return;
+  if (!gradients_as_views_) return;
   const at::NoGradGuard no_grad;
   for (size_t slot = 0; slot < num_slots(); ++slot) {
     at::Tensor& gradient = parameter(slot).mutable_grad();

@@ -43,7 +43,7 @@ class BucketReplica {
   // Adds the buffer of another local replica, on any device.
   virtual void add(const at::Tensor& buffer) = 0;
 
-  // Travels. Dense: 1D, [numel], wire dtype; undefined while released.
+  // Travels. Dense: 1D, [numel], wire dtype.
   virtual const at::Tensor& buffer() const = 0;
 
   // Errors: RuntimeError if `result` can't be delivered.
@@ -65,9 +65,6 @@ class BucketReplica {
 
   // Moves gradients that exist into the bucket, if gradients are views.
   virtual void adopt_gradients() {}
-
-  // Frees the buffer until the next pack(). Gradients that are views keep it.
-  virtual void release_memory() = 0;
 
   // Zeros like buffer().
   virtual at::Tensor zeros() const = 0;
@@ -96,10 +93,10 @@ class DenseReplica final : public BucketReplica {
 
   // REQUIRES: `parameters` index into `table`, are of one dtype and device, and
   // `table` outlives this object. With kDonationOrCopy, nobody who is given
-  // buffer() writes to it after the collective. `is_lazy`: pack() allocates.
+  // buffer() writes to it after the collective.
   DenseReplica(const ParameterTable& table, size_t replica,
                std::span<const size_t> parameters, at::ScalarType wire_dtype,
-               Delivery delivery, bool is_lazy);
+               Delivery delivery);
 
   void pack(double scale, std::span<const size_t> unused_slots) override;
   const at::Tensor& buffer() const override { return memory_.wire(); }
@@ -110,7 +107,6 @@ class DenseReplica final : public BucketReplica {
                std::span<const size_t> globally_unused_slots) override;
   void deliver_nothing(std::span<const size_t> globally_unused_slots) override;
   void adopt_gradients() override;
-  void release_memory() override;
   at::Tensor zeros() const override;
   at::Tensor views() const override {
     return gradients_as_views_ ? memory_.flat() : at::Tensor();
@@ -186,7 +182,6 @@ class SparseReplica final : public BucketReplica {
   void check_result(const at::Tensor& result) const override;
   void deliver(const at::Tensor& result,
                std::span<const size_t> globally_unused_slots) override;
-  void release_memory() override { buffer_.reset(); }
   at::Tensor zeros() const override;
 
  private:

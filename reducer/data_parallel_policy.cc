@@ -15,7 +15,7 @@
 #include "brigade/comm_hooks/hook_traits.h"
 #include "brigade/hooks/graph_search.h"
 #include "brigade/planning/bucket_plan.h"
-#include "brigade/reducer/error_texts.h"
+#include "brigade/reducer/gradient_errors.h"
 #include "brigade/reducer/observations.h"
 
 namespace brigade {
@@ -23,29 +23,18 @@ namespace {
 
 // Until buckets are rebuilt; 0: never.
 int64_t observed_iterations(const ReducerOptions& options) {
-  const bool wants_rebuild = options.rebuild_buckets.value_or(
-      rebuilds_by_default(options, !options.bucket_plan.empty()));
-  if (!wants_rebuild) return 0;
+  if (!rebuilds_buckets(options)) return 0;
   // Programs that count warm-up iterations expect torch's third forward.
   return options.static_graph ? 2 : 1;
-}
-
-std::optional<HookCounts> hook_counts(const ReducerOptions& options,
-                                      const ParameterTable& table) {
-  if (!options.static_graph) return std::nullopt;
-  return HookCounts(table.num_variables());
 }
 
 std::unique_ptr<UsedParameters> used_parameters(const ReducerOptions& options,
                                                 const ParameterTable& table,
                                                 c10d::ProcessGroup& group) {
-  using enum UsedParameters::Turn;
-  if (options.static_graph) {
-    return std::make_unique<UsedParameters>(table, group, kLast);
-  }
-  if (!options.find_unused_parameters) return nullptr;
+  const bool is_static = options.static_graph;
+  if (!is_static && !options.find_unused_parameters) return nullptr;
   return std::make_unique<UsedParameters>(
-      table, group, options.skip_all_reduce_unused_parameters ? kFirst : kLast);
+      table, group, !is_static && options.skip_all_reduce_unused_parameters);
 }
 
 // Equal on ranks with the same buckets: the same parameters, lengths,
@@ -82,7 +71,9 @@ DataParallelPolicy::DataParallelPolicy(ReducerSetup setup)
       options_(std::move(setup.options)),
       hook_(traits_of(*options_.comm_hook)),
       ready_order_(observed_iterations(options_)),
-      hook_counts_(hook_counts(options_, table_)),
+      hook_counts_(options_.static_graph
+                       ? std::optional<HookCounts>(table_.num_variables())
+                       : std::nullopt),
       used_(brigade::used_parameters(options_, table_, *group_)),
       bound_(bind(std::move(setup.plan), hook_)) {
   for (const Bucket& bucket : bound_.buckets) bucket.list_memory(memory_);
@@ -145,7 +136,7 @@ std::span<Collective* const> DataParallelPolicy::sequence() const {
 }
 
 bool DataParallelPolicy::skips_unused_buckets() const {
-  return used_ && used_->turn() == UsedParameters::Turn::kFirst;
+  return used_ && used_->goes_first();
 }
 
 // No backward brings gradients, whatever it goes through: a discriminator's
@@ -325,13 +316,7 @@ void DataParallelPolicy::on_iteration_over(Outcome outcome, bool is_shadow) {
     hook_.listener->iteration_begins(/*has_data=*/true);
   }
   if (outcome == Outcome::kAborted && hook_counts_) hook_counts_->abort();
-  if (outcome == Outcome::kDelivered) {
-    context_gradients_->write_back();
-    if (options_.lazy_bucket_allocation) {
-      for (Bucket& bucket : bound_.buckets) bucket.release_memory();
-      memory_ = {};
-    }
-  }
+  if (outcome == Outcome::kDelivered) context_gradients_->write_back();
   context_gradients_.reset();
 }
 
@@ -387,7 +372,8 @@ BoundPlan DataParallelPolicy::bind(BucketPlan plan, const HookTraits& hook) {
   std::vector<Bucket> buckets;
   buckets.reserve(plan.num_buckets());
   for (size_t b = 0; b < plan.num_buckets(); ++b) {
-    buckets.emplace_back(table_, plan, b, hook, options_, used_.get(), memory_);
+    buckets.emplace_back(table_, plan, b, hook,
+                         options_.gradient_as_bucket_view, used_.get());
   }
   std::vector<Collective*> sequence;
   sequence.reserve(buckets.size() + 1);

@@ -5,16 +5,14 @@
 
 #include <exception>
 #include <functional>
-#include <stdexcept>
 #include <thread>
 #include <utility>
 
 #include "absl/strings/str_cat.h"
 #include "brigade/comm/errors/error_texts.h"
 #include "brigade/comm/errors/peer_error.h"
-#include "brigade/hooks/backward_end.h"
-#include "brigade/hooks/output_hooks.h"
-#include "brigade/reducer/error_texts.h"
+#include "brigade/hooks/backward_events.h"
+#include "brigade/reducer/gradient_errors.h"
 
 namespace brigade {
 namespace {
@@ -23,17 +21,6 @@ namespace {
 constexpr int64_t kWatchedIterations = 5;
 
 }  // namespace
-
-template <typename Work>
-auto Engine::noting_errors(const Work& work) {
-  try {
-    const std::lock_guard<std::mutex> lock(mutex_);
-    return work();
-  } catch (...) {
-    observations_.note_error();
-    throw;
-  }
-}
 
 Engine::Engine(ReducerSetup setup)
     : policy_(std::move(setup)),
@@ -143,15 +130,6 @@ void Engine::end_unfinished_iteration() {
   const std::string text = iteration.failure;
   abort_iteration();
   TORCH_CHECK(false, text);
-}
-
-void Engine::end_iteration() {
-  noting_errors([&] { end_unfinished_iteration(); });
-}
-
-void Engine::expect_forwards() {
-  const std::lock_guard<std::mutex> lock(mutex_);
-  expects_forwards_ = policy_.group()->getSize() > 1;
 }
 
 void Engine::note_local_forward(std::span<const at::Tensor> outputs) {
@@ -494,19 +472,6 @@ void Engine::on_backward_end(int64_t preparation, int backward_id) {
 
 // ---- Between iterations: ranks meet, and the sequence changes
 
-void Engine::await_statuses() {
-  noting_errors([&] {
-    end_.confirm_ends();
-    if (end_.late_failure().empty()) return;
-    throw_peer_error("Reducer", std::make_exception_ptr(
-                                    std::runtime_error(end_.late_failure())));
-  });
-}
-
-void Engine::meet_peers(std::string_view deed) {
-  noting_errors([&] { come_together(deed); });
-}
-
 // Peers may be in an iteration that this rank has not begun.
 void Engine::come_together(std::string_view deed) {
   end_unfinished_iteration();
@@ -526,14 +491,6 @@ void Engine::agree(Iteration& iteration, const RankStatus& own) {
     take_iteration();
     throw;
   }
-}
-
-void Engine::call_before_forward(std::string_view doing,
-                                 const std::function<void()>& collective) {
-  noting_errors([&] {
-    come_together("came to a forward");
-    call_between_iterations(doing, collective);
-  });
 }
 
 bool Engine::replan() {
@@ -605,81 +562,6 @@ void Engine::call_between_iterations(std::string_view doing,
     throw_peer_error(absl::StrCat("Reducer: ", std::string(doing), " on rank ",
                                   policy_.group()->getRank()),
                      std::current_exception());
-  }
-}
-
-void Engine::stop_watching_gradients() {
-  const std::lock_guard<std::mutex> lock(mutex_);
-  require_not_reducing("Reducer::stop_watching_gradients");
-  hooks_->remove();
-}
-
-// ---- A lost group, and observation
-
-bool Engine::can_continue() const {
-  const std::lock_guard<std::mutex> lock(mutex_);
-  return !peers_.is_closed();
-}
-
-void Engine::abort_group() {
-  const std::lock_guard<std::mutex> lock(mutex_);
-  peers_.leave(
-      {.kind = StatusKind::kFailed,
-       .iteration = observations_.counts.begun,
-       .text = status_text("A collective beside the iteration failed.")});
-}
-
-std::vector<size_t> Engine::missing_gradients() const {
-  const std::lock_guard<std::mutex> lock(mutex_);
-  if (!has_begun()) return {};
-  return missing(*iteration_);
-}
-
-ReducerStatistics Engine::statistics() const {
-  const std::lock_guard<std::mutex> lock(mutex_);
-  return observations_.counts;
-}
-
-void Engine::forward_begins() {
-  const std::lock_guard<std::mutex> lock(mutex_);
-  observations_.timeline.forward_begins(observations_.counts.begun + 1);
-}
-
-Timeline Engine::timeline() const {
-  const std::lock_guard<std::mutex> lock(mutex_);
-  return observations_.timeline.last();
-}
-
-void Engine::set_timeline_sample_rate(int64_t sample_rate) {
-  TORCH_CHECK_VALUE(
-      sample_rate >= 0,
-      "Reducer: the timeline's sample rate must be at least 0, got ",
-      sample_rate,
-      ".\nGive the number of iterations between samples, or 0 for no "
-      "timeline.");
-  const std::lock_guard<std::mutex> lock(mutex_);
-  observations_.timeline.set_sample_rate(sample_rate);
-}
-
-void Engine::set_stall_report_after(std::chrono::milliseconds time) {
-  TORCH_CHECK_VALUE(
-      time.count() >= 0,
-      "Reducer::set_stall_report_after: expected at least 0, got ",
-      time.count(),
-      " ms.\nGive the time after which a stall is reported, or 0 "
-      "for never.");
-  observations_.stall_report_after = time;
-  if (observations_.stall_watch) {
-    observations_.stall_watch->set_report_after(time);
-  }
-}
-
-void Engine::set_stall_handler(
-    std::function<void(const std::string&)> handler) {
-  if (observations_.stall_watch) {
-    observations_.stall_watch->set_handler(std::move(handler));
-  } else {
-    observations_.stall_handler = std::move(handler);
   }
 }
 

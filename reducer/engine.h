@@ -3,16 +3,8 @@
 // all ranks (iteration_end.h): delivered on all of them, or an error on all.
 //
 // Buckets and used parameters are DataParallelPolicy's. The engine knows the
-// phases of an iteration and which backward belongs to it.
-//
-//   Engine engine(setup);
-//   engine.connect();
-//   engine.prepare(outputs);   // after each forward
-//   ... backward: gradients become ready, collectives are launched; when it
-//   ends, results are delivered.
-//
-// docs/protocol.md says when each collective is launched, and the consequences
-// of a failure.
+// phases of an iteration and which backward belongs to it. docs/protocol.md
+// says when each collective is launched, and the consequences of a failure.
 //
 // Thread safety: any thread, one call at a time; gradients on several threads
 // at once. Order of locks: the engine's, then Python's GIL, then a future's or
@@ -62,63 +54,37 @@ class Engine {
   // are compared; otherwise the first prepare() connects and compares.
   void connect();
 
-  // Without the lock only its constants may be read: the table, the group, and
-  // the options except for the hook.
-  const DataParallelPolicy& policy() const { return policy_; }
-
-  // Calls `read(policy)` under the lock that also covers the policy.
-  template <typename Read>
-  auto locked(const Read& read) {
-    const std::lock_guard<std::mutex> lock(mutex_);
-    return read(policy_);
-  }
-
-  // Methods without a comment have the contract and the errors of Reducer's
-  // method that calls them.
-
-  // ---- An iteration.
+  // These have the contract and the errors of Reducer's methods.
   void prepare(std::span<const at::Tensor> outputs);
   void note_local_forward(std::span<const at::Tensor> outputs);
   // `is_defined`: false if no gradient will come. REQUIRES: inside of a
   // backward.
   void gradient_ready(VariableIndex variable, bool is_defined);
-  void expect_forwards();
   void shadow();
-  void end_iteration();
   void set_manual_finalization(bool required);
   void finalize();
-
-  // ---- Between iterations.
-  void await_statuses();
-  void meet_peers(std::string_view deed);
-  // Calls a collective of all ranks, such as a broadcast of buffers. `doing`:
-  // "broadcasting 3 buffers". Ends an iteration that has begun, and awaits
-  // statuses as prepare() does. If the collective fails the group is closed.
-  void call_before_forward(std::string_view doing,
-                           const std::function<void()>& collective);
   bool replan();
   void set_hook(std::shared_ptr<c10d::CommHookInterface> hook);
-  void stop_watching_gradients();
-  bool is_watching_gradients() const { return !hooks_->are_removed(); }
-  bool can_continue() const;
-  void abort_group();
-
-  // ---- Observation.
-  std::vector<size_t> missing_gradients() const;  // variables, by number
-  ReducerStatistics statistics() const;
-  void forward_begins();
-  Timeline timeline() const;
-  void set_timeline_sample_rate(int64_t sample_rate);
-  void set_stall_report_after(std::chrono::milliseconds time);
-  void set_stall_handler(std::function<void(const std::string&)> handler);
-  std::optional<ReductionError> last_error() const {
-    return observations_.last_error();
-  }
 
  private:
-  // Calls `work` under the lock; notes its exception as the last error.
+  friend class Reducer;  // whose other methods are a few lines each
+
   template <typename Work>
-  auto noting_errors(const Work& work);
+  auto locked(const Work& work) {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    return work();
+  }
+
+  // Under the lock, too; notes an exception of `work` as the last error.
+  template <typename Work>
+  auto noting_errors(const Work& work) {
+    try {
+      return locked(work);
+    } catch (...) {
+      observations_.note_error();
+      throw;
+    }
+  }
 
   // REQUIRES: mutex_ held, for all that follow.
 
@@ -170,6 +136,7 @@ class Engine {
   mutable std::mutex mutex_;
   // Guarded by mutex_.
   Observations observations_;
+  // But for its constants: table, group, and options except for the hook.
   DataParallelPolicy policy_;
   PeerStatus peers_;
   IterationEnd end_;

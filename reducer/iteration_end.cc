@@ -81,86 +81,76 @@ at::Tensor result_of(const Launch& launch) {
   return launch.collective->result_of(launch.future->value());
 }
 
-// Null unless an entry without a unit has failed, whose result a unit's
-// delivery waits for: the failure is its own.
-const Launch* failed_dependency(const Iteration& iteration) {
-  const auto found =
-      std::ranges::find_if(iteration.launches, [](const Launch& launch) {
-        return !launch.collective->unit() && launch.future &&
-               launch.future->completed() && launch.future->hasError();
-      });
-  return found == iteration.launches.end() ? nullptr : &*found;
-}
-
-// Of the exception that is being handled, of a delivery.
+// Of the exception that is being handled, of a delivery. If an entry without a
+// unit has failed, whose result the delivery waits for, it is that one's.
 Failure failed_delivery(const Iteration& iteration, Collective& collective) {
-  if (const Launch* const dependency = failed_dependency(iteration)) {
-    return failure_of(iteration.occasion, ErrorSource::kFuture,
-                      *dependency->collective);
+  for (const Launch& launch : iteration.launches) {
+    if (!launch.collective->unit() && launch.future &&
+        launch.future->completed() && launch.future->hasError()) {
+      return failure_of(iteration.occasion, ErrorSource::kFuture,
+                        *launch.collective);
+    }
   }
   return failure_of(iteration.occasion, ErrorSource::kDelivery, collective);
 }
 
-void await_result(Launch& launch, const HookTraits& hook,
-                  TimelineRecorder& timeline,
-                  std::chrono::milliseconds timeout) {
-  if (!launch.future) return;
-  launch.is_overdue = !wait_for(*launch.future, timeout);
-  TORCH_CHECK(!launch.is_overdue, "the future of ", describe(hook),
-              " was not done within ", timeout.count() / 1000.0,
-              " s, the group's timeout.\nComplete it on every rank.");
-  launch.future->waitAndThrow();
-  timeline.waited_for(*launch.collective->unit());
-}
-
 // Waits for all results, also after an error: nothing may write into a bucket's
-// memory later. Delivers each as it comes up to the first
-// error, unless the iteration is a shadow.
-std::optional<Failure> deliver_as_results_come(Iteration& iteration,
-                                               TimelineRecorder& timeline) {
+// memory later. `await`: before the wait for each. `take` gets each as it
+// comes, up to the first error; `delivers`: by delivering it.
+template <typename Await, typename Take>
+std::optional<Failure> take_results(Iteration& iteration,
+                                    TimelineRecorder& timeline, bool delivers,
+                                    const Await& await, const Take& take) {
   std::optional<Failure> failure;
-  for (const Launch& launch : with_unit(iteration)) {
+  for (Launch& launch : with_unit(iteration)) {
+    bool has_come = false;
     try {
       if (launch.future) {
+        await(launch);
         launch.future->waitAndThrow();
         timeline.waited_for(*launch.collective->unit());
       }
+      has_come = true;
+      if (!failure) take(*launch.collective, result_of(launch));
     } catch (...) {
-      if (!failure) {
-        failure = failure_of(iteration.occasion, ErrorSource::kFuture,
-                             *launch.collective);
-      }
-    }
-    if (failure) continue;
-    try {
-      const at::Tensor result = result_of(launch);
-      if (!iteration.is_shadow) launch.collective->deliver(result);
-    } catch (...) {
-      failure = failed_delivery(iteration, *launch.collective);
+      if (failure) continue;
+      failure = has_come && delivers
+                    ? failed_delivery(iteration, *launch.collective)
+                    : failure_of(iteration.occasion, ErrorSource::kFuture,
+                                 *launch.collective);
     }
   }
   return failure;
 }
 
+std::optional<Failure> deliver_as_results_come(Iteration& iteration,
+                                               TimelineRecorder& timeline) {
+  return take_results(
+      iteration, timeline, /*delivers=*/true, [](Launch&) {},
+      [&](Collective& collective, const at::Tensor& result) {
+        if (!iteration.is_shadow) collective.deliver(result);
+      });
+}
+
 using Results = std::vector<std::pair<Collective*, at::Tensor>>;
 
-// Waits for the results of a user's hook, `timeout` each, also after an error.
-// It is a failure, too, if the hook's continuations launched collectives.
+// Waits for the results of a user's hook, `timeout` each. It is a failure, too,
+// if the hook's continuations launched collectives.
 std::optional<Failure> collect(Iteration& iteration, const HookTraits& hook,
                                TimelineRecorder& timeline,
                                std::chrono::milliseconds timeout,
                                Results& results) {
-  std::optional<Failure> failure;
-  for (Launch& launch : with_unit(iteration)) {
-    try {
-      await_result(launch, hook, timeline, timeout);
-      if (!failure) results.emplace_back(launch.collective, result_of(launch));
-    } catch (...) {
-      if (failure) continue;
-      failure = failure_of(iteration.occasion, ErrorSource::kFuture,
-                           *launch.collective);
-    }
-  }
+  auto failure = take_results(
+      iteration, timeline, /*delivers=*/false,
+      [&](Launch& launch) {
+        launch.is_overdue = !wait_for(*launch.future, timeout);
+        TORCH_CHECK(!launch.is_overdue, "the future of ", describe(hook),
+                    " was not done within ", timeout.count() / 1000.0,
+                    " s, the group's timeout.\nComplete it on every rank.");
+      },
+      [&](Collective& collective, at::Tensor result) {
+        results.emplace_back(&collective, std::move(result));
+      });
   if (!failure) failure = find_unordered_collectives(iteration, hook);
   return failure;
 }

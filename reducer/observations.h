@@ -24,7 +24,6 @@
 
 #include "brigade/observing/stall_watch.h"
 #include "brigade/observing/timeline_recorder.h"
-#include "brigade/reducer/statistics.h"
 
 namespace brigade {
 

@@ -1,6 +1,7 @@
 #include "brigade/reducer/parameter_table.h"
 
 #include <ATen/core/DimVector.h>
+#include <c10/util/Exception.h>
 #include <torch/csrc/autograd/function.h>
 
 #include <algorithm>
@@ -9,12 +10,10 @@
 
 #include "absl/container/flat_hash_set.h"
 #include "absl/functional/function_ref.h"
-#include "absl/status/status.h"
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_join.h"
 #include "brigade/comm/errors/error_texts.h"
 #include "brigade/comm_hooks/gradient_layout.h"
-#include "brigade/hooks/gradient_hooks.h"
 
 namespace brigade {
 namespace {
@@ -24,28 +23,19 @@ std::string quoted_name(const std::vector<std::string>& names, size_t i) {
                        : absl::StrCat(i, " ('", names[i], "')");
 }
 
-absl::Status check_parameter(const at::Tensor& tensor,
-                             absl::FunctionRef<std::string()> name) {
-  if (!tensor.defined()) {
-    return absl::InvalidArgumentError(absl::StrCat(
-        "parameter ", name(), " must be a tensor, it is undefined"));
-  }
-  if (!tensor.requires_grad()) {
-    return absl::InvalidArgumentError(absl::StrCat(
-        "parameter ", name(),
-        " must require a gradient; leave frozen parameters out of the list"));
-  }
-  if (!tensor.is_leaf()) {
-    return absl::InvalidArgumentError(absl::StrCat(
-        "parameter ", name(), " must be a leaf, it is the result of ",
-        std::string(tensor.grad_fn()->name()),
-        "; its gradient is not accumulated"));
-  }
-  if (tensor.layout() != at::kStrided) {
-    return absl::InvalidArgumentError(
-        absl::StrCat("parameter ", name(), " must be a dense tensor"));
-  }
-  return absl::OkStatus();
+void check_parameter(const at::Tensor& tensor,
+                     absl::FunctionRef<std::string()> name) {
+  TORCH_CHECK_VALUE(tensor.defined(), "parameter ", name(),
+                    " must be a tensor, it is undefined");
+  TORCH_CHECK_VALUE(
+      tensor.requires_grad(), "parameter ", name(),
+      " must require a gradient; leave frozen parameters out of the list");
+  TORCH_CHECK_VALUE(tensor.is_leaf(), "parameter ", name(),
+                    " must be a leaf, it is the result of ",
+                    tensor.grad_fn()->name(),
+                    "; its gradient is not accumulated");
+  TORCH_CHECK_VALUE(tensor.layout() == at::kStrided, "parameter ", name(),
+                    " must be a dense tensor");
 }
 
 // Dimensions are few: a loop takes a third of the instructions that comparing
@@ -58,16 +48,14 @@ bool differ(at::IntArrayRef a, at::IntArrayRef b) {
   return false;
 }
 
-absl::Status check_alike(const at::Tensor& first, const at::Tensor& tensor,
-                         absl::FunctionRef<std::string()> name) {
-  if (!differ(tensor.sizes(), first.sizes()) &&
-      !differ(tensor.strides(), first.strides()) &&
-      tensor.scalar_type() == first.scalar_type()) {
-    return absl::OkStatus();
-  }
-  return absl::InvalidArgumentError(absl::StrCat(
-      "parameter ", name(), " must be like that of replica 0, ",
-      describe_tensor("", first), "; it is ", describe_tensor("", tensor)));
+void check_alike(const at::Tensor& first, const at::Tensor& tensor,
+                 absl::FunctionRef<std::string()> name) {
+  TORCH_CHECK_VALUE(!differ(tensor.sizes(), first.sizes()) &&
+                        !differ(tensor.strides(), first.strides()) &&
+                        tensor.scalar_type() == first.scalar_type(),
+                    "parameter ", name(), " must be like that of replica 0, ",
+                    describe_tensor("", first), "; it is ",
+                    describe_tensor("", tensor));
 }
 
 // Replica by replica; nullopt if there is none.
@@ -85,44 +73,25 @@ std::optional<VariableIndex> first_variable(const ParameterTable& table,
 
 }  // namespace
 
-absl::StatusOr<ParameterTable> ParameterTable::create(
-    std::vector<std::vector<at::Tensor>> replicas,
-    std::vector<std::string> names, std::vector<bool> expect_sparse) {
-  if (replicas.empty() || replicas.front().empty()) {
-    return absl::InvalidArgumentError(
-        "a reducer needs at least 1 parameter that requires a gradient, got 0");
-  }
-  const size_t size = replicas.front().size();
-  if (!names.empty() && names.size() != size) {
-    return absl::InvalidArgumentError(
-        absl::StrCat("parameter_names must have one entry for each of ", size,
-                     " parameters, got ", names.size()));
-  }
-  if (!expect_sparse.empty() && expect_sparse.size() != size) {
-    return absl::InvalidArgumentError(
-        absl::StrCat("expect_sparse_gradients must have one entry for each of ",
-                     size, " parameters, got ", expect_sparse.size()));
-  }
-  ParameterTable table(std::move(replicas), std::move(names));
-  if (absl::Status status = table.check_and_note(expect_sparse); !status.ok()) {
-    return status;
-  }
-  return table;
-}
-
+// Thousands of tensors don't stay in a cache: all that is asked of one is asked
+// at once.
 ParameterTable::ParameterTable(std::vector<std::vector<at::Tensor>> replicas,
-                               std::vector<std::string> names)
+                               std::vector<std::string> names,
+                               const std::vector<bool>& expect_sparse)
     : replicas_(std::move(replicas)), names_(std::move(names)) {
+  TORCH_CHECK_VALUE(
+      !replicas_.empty() && !replicas_.front().empty(),
+      "a reducer needs at least 1 parameter that requires a gradient, got 0");
+  TORCH_CHECK_VALUE(names_.empty() || names_.size() == size(),
+                    "parameter_names must have one entry for each of ", size(),
+                    " parameters, got ", names_.size());
+  TORCH_CHECK_VALUE(expect_sparse.empty() || expect_sparse.size() == size(),
+                    "expect_sparse_gradients must have one entry for each of ",
+                    size(), " parameters, got ", expect_sparse.size());
   dtypes_.reserve(size());
   specs_.reserve(size());
   shapes_.reserve(size());
   gradient_strides_.reserve(size());
-}
-
-// Thousands of tensors don't stay in a cache: all that is asked of one is asked
-// at once.
-absl::Status ParameterTable::check_and_note(
-    const std::vector<bool>& expect_sparse) {
   absl::flat_hash_set<const c10::TensorImpl*> seen;
   seen.reserve(num_variables());
   // Of a parameter's variables, side by side.
@@ -130,33 +99,23 @@ absl::Status ParameterTable::check_and_note(
   at::DimVector room;
   for (size_t r = 0; r < num_replicas(); ++r) {
     const std::vector<at::Tensor>& replica = replicas_[r];
-    if (replica.size() != size()) {
-      return absl::InvalidArgumentError(
-          absl::StrCat("replica ", r, " must have the ", size(),
-                       " parameters of replica 0, it has ", replica.size()));
-    }
+    TORCH_CHECK_VALUE(replica.size() == size(), "replica ", r,
+                      " must have the ", size(),
+                      " parameters of replica 0, it has ", replica.size());
     for (size_t i = 0; i < size(); ++i) {
-      prefetch_after(replica, i);
       const at::Tensor& tensor = replica[i];
       const auto name = [&] {
         return name_with_replica({.replica = r, .parameter = i});
       };
-      if (absl::Status status = check_parameter(tensor, name); !status.ok()) {
-        return status;
-      }
-      if (r > 0) {
-        if (absl::Status status = check_alike(tensors()[i], tensor, name);
-            !status.ok()) {
-          return status;
-        }
-      }
+      check_parameter(tensor, name);
+      if (r > 0) check_alike(tensors()[i], tensor, name);
       if (!seen.insert(tensor.unsafeGetTensorImpl()).second) {
         const auto first = first_variable(*this, [&](VariableIndex variable) {
           return (*this)[variable].is_same(tensor);
         });
-        return absl::InvalidArgumentError(absl::StrCat(
-            "parameter ", name(), " is the same tensor as ", "parameter ",
-            name_with_replica(*first), "; list it once"));
+        TORCH_CHECK_VALUE(false, "parameter ", name(),
+                          " is the same tensor as parameter ",
+                          name_with_replica(*first), "; list it once");
       }
       devices[i * num_replicas() + r] = tensor.device();
       if (r > 0) continue;
@@ -179,7 +138,6 @@ absl::Status ParameterTable::check_and_note(
     specs_[i].kind = static_cast<int>(known - first_of_kind.begin());
     if (known == first_of_kind.end()) first_of_kind.push_back(i);
   }
-  return absl::OkStatus();
 }
 
 std::vector<size_t> ParameterTable::parameters_of(

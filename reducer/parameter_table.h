@@ -1,9 +1,9 @@
-// The parameters of a reducer: checked once, never changed.
+// The parameters of a reducer: checked at construction, never changed.
 //
 // Local replicas hold the same parameters in other tensors; a variable is one
 // such tensor. Variables are numbered replica by replica.
 //
-// Thread safety: immutable after create(); any thread may read.
+// Thread safety: immutable; any thread may read.
 
 #ifndef BRIGADE_REDUCER_PARAMETER_TABLE_H_
 #define BRIGADE_REDUCER_PARAMETER_TABLE_H_
@@ -19,7 +19,6 @@
 #include <string>
 #include <vector>
 
-#include "absl/status/statusor.h"
 #include "brigade/planning/bucket_plan.h"
 
 namespace brigade {
@@ -56,13 +55,13 @@ class ParameterTable {
   //
   // `replicas[r]` lists the parameters of local replica r.
   //
-  // Errors (InvalidArgument, naming the parameter):
+  // Errors (ValueError, naming the parameter):
   //   no parameters; one that is undefined, without requires_grad, not a leaf,
   //   sparse itself, or listed twice; names or sparse flags of another length;
   //   replicas that differ in number, shape, strides or dtype.
-  static absl::StatusOr<ParameterTable> create(
-      std::vector<std::vector<at::Tensor>> replicas,
-      std::vector<std::string> names, std::vector<bool> expect_sparse);
+  ParameterTable(std::vector<std::vector<at::Tensor>> replicas,
+                 std::vector<std::string> names,
+                 const std::vector<bool>& expect_sparse);
 
   const std::vector<std::vector<at::Tensor>>& replicas() const {
     return replicas_;
@@ -94,11 +93,11 @@ class ParameterTable {
 
   bool is_sparse(size_t i) const { return specs_[i].sparse; }
 
-  // As it was at create(). The tensor itself may change its dtype later, where
-  // a caller swaps its data for a forward in lower precision.
+  // As it was at construction. The tensor itself may change its dtype later,
+  // where a caller swaps its data for a forward in lower precision.
   at::ScalarType dtype(size_t i) const { return dtypes_[i]; }
 
-  // As they were at create().
+  // As they were at construction.
   at::IntArrayRef shape(size_t i) const { return shapes_[i]; }
   // See comm_hooks/gradient_layout.h.
   at::IntArrayRef gradient_strides(size_t i) const {
@@ -129,9 +128,6 @@ class ParameterTable {
   std::vector<std::string> describe_all() const;
 
  private:
-  ParameterTable(std::vector<std::vector<at::Tensor>> replicas,
-                 std::vector<std::string> names);
-  absl::Status check_and_note(const std::vector<bool>& expect_sparse);
   std::string name_with_replica(VariableIndex variable) const;
 
   std::vector<std::vector<at::Tensor>> replicas_;

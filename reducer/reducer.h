@@ -44,7 +44,6 @@
 #include "brigade/observing/timeline.h"
 #include "brigade/planning/bucket_plan.h"
 #include "brigade/reducer/reducer_options.h"
-#include "brigade/reducer/statistics.h"
 
 namespace brigade {
 
@@ -65,9 +64,13 @@ class Reducer {
   // had; or ranks differ. On this rank alone if `group` is null, or if it does
   // not verify across ranks. DistBackendError if a peer has died or does not
   // come in time.
+  //
+  // `first_buckets`: without a bucket_plan, the buckets until they are rebuilt,
+  // if they are; empty: planned by size.
   Reducer(std::vector<at::Tensor> parameters,
           c10::intrusive_ptr<c10d::ProcessGroup> group,
-          ReducerOptions options = {});
+          ReducerOptions options = {},
+          const std::vector<std::vector<size_t>>& first_buckets = {});
 
   // The same for local replicas of a module, one per device for instance:
   // `replicas[r]` lists the parameters of replica r; every rank has the same
@@ -76,7 +79,8 @@ class Reducer {
   // gets the average over all. One collective runs per bucket.
   Reducer(std::vector<std::vector<at::Tensor>> replicas,
           c10::intrusive_ptr<c10d::ProcessGroup> group,
-          ReducerOptions options = {});
+          ReducerOptions options = {},
+          const std::vector<std::vector<size_t>>& first_buckets = {});
 
   // Does not wait for collectives in flight. Gradients that are views of
   // buckets stay valid. REQUIRES: no backward through the parameters is

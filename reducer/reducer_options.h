@@ -6,7 +6,6 @@
 #include <cstddef>
 #include <cstdint>
 #include <memory>
-#include <optional>
 #include <string>
 #include <torch/csrc/distributed/c10d/comm.hpp>
 #include <vector>
@@ -16,8 +15,8 @@
 namespace brigade {
 
 // Ranks compare them at construction, and raise where they differ; but for
-// one_backward_per_forward, gradient_as_bucket_view and lazy_bucket_allocation,
-// which need not be equal, and verify_across_ranks, which must be.
+// one_backward_per_forward and gradient_as_bucket_view, which need not be
+// equal, and verify_across_ranks, which must be.
 struct ReducerOptions {
   // Sizes in bytes at which buckets close, for each dtype and device: of the
   // first bucket, the second, ...; the last one repeats. A bucket's last
@@ -26,7 +25,9 @@ struct ReducerOptions {
                                             kDefaultBucketCapsBytes.end()};
 
   // Parameter indices by bucket, in launch order. Empty: planned by size, in
-  // reverse registration order.
+  // reverse registration order; and once more, from the order in which
+  // gradients became ready on rank 0 in the first iteration (the second of a
+  // static graph), unless find_unused_parameters is set without static_graph.
   std::vector<std::vector<size_t>> bucket_plan = {};
 
   // One per parameter, for error messages. Empty: errors give indices only.
@@ -58,21 +59,11 @@ struct ReducerOptions {
   // next prepare_for_backward() names those that are missing.
   bool one_backward_per_forward = false;
 
-  // Plans once more, from the order in which gradients became ready on rank 0
-  // in the first iteration; in the second of a static graph. Unset: unless a
-  // bucket_plan is given or find_unused_parameters is set.
-  std::optional<bool> rebuild_buckets = std::nullopt;
-
   // Gradients are views of their bucket, and are not copied back. If false,
   // the tensors in `.grad` stay, and buckets take memory on top of theirs;
   // large ones on the CPU get their bucket's memory instead
   // (buffer_donation.h).
   bool gradient_as_bucket_view = true;
-
-  // Buckets have memory only from packing until gradients have been delivered;
-  // as views, until they are set to None. Costs an allocation per bucket and
-  // iteration.
-  bool lazy_bucket_allocation = false;
 
   // Compares parameters and options across ranks at construction. If false,
   // construction communicates nothing, and ranks compare their buckets in the
@@ -94,23 +85,17 @@ struct ReducerOptions {
   std::shared_ptr<c10d::CommHookInterface> comm_hook = nullptr;
 
   // Adds gradients in rank order and divides the sum, so that bits depend on
-  // the ranks' gradients alone, and equal those of sharded training. Adds
-  // float16 and bfloat16 in float32. For dense gradients, without a comm hook
-  // that does not sum in order. CPU tensors travel through shared memory on one
-  // host, otherwise by the group's all-to-all and all-gather
-  // (comm_hooks/ordered_all_reduce.h).
+  // the ranks' gradients alone, and equal those of sharded training without
+  // replicas. Adds float16 and bfloat16 in float32. For dense gradients,
+  // without a comm hook that does not sum in order. CPU tensors travel through
+  // shared memory on one host, otherwise by the group's all-to-all and
+  // all-gather (comm_hooks/ordered_all_reduce.h).
   bool reproducible = false;
-
-  // With `reproducible`: sums so many consecutive ranks first, then these sums,
-  // as sharded training does (FullyShardOptions::num_shards). Divides the
-  // number of ranks. Unset: all ranks at once.
-  std::optional<int> reproducible_row_size = std::nullopt;
 };
 
-// The value of an unset `rebuild_buckets`.
-inline bool rebuilds_by_default(const ReducerOptions& options,
-                                bool has_given_plan) {
-  return !has_given_plan &&
+// True if buckets are planned once more.
+inline bool rebuilds_buckets(const ReducerOptions& options) {
+  return options.bucket_plan.empty() &&
          (options.static_graph || !options.find_unused_parameters);
 }
 

@@ -8,7 +8,6 @@
 #include <utility>
 
 #include "absl/status/status.h"
-#include "absl/status/statusor.h"
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_join.h"
 #include "brigade/comm/agreement.h"
@@ -22,74 +21,49 @@
 namespace brigade {
 namespace {
 
-absl::StatusOr<BucketPlan> initial_plan(const ParameterTable& table,
-                                        const ReducerOptions& options) {
-  if (options.bucket_plan.empty()) {
-    return plan_by_size(table.specs(), reverse_registration_order(table.size()),
-                        options.bucket_caps_bytes);
+using Buckets = std::vector<std::vector<size_t>>;
+
+BucketPlan initial_plan(const ParameterTable& table,
+                        const std::vector<int64_t>& caps_bytes,
+                        const Buckets& given) {
+  if (given.empty()) {
+    return value_or_throw(plan_by_size(
+        table.specs(), reverse_registration_order(table.size()), caps_bytes));
   }
-  // Rebuilding plans by size as well.
-  if (absl::Status status = check_bucket_caps(options.bucket_caps_bytes);
-      !status.ok()) {
-    return status;
-  }
-  absl::StatusOr<BucketPlan> plan =
-      BucketPlan::create(options.bucket_plan, table.size());
-  if (!plan.ok()) return plan;
-  if (absl::Status status = check_bucket_kinds(*plan, table.specs());
-      !status.ok()) {
-    return status;
-  }
+  throw_if_error(check_bucket_caps(caps_bytes));  // rebuilding uses them
+  BucketPlan plan = value_or_throw(BucketPlan::create(given, table.size()));
+  throw_if_error(check_bucket_kinds(plan, table.specs()));
   return plan;
 }
 
-absl::Status check_devices(const ParameterTable& table,
-                           const c10d::ProcessGroup& group) {
+void check_devices(const ParameterTable& table,
+                   const c10d::ProcessGroup& group) {
   // The first parameter of a kind stands for its device.
   int num_kinds = 0;
   for (size_t i = 0; i < table.size(); ++i) {
     if (table.specs()[i].kind < num_kinds) continue;
     ++num_kinds;
     const at::Device device = table[i].device();
-    if (!supports_device(group, device.type())) {
-      return absl::InvalidArgumentError(absl::StrCat(
-          table.name_of(i), " is on ", device.str(),
-          ", but the process group has no backend for that device; make the "
-          "group for it, or move the parameter"));
-    }
+    TORCH_CHECK_VALUE(
+        supports_device(group, device.type()), table.name_of(i), " is on ",
+        device,
+        ", but the process group has no backend for that device; make the "
+        "group for it, or move the parameter");
   }
-  return absl::OkStatus();
 }
 
 // `hook`: of the user's, or null.
-absl::Status check_reproducible(const ReducerOptions& options,
-                                c10d::CommHookInterface* hook,
-                                const ParameterTable& table, int world_size) {
-  const std::optional<int> row_size = options.reproducible_row_size;
-  if (!options.reproducible) {
-    if (!row_size) return absl::OkStatus();
-    return absl::InvalidArgumentError(absl::StrCat(
-        "reproducible_row_size must be unset without reproducible, it is ",
-        *row_size, "; set reproducible, or leave it out"));
-  }
-  if (row_size && (*row_size < 1 || world_size % *row_size != 0)) {
-    return absl::InvalidArgumentError(
-        absl::StrCat("reproducible_row_size must divide the number of ranks, ",
-                     world_size, ", it is ", *row_size,
-                     "; give the number of ranks in a row of the mesh"));
-  }
-  if (hook != nullptr && !traits_of(*hook).sums_in_order) {
-    return absl::InvalidArgumentError(
-        "reproducible: the comm hook must be null, since it decides how "
-        "gradients are summed; leave out one of them");
-  }
+void check_reproducible(c10d::CommHookInterface* hook,
+                        const ParameterTable& table) {
+  TORCH_CHECK_VALUE(
+      hook == nullptr || traits_of(*hook).sums_in_order,
+      "reproducible: the comm hook must be null, since it decides how "
+      "gradients are summed; leave out one of them");
   for (size_t i = 0; i < table.size(); ++i) {
-    if (!table.is_sparse(i)) continue;
-    return absl::InvalidArgumentError(absl::StrCat(
-        "reproducible: expected dense gradients, but ", table.name_of(i),
-        " has a sparse gradient; leave out reproducible"));
+    TORCH_CHECK_VALUE(
+        !table.is_sparse(i), "reproducible: expected dense gradients, but ",
+        table.name_of(i), " has a sparse gradient; leave out reproducible");
   }
-  return absl::OkStatus();
 }
 
 std::string describe_hook(c10d::CommHookInterface& hook,
@@ -107,16 +81,16 @@ std::string describe_hook(c10d::CommHookInterface& hook,
   return absl::StrJoin(formats, ", ");
 }
 
-std::string describe(const char* flag, std::optional<bool> value) {
-  if (!value.has_value()) return absl::StrCat(flag, " unset");
-  return absl::StrCat(flag, *value ? " = true" : " = false");
+std::string describe(const char* flag, bool value) {
+  return absl::StrCat(flag, value ? " = true" : " = false");
 }
 
 // Options that must be equal on all ranks, one line each.
 std::vector<std::string> describe(const ReducerOptions& options,
+                                  const Buckets& given,
                                   const ParameterTable& table) {
   std::vector<std::string> buckets;
-  for (const std::vector<size_t>& bucket : options.bucket_plan) {
+  for (const std::vector<size_t>& bucket : given) {
     buckets.push_back(absl::StrCat("[", absl::StrJoin(bucket, ", "), "]"));
   }
   return {
@@ -124,7 +98,7 @@ std::vector<std::string> describe(const ReducerOptions& options,
       absl::StrCat("bucket_caps_bytes = [",
                    absl::StrJoin(options.bucket_caps_bytes, ", "), "]"),
       absl::StrCat("bucket_plan = [", absl::StrJoin(buckets, ", "), "]"),
-      describe("rebuild_buckets", options.rebuild_buckets),
+      describe("buckets are rebuilt", rebuilds_buckets(options)),
       describe("find_unused_parameters", options.find_unused_parameters),
       describe("skip_all_reduce_unused_parameters",
                options.skip_all_reduce_unused_parameters),
@@ -132,44 +106,15 @@ std::vector<std::string> describe(const ReducerOptions& options,
       absl::StrCat("max_unconfirmed_iterations = ",
                    options.max_unconfirmed_iterations),
       describe("reproducible", options.reproducible),
-      options.reproducible_row_size
-          ? absl::StrCat("reproducible_row_size = ",
-                         *options.reproducible_row_size)
-          : "reproducible_row_size unset",
       absl::StrCat("comm_hook: ", describe_hook(*options.comm_hook, table))};
-}
-
-struct LocalSetup {
-  ParameterTable table;
-  BucketPlan plan;
-};
-
-// Names and sparse flags move from `options` into the table.
-absl::StatusOr<LocalSetup> local_setup(
-    std::vector<std::vector<at::Tensor>> replicas,
-    const c10d::ProcessGroup& group, ReducerOptions& options) {
-  absl::StatusOr<ParameterTable> table = ParameterTable::create(
-      std::move(replicas), std::move(options.parameter_names),
-      std::move(options.expect_sparse_gradients));
-  if (!table.ok()) return table.status();
-  if (absl::Status status = check_devices(*table, group); !status.ok()) {
-    return status;
-  }
-  if (absl::Status status = check_reproducible(options, options.comm_hook.get(),
-                                               *table, group.getSize());
-      !status.ok()) {
-    return status;
-  }
-  absl::StatusOr<BucketPlan> plan = initial_plan(*table, options);
-  if (!plan.ok()) return plan.status();
-  return LocalSetup{.table = *std::move(table), .plan = *std::move(plan)};
 }
 
 }  // namespace
 
 ReducerSetup checked_setup(std::vector<std::vector<at::Tensor>> replicas,
                            c10::intrusive_ptr<c10d::ProcessGroup> group,
-                           ReducerOptions options) {
+                           ReducerOptions options,
+                           const Buckets& first_buckets) {
   TORCH_CHECK_VALUE(group,
                     "Reducer needs a process group, got null.\n"
                     "Make one with init_process_group(), or with "
@@ -178,41 +123,53 @@ ReducerSetup checked_setup(std::vector<std::vector<at::Tensor>> replicas,
       replicas.front().front().defined()) {
     suggest_control_device(group, replicas.front().front().device());
   }
-  absl::StatusOr<LocalSetup> local =
-      local_setup(std::move(replicas), *group, options);
+  const Buckets& given =
+      options.bucket_plan.empty() ? first_buckets : options.bucket_plan;
+  std::optional<ParameterTable> table;
+  std::optional<BucketPlan> plan;
+  absl::Status local;  // peers are told of an error
+  try {
+    TORCH_CHECK_VALUE(options.max_unconfirmed_iterations >= 0 &&
+                          options.max_unconfirmed_iterations <= 32,
+                      "max_unconfirmed_iterations must be 0 to 32, it is ",
+                      options.max_unconfirmed_iterations);
+    table.emplace(std::move(replicas), std::move(options.parameter_names),
+                  options.expect_sparse_gradients);
+    check_devices(*table, *group);
+    if (options.reproducible) {
+      check_reproducible(options.comm_hook.get(), *table);
+    }
+    plan = initial_plan(*table, options.bucket_caps_bytes, given);
+  } catch (const c10::ValueError& error) {
+    local = absl::InvalidArgumentError(error.what_without_backtrace());
+  }
   std::shared_ptr<OrderedAllReduce> ordered;
   if (!options.comm_hook && options.reproducible) {
-    ordered = std::make_shared<OrderedAllReduce>(
-        group, OrderedOptions{.group_size = options.reproducible_row_size});
+    ordered = std::make_shared<OrderedAllReduce>(group);
   }
   if (!options.comm_hook) {
     options.comm_hook = default_hook(group, std::nullopt, ordered);
   }
 
-  TORCH_CHECK_VALUE(options.max_unconfirmed_iterations >= 0 &&
-                        options.max_unconfirmed_iterations <= 32,
-                    "Reducer: max_unconfirmed_iterations must be 0 to 32, "
-                    "it is ",
-                    options.max_unconfirmed_iterations, ".");
   const bool alone = group->getSize() == 1 || !options.verify_across_ranks;
   std::vector<std::string> items;
-  if (local.ok() && !alone) items = local->table.describe_all();
+  if (local.ok() && !alone) items = table->describe_all();
   if (options.verify_across_ranks) {
-    require_agreement(group, "parameter", items, local.status());
+    require_agreement(group, "parameter", items, local);
   } else {
-    throw_if_error(local.status());
+    throw_if_error(local);
   }
   if (!alone) {
-    require_agreement(group, "reducer option", describe(options, local->table),
+    require_agreement(group, "reducer option", describe(options, given, *table),
                       absl::OkStatus());
   }
   if (ordered && options.verify_across_ranks) {
-    ordered->connect_for(local->table.tensors());
+    ordered->connect_for(table->tensors());
   }
   return {.group = std::move(group),
           .options = std::move(options),
-          .table = std::move(local->table),
-          .plan = std::move(local->plan)};
+          .table = *std::move(table),
+          .plan = *std::move(plan)};
 }
 
 }  // namespace brigade

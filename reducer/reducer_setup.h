@@ -5,6 +5,7 @@
 
 #include <ATen/core/Tensor.h>
 
+#include <cstddef>
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 #include <vector>
 
@@ -22,11 +23,13 @@ struct ReducerSetup {
 };
 
 // Collective. A rank with bad arguments takes part, so that all ranks fail.
+// `first_buckets`: see Reducer's constructor.
 //
 // Errors: ValueError on every rank; see Reducer's constructor.
-ReducerSetup checked_setup(std::vector<std::vector<at::Tensor>> replicas,
-                           c10::intrusive_ptr<c10d::ProcessGroup> group,
-                           ReducerOptions options);
+ReducerSetup checked_setup(
+    std::vector<std::vector<at::Tensor>> replicas,
+    c10::intrusive_ptr<c10d::ProcessGroup> group, ReducerOptions options,
+    const std::vector<std::vector<size_t>>& first_buckets);
 
 }  // namespace brigade
 

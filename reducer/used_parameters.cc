@@ -23,10 +23,10 @@ c10::intrusive_ptr<c10::ivalue::Future> future_of(c10d::Work& work) {
 }  // namespace
 
 UsedParameters::UsedParameters(const ParameterTable& table,
-                               c10d::ProcessGroup& group, Turn turn)
+                               c10d::ProcessGroup& group, bool goes_first)
     : table_(table),
       group_(group),
-      turn_(turn),
+      goes_first_(goes_first),
       local_(at::zeros({static_cast<int64_t>(table.num_replicas()),
                         static_cast<int64_t>(table.size())},
                        at::kInt)),

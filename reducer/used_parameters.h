@@ -32,19 +32,14 @@ namespace brigade {
 
 class UsedParameters final : public Collective {
  public:
-  // The place of the sum in the sequence.
-  enum class Turn {
-    kFirst,  // and buckets that no rank used are left out
-    kLast,
-  };
-
-  // REQUIRES: both outlive this object.
+  // `goes_first`: in the sequence, so that buckets that no rank used are left
+  // out; otherwise last. REQUIRES: table and group outlive this object.
   UsedParameters(const ParameterTable& table, c10d::ProcessGroup& group,
-                 Turn turn);
+                 bool goes_first);
   UsedParameters(const UsedParameters&) = delete;
   UsedParameters& operator=(const UsedParameters&) = delete;
 
-  Turn turn() const { return turn_; }
+  bool goes_first() const { return goes_first_; }
 
   // It got a gradient on this rank.
   void mark(size_t variable) { marks_[variable] = 1; }
@@ -97,7 +92,7 @@ class UsedParameters final : public Collective {
 
   const ParameterTable& table_;
   c10d::ProcessGroup& group_;
-  const Turn turn_;
+  const bool goes_first_;
   at::Tensor local_;      // int32, [num_replicas, num_parameters]; 1: marked
   int32_t* const marks_;  // elements of local_
   at::Tensor sum_;        // int32, [num_parameters], on the buckets' device

@@ -34,6 +34,11 @@ c10::intrusive_ptr<c10d::Backend> make_device_backend(
 // Errors: c10::Error when there is no GPU or brigade was built without CUDA.
 c10::intrusive_ptr<c10d::Backend> make_nccl_backend(const BackendPlace& place);
 
+// The backend of a world of 1: answers every collective at once, on the calling
+// thread and stream, for tensors of any device. Has no send and receive. Thread
+// safety: any thread.
+c10::intrusive_ptr<c10d::Backend> make_single_process_backend();
+
 // make_process_group(), with Gloo for CPU tensors only if `serves_cpu`.
 // Without, ranks meet at the store only, and collectives open the connections
 // of the device's backend alone. REQUIRES: `serves_cpu` for the CPU.

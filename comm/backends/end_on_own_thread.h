@@ -1,9 +1,8 @@
 // A shared value that is destroyed on a thread made for that, whichever thread
 // drops it last.
 //
-// A backend completes collectives on threads of its own, which drop what a
-// future's callback holds. A process group that ended there would wait for the
-// very thread that it ends on.
+// A process group that ended on a backend's thread, which drops what a future's
+// callback holds, would wait for that very thread.
 //
 // Thread safety: as std::shared_ptr.
 

@@ -1,20 +1,12 @@
 #include "brigade/comm/backends/gloo_backend.h"
 
-#include <c10/util/Exception.h>
 #include <gloo/context.h>
-#include <gloo/transport/device.h>
 #include <gloo/transport/unbound_buffer.h>
 #include <pthread.h>
 #include <time.h>
 
-#include <cstdlib>
 #include <exception>
-#include <memory>
-#include <sstream>
-#include <string>
 #include <torch/csrc/distributed/c10d/ProcessGroupGloo.hpp>
-#include <utility>
-#include <vector>
 
 #include "brigade/comm/group/group_info.h"
 
@@ -22,25 +14,6 @@ namespace brigade {
 namespace {
 
 using c10d::ProcessGroupGloo;
-using GlooDevices = std::vector<std::shared_ptr<::gloo::transport::Device>>;
-
-GlooDevices open_devices() {
-  constexpr const char* kInterfaces = "GLOO_SOCKET_IFNAME";
-  const char* const value = std::getenv(kInterfaces);
-  if (value == nullptr || *value == '\0') {
-    return {ProcessGroupGloo::createDefaultDevice()};
-  }
-  GlooDevices devices;
-  std::istringstream list(value);
-  for (std::string name; std::getline(list, name, ',');) {
-    TORCH_CHECK_VALUE(!name.empty(), "environment variable ", kInterfaces,
-                      " must list network interfaces such as 'eth0,eth1', got "
-                      "'",
-                      value, "'.");
-    devices.push_back(ProcessGroupGloo::createDeviceForInterface(name));
-  }
-  return devices;
-}
 
 // Names a member that only derived classes may name.
 struct OpenGloo : ProcessGroupGloo {
@@ -49,16 +22,6 @@ struct OpenGloo : ProcessGroupGloo {
 
 ProcessGroupGloo* find_gloo(c10d::ProcessGroup& group) {
   return dynamic_cast<ProcessGroupGloo*>(find_backend(group, at::kCPU).get());
-}
-
-c10::intrusive_ptr<c10d::Backend> make_backend(
-    const c10::intrusive_ptr<c10d::Store>& store, int rank, int world_size,
-    std::chrono::milliseconds timeout, GlooDevices devices) {
-  auto options = ProcessGroupGloo::Options::create(timeout);
-  options->threads = static_cast<int>(devices.size()) * 2;
-  options->devices = std::move(devices);
-  return c10::make_intrusive<ProcessGroupGloo>(store, rank, world_size,
-                                               options);
 }
 
 sigset_t only_sigpipe() {
@@ -80,7 +43,9 @@ c10::intrusive_ptr<c10d::Backend> make_gloo_backend(
     const c10::intrusive_ptr<c10d::Store>& store, int rank, int world_size,
     std::chrono::milliseconds timeout) {
   const SigpipeBlock inherited_by_its_threads;
-  return make_backend(store, rank, world_size, timeout, open_devices());
+  return c10::make_intrusive<ProcessGroupGloo>(
+      store, rank, world_size,
+      ProcessGroupGloo::Options::create_default(timeout));
 }
 
 c10::intrusive_ptr<c10d::Backend> make_gloo_backend_beside(
@@ -88,8 +53,12 @@ c10::intrusive_ptr<c10d::Backend> make_gloo_backend_beside(
     std::chrono::milliseconds timeout) {
   const SigpipeBlock inherited_by_its_threads;
   ProcessGroupGloo* const gloo = find_gloo(group);
-  return make_backend(store, group.getRank(), group.getSize(), timeout,
-                      gloo ? gloo->getOptions()->devices : open_devices());
+  auto options =
+      gloo ? c10::make_intrusive<ProcessGroupGloo::Options>(*gloo->getOptions())
+           : ProcessGroupGloo::Options::create_default(timeout);
+  options->timeout = timeout;
+  return c10::make_intrusive<ProcessGroupGloo>(store, group.getRank(),
+                                               group.getSize(), options);
 }
 
 bool has_gloo_backend(c10d::ProcessGroup& group) {

@@ -19,8 +19,7 @@ namespace brigade {
 // Collective: connects to every other rank through `store`. Its threads get no
 // SIGPIPE, so that a peer's death is an error.
 //
-// Errors: c10::ValueError for an empty name in GLOO_SOCKET_IFNAME; whatever
-// Gloo throws when an interface or a peer can't be found.
+// Errors: Gloo's, when an interface or a peer can't be found.
 c10::intrusive_ptr<c10d::Backend> make_gloo_backend(
     const c10::intrusive_ptr<c10d::Store>& store, int rank, int world_size,
     std::chrono::milliseconds timeout);
@@ -45,11 +44,9 @@ bool end_gloo_operations_of(c10d::Backend& backend);
 // Blocks SIGPIPE for the calling thread and for threads that it starts
 // meanwhile.
 //
-// Gloo writes to sockets without regard to SIGPIPE, whose default action ends
-// the process when a peer has closed its connection. Python ignores the signal,
-// a C++ program does not, and a library must not change that for the whole
-// program. With the signal blocked, the write fails with an error. A SIGPIPE
-// that the thread's own writes have raised is discarded at the end.
+// Gloo's writes to a connection that a peer has closed raise SIGPIPE, which
+// ends a C++ program (Python ignores it). With the signal blocked, the write
+// fails with an error; a SIGPIPE raised meanwhile is discarded at the end.
 class SigpipeBlock {
  public:
   SigpipeBlock();

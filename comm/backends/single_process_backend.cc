@@ -1,10 +1,9 @@
-#include "brigade/comm/backends/single_process_backend.h"
-
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <c10/util/Exception.h>
 
 #include <vector>
 
+#include "brigade/comm/backends/device_backend.h"
 #include "brigade/comm/streams/futures.h"
 
 namespace brigade {

@@ -1,9 +1,9 @@
 // Finds out after a failure which ranks still answer, through the group's
-// store: the group itself is broken by then.
+// store.
 //
-// A rank answers when it has noticed the failure. So abort() the group before
-// the call, or right after it: the end of its connections is what ranks notice
-// that do not wait for the dead rank themselves.
+// A rank answers when it has noticed the failure: abort() the group before the
+// call or right after it, so that ranks notice that do not wait for the dead
+// one.
 
 #ifndef BRIGADE_COMM_ERRORS_LIVENESS_PROBE_H_
 #define BRIGADE_COMM_ERRORS_LIVENESS_PROBE_H_

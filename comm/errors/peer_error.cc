@@ -15,28 +15,26 @@ std::string as_sentence(std::string text) {
   return text + '.';
 }
 
+template <typename... Errors>
+bool is_any_of(const std::exception& error) {
+  return (... || (dynamic_cast<const Errors*>(&error) != nullptr));
+}
+
 // Rethrows `cause` if it passes unchanged.
 std::string message_of_cause(const std::exception_ptr& cause) {
   if (!cause) return "unknown error";
   try {
     std::rethrow_exception(cause);
-  } catch (const PeerError&) {
-    throw;
-  } catch (const c10::ValueError&) {
-    throw;
-  } catch (const c10::TypeError&) {
-    throw;
-  } catch (const c10::IndexError&) {
-    throw;
-  } catch (const c10::NotImplementedError&) {
-    throw;
-  } catch (const c10::OutOfMemoryError&) {
-    throw;
-  } catch (const c10::AcceleratorError&) {
-    throw;
+  } catch (const std::exception& error) {
+    if (is_any_of<PeerError, c10::ValueError, c10::TypeError, c10::IndexError,
+                  c10::NotImplementedError, c10::OutOfMemoryError,
+                  c10::AcceleratorError>(error)) {
+      throw;
+    }
   } catch (...) {
-    return message_of(cause);
+    // Of another type.
   }
+  return message_of(cause);
 }
 
 }  // namespace

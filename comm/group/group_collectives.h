@@ -30,9 +30,9 @@ std::vector<int64_t> numbers_of_ranks(
 int64_t channel_number(const c10::intrusive_ptr<c10d::ProcessGroup>& group);
 
 // Collective. Copies the tensors of rank `source`, complex ones too, into every
-// rank's. Small ones travel together, in pieces of at most 250 MiB. Ends before
-// it returns where the backend blocks the host, otherwise in the order of the
-// current streams. Communicates nothing in a world of 1.
+// rank's, in pieces of at most 250 MiB. Ends before it returns where the
+// backend blocks the host, otherwise in the order of the current streams.
+// Communicates nothing in a world of 1.
 //
 // REQUIRES: the same numbers of elements, dtypes and devices, in the same
 // order, on all ranks.

@@ -27,88 +27,75 @@ c10::intrusive_ptr<c10d::Backend> find_backend(c10d::ProcessGroup& group,
 // instance where ranks share a device, which NCCL refuses.
 bool is_over_gloo(c10d::ProcessGroup& group, c10::DeviceType device_type);
 
-// Returns true if a rank can talk to others of the group: not for a group of
-// one, one without a store, and torch's `fake` one, whose ranks are taken to be
-// identical.
+// Returns false for a group of one, one without a store, and torch's `fake`
+// one, whose ranks are taken to be identical.
 bool has_peers(c10d::ProcessGroup& group);
 
 // Returns true if the group can move tensors of this type, as far as it tells.
 bool supports_device(const c10d::ProcessGroup& group, c10::DeviceType type);
 
-// The device of small tensors that ranks exchange about their work. All ranks
-// must choose the same kind of device, or their collectives would run on
-// different backends; so the kind depends on the group, never on the model.
-//
-// The CPU if the group has a backend for it (or registers no backends at all),
-// else the group's own device: with the index that the group is bound to, that
-// was suggested, or the current one.
+// The device of small tensors that ranks exchange about their work: the CPU if
+// the group has a backend for it (or registers no backends at all), else the
+// group's own device, with the index that the group is bound to, that was
+// suggested, or the current one. Its kind depends on the group alone, so that
+// it is the same on all ranks.
 c10::Device control_device(const c10d::ProcessGroup& group);
 
 // Suggests the model's device for a group that is bound to no device, before
-// the first collective: two ranks that give NCCL tensors of the same device
-// fail, and programs need not make their device the current one. The first
-// suggestion of a type that the group serves stands.
+// the first collective: two ranks that give NCCL tensors of one device fail.
+// The first suggestion of a type that the group serves stands.
 void suggest_control_device(const c10::intrusive_ptr<c10d::ProcessGroup>& group,
                             c10::Device device);
 
-// The group's store, over a connection of its own where it is a TCPStore's
-// client: such a client holds a lock while one thread waits for a key, and that
-// thread's peers may need the lock to set the key. Null if the group has none.
+// The group's store, over a connection of its own if it is a TCPStore's client,
+// which holds a lock while a thread waits for a key. Null if the group has
+// none.
 c10::intrusive_ptr<c10d::Store> control_store(c10d::ProcessGroup& group);
 
 // The shortest timeout among the group's backends; c10d's default, 30 minutes,
 // if none tells its own.
 std::chrono::milliseconds group_timeout(c10d::ProcessGroup& group);
 
-// One value of type T for each process group of this process, for as long as
-// the group lives.
+// Values of type T of this process's groups, for as long as a group lives.
 template <typename T>
-class ValuesByGroup {
- public:
+struct ValuesByGroup {
+  struct Kept {
+    explicit Kept(const c10::intrusive_ptr<c10d::ProcessGroup>& of)
+        : group(of) {}
+
+    c10::weak_intrusive_ptr<c10d::ProcessGroup> group;
+    std::shared_ptr<T> value = std::make_shared<T>();
+  };
+
   static ValuesByGroup& of_process() {
     static auto& all = *new ValuesByGroup();
     return all;
   }
 
-  std::shared_ptr<T> get(const c10::intrusive_ptr<c10d::ProcessGroup>& group) {
-    const std::lock_guard<std::mutex> lock(mutex_);
-    std::erase_if(kept_,
-                  [](const auto& kept) { return kept.second.group.expired(); });
-    return kept_.try_emplace(group.get(), group).first->second.value;
-  }
-
-  std::shared_ptr<T> find(const c10d::ProcessGroup& group) {
-    const std::lock_guard<std::mutex> lock(mutex_);
-    const auto found = kept_.find(&group);
-    // An earlier group may have had this address.
-    if (found == kept_.end() || found->second.group.expired()) return nullptr;
-    return found->second.value;
-  }
-
- private:
-  struct Kept {
-    explicit Kept(const c10::intrusive_ptr<c10d::ProcessGroup>& group)
-        : group(group) {}
-
-    const c10::weak_intrusive_ptr<c10d::ProcessGroup> group;
-    const std::shared_ptr<T> value = std::make_shared<T>();
-  };
-
-  std::mutex mutex_;
-  std::map<const c10d::ProcessGroup*, Kept> kept_;
+  std::mutex mutex;
+  std::map<const c10d::ProcessGroup*, Kept> kept;  // guarded by mutex
 };
 
 // The group's value of type T, made at the first call.
 template <typename T>
 std::shared_ptr<T> per_group(
     const c10::intrusive_ptr<c10d::ProcessGroup>& group) {
-  return ValuesByGroup<T>::of_process().get(group);
+  auto& all = ValuesByGroup<T>::of_process();
+  const std::lock_guard<std::mutex> lock(all.mutex);
+  std::erase_if(all.kept,
+                [](const auto& kept) { return kept.second.group.expired(); });
+  return all.kept.try_emplace(group.get(), group).first->second.value;
 }
 
 // Null if there was no such call.
 template <typename T>
 std::shared_ptr<T> find_per_group(const c10d::ProcessGroup& group) {
-  return ValuesByGroup<T>::of_process().find(group);
+  auto& all = ValuesByGroup<T>::of_process();
+  const std::lock_guard<std::mutex> lock(all.mutex);
+  const auto found = all.kept.find(&group);
+  // An earlier group may have had this address.
+  if (found == all.kept.end() || found->second.group.expired()) return nullptr;
+  return found->second.value;
 }
 
 // Numbers of a group's ranks in errors: a subgroup's ranks have the numbers of

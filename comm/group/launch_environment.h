@@ -7,9 +7,8 @@
 //
 // For the last two, export the host name of rank 0 as MASTER_ADDR and a free
 // port of it as MASTER_PORT. The first of the three whose rank or world size is
-// set is believed: torchrun may run inside the others, and mpirun inside a
-// Slurm job, where Slurm's variables describe the script and not the ranks. An
-// empty variable counts as one that is not set.
+// set is believed: torchrun may run inside the others, and mpirun in a Slurm
+// job. An empty variable counts as one that is not set.
 
 #ifndef BRIGADE_COMM_GROUP_LAUNCH_ENVIRONMENT_H_
 #define BRIGADE_COMM_GROUP_LAUNCH_ENVIRONMENT_H_
@@ -40,10 +39,9 @@ struct LaunchEnvironment {
   int restart_count = 0;
 };
 
-// Errors: c10::ValueError when no launcher has set anything, when a variable is
-// missing, is no number, is out of range or contradicts another; the text names
-// the variable, its value, the launcher and why that launcher was believed. A
-// world of 1 is never assumed: a mistyped launch would train N separate models.
+// Errors: c10::ValueError when no launcher has set anything, and when a
+// variable is missing, no number, out of range or contradicts another. A world
+// of 1 is never assumed: a mistyped launch would train N separate models.
 LaunchEnvironment read_launch_environment();
 
 // init_process_group() with these in place of the environment's.

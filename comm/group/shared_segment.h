@@ -42,15 +42,14 @@ class SharedSegment {
   // processes that can share memory; 0: unknown.
   static int64_t host();
 
-  // Collective. Maps one region of `bytes_per_rank` zero bytes per rank. The
-  // system takes memory only for pages that are written. Returns null on all
-  // ranks unless every rank passes the same `host` other than 0 and can map the
-  // memory. A rank that wants none passes 0; tests pass other numbers to play
-  // several hosts.
+  // Collective. Maps one region of `bytes_per_rank` zero bytes per rank; memory
+  // is taken only for pages that are written. Returns null on all ranks unless
+  // every rank passes the same `host` other than 0 (a rank that wants none
+  // passes 0) and can map the memory.
   //
   // One all-gather of 40 bytes on the group's control device, and one of 8
-  // bytes if all hosts are equal. Null and no collective for a group of one
-  // rank. Errors: PeerError.
+  // bytes if all hosts are equal; none for a group of one rank, which gets
+  // null. Errors: PeerError.
   static std::shared_ptr<SharedSegment> make(
       const c10::intrusive_ptr<c10d::ProcessGroup>& group,
       size_t bytes_per_rank, int64_t host = SharedSegment::host());
@@ -78,9 +77,8 @@ class SharedSegment {
 
   // Blocks until condition() is true, or the deadline: returns whether it is.
   // Evaluates it first, and again after each notify(rank). Errors: RuntimeError
-  // (for throw_peer_error()) that names a rank, if condition() is false and the
-  // segment is closed, a rank has died, or `rank` has left; if `rank` is this
-  // one, any other.
+  // that names a rank, if condition() is false and the segment is closed, a
+  // rank has died, or `rank` (any other, if it is this one) has left.
   template <typename Condition>
   bool wait_for(int rank, Deadline deadline, const Condition& condition) {
     while (true) {

@@ -130,10 +130,6 @@ class GroupTransport::Operation final : public OrderedOperation {
   }
 
   void finish() override {
-    if (call_.after) {
-      call_.after->waitAndThrow();
-      launch();
-    }
     await();
     if (call_.kind == OrderedKind::kAllGather) return;
     add();
@@ -145,7 +141,7 @@ class GroupTransport::Operation final : public OrderedOperation {
 
  private:
   void add() {
-    ordered_sum(terms_, ranks_.group_size, call_.scale,
+    ordered_sum(terms_, call_.scale,
                 call_.kind == OrderedKind::kReduceScatter
                     ? call_.output
                     : elements_of(call_.output, ranks_.rank));
@@ -244,7 +240,7 @@ class GroupTransport::Operation final : public OrderedOperation {
 std::unique_ptr<OrderedOperation> GroupTransport::start(
     const OrderedCall& call) {
   auto operation = std::make_unique<Operation>(*this, call, num_calls_++);
-  if (!call.after) operation->launch();
+  operation->launch();
   return operation;
 }
 

@@ -1,6 +1,6 @@
 // The all-reduce of a group whose ranks are all on one host, through memory
-// that they share, in rank order: a third to a half of the time of Gloo's own.
-// And the number of a group's collectives.
+// that they share: a third to a half of the time of Gloo's own. And the number
+// of a group's collectives.
 //
 //   if (const auto sums = HostSums::meet(group, /*wants=*/true)) {
 //     sums->all_reduce(bucket)->wait();
@@ -57,11 +57,9 @@ class HostSums {
   OrderedCollectives collectives_;
 };
 
-// Returns the number of collectives that a group has launched on this rank, for
-// all its users: of all its backends, and in shared memory. Nothing if a
-// backend does not count (Gloo and NCCL do); slow then, since that is an
-// exception inside LibTorch. Only differences mean something: a backend may
-// count from any number.
+// Returns the number of collectives that a group has launched on this rank, in
+// shared memory too, for comparison with a later one. Nothing, slowly, if a
+// backend does not count; Gloo and NCCL do.
 std::optional<int64_t> count_collectives(c10d::ProcessGroup& group);
 
 }  // namespace brigade

@@ -37,12 +37,6 @@ void complete(Future& future, const at::Tensor& result) {
   future.markCompleted(c10::IValue(std::vector<at::Tensor>{result}));
 }
 
-// For a world of 1.
-void finish_alone(const OrderedCall& call) {
-  if (call.kind == OrderedKind::kAllGather) return;
-  ordered_sum({{call.input}}, 1, call.scale, call.output);
-}
-
 const char* name_of(OrderedKind kind) {
   switch (kind) {
     case OrderedKind::kAllReduce:
@@ -100,25 +94,15 @@ struct OrderedCollectives::OfGroup {
 };
 
 OrderedCollectives::OrderedCollectives(
-    const c10::intrusive_ptr<c10d::ProcessGroup>& group, OrderedOptions options)
+    const c10::intrusive_ptr<c10d::ProcessGroup>& group, int64_t shared_bytes,
+    int64_t host)
     : names_(RankNames::of(*group)),
       ranks_({.rank = group->getRank(),
               .size = group->getSize(),
-              .group_size = options.group_size.value_or(group->getSize()),
               .timeout = group_timeout(*group),
               .names = names_}),
       process_(getpid()),
       of_group_(per_group<OfGroup>(group)) {
-  TORCH_CHECK_VALUE(
-      ranks_.group_size > 0 && ranks_.size % ranks_.group_size == 0,
-      "ordered collectives: expected a group size that divides the number of "
-      "ranks, ",
-      ranks_.size, ", found ", ranks_.group_size,
-      ".\nGive the size of a row of the mesh.");
-  TORCH_CHECK_VALUE(options.shared_bytes >= 0,
-                    "ordered collectives: expected memory of at least 0 bytes "
-                    "to share, found ",
-                    options.shared_bytes, ".\nGive 0 to share none.");
   if (ranks_.size == 1) return;
   TORCH_CHECK_VALUE(group->getStore(), "ordered collectives: the group of ",
                     ranks_.size,
@@ -128,11 +112,10 @@ OrderedCollectives::OrderedCollectives(
   const at::DisableRecordFunctionGuard not_profiled;
   try {
     const auto room = static_cast<size_t>(
-        std::max(options.shared_bytes, ranks_.size * kLeastBytesPerRank));
-    const int64_t host =
-        options.shared_bytes == 0 ? 0 : SharedSegment::host() + options.host;
-    auto segment =
-        SharedSegment::make(group, shared_bytes_per_rank(room), host);
+        std::max(shared_bytes, ranks_.size * kLeastBytesPerRank));
+    auto segment = SharedSegment::make(
+        group, shared_bytes_per_rank(room),
+        shared_bytes == 0 ? 0 : SharedSegment::host() + host);
     is_on_one_host_ = segment != nullptr;
     transport_ = segment
                      ? make_shared_transport(std::move(segment), room, ranks_)
@@ -178,16 +161,14 @@ OrderedCollectives::~OrderedCollectives() {
 }
 
 OrderedCollectives::FuturePtr OrderedCollectives::all_reduce(
-    const at::Tensor& tensor, std::optional<double> scale,
-    const FuturePtr& after) {
+    const at::Tensor& tensor, std::optional<double> scale) {
   check_process();
   check_tensor("the input", tensor);
   const at::Tensor flat = tensor.detach().view(-1);
   return launch({.kind = OrderedKind::kAllReduce,
                  .input = flat,
                  .output = flat,
-                 .scale = scale,
-                 .after = after},
+                 .scale = scale},
                 tensor);
 }
 
@@ -202,8 +183,7 @@ OrderedCollectives::FuturePtr OrderedCollectives::reduce_scatter(
   return launch({.kind = OrderedKind::kReduceScatter,
                  .input = input.detach().view(-1),
                  .output = output.detach().view(-1),
-                 .scale = scale,
-                 .after = {}},
+                 .scale = scale},
                 output);
 }
 
@@ -215,31 +195,20 @@ OrderedCollectives::FuturePtr OrderedCollectives::all_gather(
   return launch({.kind = OrderedKind::kAllGather,
                  .input = flat,
                  .output = flat,
-                 .scale = {},
-                 .after = {}},
+                 .scale = {}},
                 whole);
 }
 
 OrderedCollectives::FuturePtr OrderedCollectives::launch(
     OrderedCall call, const at::Tensor& result) {
   const FuturePtr future = make_future();
-  if (call.input.numel() == 0) {
+  if (!transport_ || call.input.numel() == 0) {
+    // The sum of one rank.
+    if (call.kind != OrderedKind::kAllGather) {
+      ordered_sum({{call.input}}, call.scale, call.output);
+    }
     complete(*future, result);
     return future;
-  }
-  if (!transport_) {
-    if (!call.after) {
-      finish_alone(call);
-      complete(*future, result);
-      return future;
-    }
-    return call.after->then(
-        [call, result](Future& done) {
-          done.value();  // throws its error
-          finish_alone(call);
-          return c10::IValue(std::vector<at::Tensor>{result});
-        },
-        future->elementType());
   }
   InFlight launched = {.number = 0,
                        .call = std::move(call),

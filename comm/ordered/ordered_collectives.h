@@ -1,30 +1,23 @@
 // Asynchronous collectives of CPU tensors whose sums have reproducible bits:
-// each element is summed in rank order, wherever it lies in a tensor. So cuts
-// between buckets, shards and strategies don't change the bits. Gloo's own
-// all-reduce adds in an order that depends on the place of the element.
+// each element is summed in rank order, wherever it lies in a tensor, so cuts
+// between buckets, shards and strategies don't show.
 //
 //   OrderedCollectives collectives(group);
 //   auto reduced = collectives.all_reduce(bucket, 1.0 / world_size);
 //   ...                                  // computes meanwhile
 //   reduced->wait();
 //
-// *Order.*  Rank 0's value first, then rank 1's and so on. With a group size of
-// F, for the order of a 2-D mesh: first the sums of ranks 0..F-1, of F..2F-1
-// and so on, each in rank order, then the sum of these. `scale` multiplies the
-// sum once. float16 and bfloat16 are added in float32 and rounded once at the
-// end of each level, where the sum would travel between two groups.
+// `scale` multiplies the sum once. float16 and bfloat16 are added in float32
+// and rounded once.
 //
-// *Transport.*  If all ranks are on one host, through memory that they share
-// (comm/ordered/shared_transport.cc). Otherwise by an all-to-all of each rank's
-// slices, a local sum, and an all-gather of the sums
-// (comm/ordered/group_transport.cc), on a Gloo backend beside the group's: the
-// all-gather is launched when the all-to-all is done, at another place among
-// the group's own collectives on each rank.
+// If all ranks are on one host, data go through memory that they share
+// (shared_transport.cc); otherwise by an all-to-all of slices, a local sum, and
+// an all-gather, on a Gloo backend beside the group's (group_transport.cc).
 //
 // *Failure.*  A peer that dies, leaves, stops for longer than the group's
 // timeout or, on one host, launches something else ends all calls in flight on
-// all ranks with one PeerError, and later ones. The group stays usable. Closing
-// the group (comm/close_group.h) ends them too.
+// all ranks with one PeerError, and later ones; so does close_group(). The
+// group stays usable.
 //
 // Thread safety: any thread may call; the calls come in the same order on all
 // ranks.
@@ -55,27 +48,24 @@
 
 namespace brigade {
 
-struct OrderedOptions {
-  // F above; none: all ranks are one group. Equal on all ranks.
-  std::optional<int> group_size = {};
-  // Limit of the memory that a rank's unread data take on a host; a call that
-  // finds none starts when earlier ones have been read. 0: share no memory.
-  int64_t shared_bytes = int64_t{1} << 28;
-  // Ranks with another number count as ranks of another host: for tests.
-  int64_t host = 0;
-};
-
 class OrderedCollectives {
  public:
   using FuturePtr = c10::intrusive_ptr<c10::ivalue::Future>;
 
+  static constexpr int64_t kSharedBytes = int64_t{1} << 28;
+
   // Collective. Calls time out as the group's.
   //
-  // Errors: ValueError if the group size does not divide the number of ranks,
-  // or the group has several ranks and no store; PeerError if ranks don't meet.
+  // `shared_bytes`: limit of the memory that a rank's unread data take on a
+  // host; a call that finds none starts when earlier ones have been read. 0:
+  // share no memory. `host`: ranks with another number count as ranks of
+  // another host, for tests.
+  //
+  // Errors: ValueError if the group has several ranks and no store; PeerError
+  // if ranks don't meet.
   explicit OrderedCollectives(
       const c10::intrusive_ptr<c10d::ProcessGroup>& group,
-      OrderedOptions options = {});
+      int64_t shared_bytes = kSharedBytes, int64_t host = 0);
 
   // Calls in flight end with an error, here and on the other ranks. REQUIRES:
   // not from a callback of one of its futures. In a forked child, leaves
@@ -88,15 +78,12 @@ class OrderedCollectives {
   // Replaces `tensor` [any shape] by the sum over ranks, times `scale`; no
   // scale for integers. The future holds a list of the tensor, as c10d's do, or
   // ends with PeerError; its callbacks run on a thread that later calls need.
-  // Starts when `after` is complete, if given, and fails with it; so do later
-  // calls.
   //
   // Errors: ValueError for a tensor that is not contiguous, not on the CPU or
   // lazily conjugated; TypeError for a dtype that can't be added; RuntimeError
   // in a forked child.
   FuturePtr all_reduce(const at::Tensor& tensor,
-                       std::optional<double> scale = std::nullopt,
-                       const FuturePtr& after = {});
+                       std::optional<double> scale = std::nullopt);
 
   // Writes into `output` the sum over ranks of this rank's slice of `input`
   // [any shape]: elements slice(input.numel()). `output` may be that part of

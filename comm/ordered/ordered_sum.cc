@@ -27,50 +27,21 @@ struct Accumulated<T, std::enable_if_t<std::is_integral_v<T>>> {
   using Type = std::make_unsigned_t<T>;
 };
 
-template <typename Sum>
-using Block = std::array<Sum, kBlock>;
-
-template <typename T, typename Sum>
-void load(const T* term, int64_t numel, Block<Sum>& block) {
-  for (int64_t i = 0; i < numel; ++i) block[i] = static_cast<Sum>(term[i]);
-}
-
-template <typename T, typename Sum>
-void add(const T* term, int64_t numel, Block<Sum>& block) {
-  for (int64_t i = 0; i < numel; ++i) {
-    block[i] = static_cast<Sum>(block[i] + static_cast<Sum>(term[i]));
-  }
-}
-
 template <typename T>
-void add_blocks(const std::vector<const T*>& terms, size_t group_size,
-                std::optional<double> scale, int64_t numel, T* out) {
+void add_blocks(const std::vector<const T*>& terms, std::optional<double> scale,
+                int64_t numel, T* out) {
   using Sum = typename Accumulated<T>::Type;
   using Real = typename c10::scalar_value_type<Sum>::type;
-  Block<Sum> total;
-  Block<Sum> group;
+  std::array<Sum, kBlock> total;
   for (int64_t begin = 0; begin < numel; begin += kBlock) {
     const int64_t length = std::min(kBlock, numel - begin);
-    const auto add_group = [&](size_t first, Block<Sum>& sum) {
-      load(terms[first] + begin, length, sum);
-      for (size_t i = first + 1; i < first + group_size; ++i) {
-        add(terms[i] + begin, length, sum);
-      }
-    };
-    add_group(0, total);
-    if (group_size < terms.size()) {
-      std::array<T, kBlock> rounded;
-      const auto round = [&](Block<Sum>& sum) {
-        for (int64_t i = 0; i < length; ++i) {
-          rounded[i] = static_cast<T>(sum[i]);
-        }
-      };
-      round(total);
-      load(rounded.data(), length, total);
-      for (size_t i = group_size; i < terms.size(); i += group_size) {
-        add_group(i, group);
-        round(group);
-        add(rounded.data(), length, total);
+    for (int64_t i = 0; i < length; ++i) {
+      total[i] = static_cast<Sum>(terms.front()[begin + i]);
+    }
+    for (size_t t = 1; t < terms.size(); ++t) {
+      const T* const term = terms[t] + begin;
+      for (int64_t i = 0; i < length; ++i) {
+        total[i] = static_cast<Sum>(total[i] + static_cast<Sum>(term[i]));
       }
     }
     if constexpr (!std::is_integral_v<T>) {
@@ -88,28 +59,16 @@ void add_blocks(const std::vector<const T*>& terms, size_t group_size,
 }  // namespace
 
 bool can_add(at::ScalarType dtype) {
-  switch (dtype) {
-    case at::kByte:
-    case at::kChar:
-    case at::kShort:
-    case at::kInt:
-    case at::kLong:
-    case at::kHalf:
-    case at::kBFloat16:
-    case at::kFloat:
-    case at::kDouble:
-    case at::kComplexFloat:
-    case at::kComplexDouble:
-      return true;
-    default:
-      return false;
-  }
+  constexpr std::array kDtypes = {
+      at::kByte,   at::kChar,         at::kShort,        at::kInt,
+      at::kLong,   at::kHalf,         at::kBFloat16,     at::kFloat,
+      at::kDouble, at::kComplexFloat, at::kComplexDouble};
+  return std::ranges::find(kDtypes, dtype) != kDtypes.end();
 }
 
-void ordered_sum(std::span<const at::Tensor> terms, size_t group_size,
-                 std::optional<double> scale, const at::Tensor& out) {
-  TORCH_INTERNAL_ASSERT(!terms.empty() && group_size > 0 &&
-                        terms.size() % group_size == 0);
+void ordered_sum(std::span<const at::Tensor> terms, std::optional<double> scale,
+                 const at::Tensor& out) {
+  TORCH_INTERNAL_ASSERT(!terms.empty());
   AT_DISPATCH_ALL_TYPES_AND_COMPLEX_AND2(
       at::kHalf, at::kBFloat16, out.scalar_type(), "ordered_sum", [&] {
         std::vector<const scalar_t*> pointers;
@@ -117,8 +76,7 @@ void ordered_sum(std::span<const at::Tensor> terms, size_t group_size,
           TORCH_INTERNAL_ASSERT(term.numel() == out.numel());
           pointers.push_back(term.const_data_ptr<scalar_t>());
         }
-        add_blocks(pointers, group_size, scale, out.numel(),
-                   out.data_ptr<scalar_t>());
+        add_blocks(pointers, scale, out.numel(), out.data_ptr<scalar_t>());
       });
 }
 

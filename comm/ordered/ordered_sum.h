@@ -38,21 +38,16 @@ constexpr RankSlice slice_of_rank(int64_t numel, int rank, int world_size) {
 // no quantized types.
 bool can_add(at::ScalarType dtype);
 
-// Writes into `out` [n] the sum of `terms` ([n] each, at least one), in one
-// pass: first the sum of each `group_size` consecutive terms, in order, then
-// the sum of these sums, in order.
-//
-//   group_size 2, 4 terms: (a + b) + (c + d);   group_size 4: ((a + b) + c) + d
-//
-// Multiplies the sum by `scale`, if any, at the end. Adds float16 and bfloat16
-// in float32, and rounds at the end of each level.
+// Writes into `out` [n] the sum of `terms` ([n] each, at least one), in order,
+// in one pass. Multiplies the sum by `scale`, if any, at the end. Adds float16
+// and bfloat16 in float32, and rounds at the end.
 //
 // `out` may be one of `terms`; it overlaps no other.
 //
-// REQUIRES: all of them contiguous, on the CPU, of one dtype that can_add();
-// group_size divides the number of terms; no scale for integers.
-void ordered_sum(std::span<const at::Tensor> terms, size_t group_size,
-                 std::optional<double> scale, const at::Tensor& out);
+// REQUIRES: all of them contiguous, on the CPU, of one dtype that can_add(); no
+// scale for integers.
+void ordered_sum(std::span<const at::Tensor> terms, std::optional<double> scale,
+                 const at::Tensor& out);
 
 // The same in steps, for tensors on devices, on the current stream.
 

@@ -5,7 +5,6 @@
 #define BRIGADE_COMM_ORDERED_ORDERED_TRANSPORT_H_
 
 #include <ATen/core/Tensor.h>
-#include <ATen/core/ivalue.h>
 
 #include <atomic>
 #include <chrono>
@@ -25,19 +24,15 @@ namespace brigade {
 enum class OrderedKind { kAllReduce, kReduceScatter, kAllGather };
 
 struct OrderedCall {
-  using FuturePtr = c10::intrusive_ptr<c10::ivalue::Future>;
-
   OrderedKind kind = OrderedKind::kAllReduce;
   at::Tensor input;   // [n], n > 0
   at::Tensor output;  // [n], the input itself; of a reduce-scatter: the slice
   std::optional<double> scale;
-  FuturePtr after;  // fills `input`; null: it is filled
 };
 
 struct OrderedRanks {
   int rank;
   int size;  // > 1
-  int group_size;
   std::chrono::milliseconds timeout;
   RankNames names = {};  // in errors
 };

@@ -281,7 +281,7 @@ class SharedTransport::Operation final : public OrderedOperation {
         tag_(c10::get_hash(static_cast<int>(call.kind), call.input.numel(),
                            static_cast<int>(call.input.scalar_type()),
                            call.scale.has_value(), call.scale.value_or(0),
-                           ranks_.group_size, cut_.num_pieces(), first_post)),
+                           cut_.num_pieces(), first_post)),
         element_size_(call.input.element_size()) {}
 
   ~Operation() override {
@@ -295,9 +295,6 @@ class SharedTransport::Operation final : public OrderedOperation {
 
   // The next piece. Returns false while there is no room for it.
   bool post() {
-    if (call_.after && (!call_.after->completed() || call_.after->hasError())) {
-      return false;
-    }
     const int64_t index = num_posted_;
     const RankSlice own = cut_.piece(ranks_.rank, index);
     const int64_t numel = is_gather() ? own.numel : cut_.post_numel(index);
@@ -320,7 +317,6 @@ class SharedTransport::Operation final : public OrderedOperation {
 
   void finish() override {
     try {
-      if (call_.after) call_.after->waitAndThrow();
       for (int64_t i = 0; i < cut_.num_pieces(); ++i) finish(i);
     } catch (...) {
       const std::lock_guard<std::mutex> lock(transport_.post_mutex_);
@@ -390,7 +386,7 @@ class SharedTransport::Operation final : public OrderedOperation {
       }
       const at::Tensor sum =
           call_.output.narrow(0, output_offset + begin, numel);
-      ordered_sum(blocks, ranks_.group_size, call_.scale, sum);
+      ordered_sum(blocks, call_.scale, sum);
       if (posts_sums()) copy(sum, own_post + begin * element_size_);
     }
     if (posts_sums()) posts_.publish(number(index), Phase::kSums);

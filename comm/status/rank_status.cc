@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cstring>
+#include <functional>
 #include <set>
 #include <tuple>
 
@@ -28,10 +29,10 @@ auto by_rank_of(std::span<const RankStatus> by_rank, F part) {
   return parts;
 }
 
-template <typename T>
-bool all_equal(const std::vector<T>& parts) {
-  return std::all_of(parts.begin(), parts.end(),
-                     [&](const T& part) { return part == parts.front(); });
+bool all_equal(std::span<const RankStatus> by_rank, auto part) {
+  return std::ranges::all_of(by_rank, [&](const RankStatus& rank_status) {
+    return std::invoke(part, rank_status) == std::invoke(part, by_rank.front());
+  });
 }
 
 // "rank 0 ended iteration 7, ranks 1, 2 began iteration 8"
@@ -115,7 +116,7 @@ absl::Status check_statuses(std::span<const RankStatus> by_rank) {
   }
 
   const RankStatus& first = by_rank.front();
-  if (!all_equal(by_rank_of(by_rank, place_of))) {
+  if (!all_equal(by_rank, place_of)) {
     return absl::FailedPreconditionError(absl::StrCat(
         "expected every rank in the same place: ",
         describe_deeds(by_rank_of(by_rank, describe_status), ", "),
@@ -123,26 +124,22 @@ absl::Status check_statuses(std::span<const RankStatus> by_rank) {
         "without backward under no_grad."));
   }
   const std::string iteration = absl::StrCat("iteration ", first.iteration);
-  const auto fingerprints =
-      by_rank_of(by_rank, [](const RankStatus& s) { return s.fingerprint; });
-  const auto questions = by_rank_of(by_rank, [](const RankStatus& s) {
-    return s.kind == StatusKind::kAsk ? std::string(words_of(s.text)) : "";
-  });
-  if (!all_equal(fingerprints) && !all_equal(questions)) {
-    return absl::FailedPreconditionError(
-        absl::StrCat("expected the same of every rank after ", iteration, ": ",
-                     describe_deeds(questions, ", "),
-                     ".\nCall the same on all ranks, in the same order."));
-  }
-  if (!all_equal(fingerprints)) {
+  if (!all_equal(by_rank, &RankStatus::fingerprint)) {
+    const auto question = [](const RankStatus& s) {
+      return std::string(s.kind == StatusKind::kAsk ? words_of(s.text) : "");
+    };
+    if (!all_equal(by_rank, question)) {
+      return absl::FailedPreconditionError(absl::StrCat(
+          "expected the same of every rank after ", iteration, ": ",
+          describe_deeds(by_rank_of(by_rank, question), ", "),
+          ".\nCall the same on all ranks, in the same order."));
+    }
     return absl::FailedPreconditionError(absl::StrCat(
         "expected the same plan and options on every rank in ", iteration, ": ",
         describe_by_value(by_rank_of(by_rank, describe_fingerprint)),
         ".\nGive every rank the same options."));
   }
-  const auto others =
-      by_rank_of(by_rank, [](const RankStatus& s) { return s.others; });
-  if (!all_equal(others)) {
+  if (!all_equal(by_rank, &RankStatus::others)) {
     return absl::FailedPreconditionError(absl::StrCat(
         "expected the group's other collectives at the same places between "
         "those of ",
@@ -156,23 +153,21 @@ absl::Status check_statuses(std::span<const RankStatus> by_rank) {
 }
 
 bool must_close_groups(std::span<const RankStatus> by_rank) {
-  const auto any = [&](const auto& holds) {
-    return std::ranges::any_of(by_rank, holds);
-  };
-  const auto has_kind = [&](StatusKind kind) {
-    return any([kind](const RankStatus& s) { return s.kind == kind; });
-  };
-  std::set<uint64_t> others;
+  bool has_begun = false;
+  bool has_ended = false;
+  bool has_failed = false;
+  bool has_others = false;
+  std::set<uint64_t> others;  // of the ranks that have ended
   for (const RankStatus& s : by_rank) {
+    if (s.cannot_continue != 0) return true;
+    has_begun |= s.kind == StatusKind::kBegin;
+    has_ended |= s.kind == StatusKind::kEnd;
+    has_failed |= s.kind == StatusKind::kFailed;
+    has_others |= s.has_others != 0;
     if (s.kind == StatusKind::kEnd) others.insert(s.others);
   }
-  const bool have_launched =
-      has_kind(StatusKind::kEnd) || has_kind(StatusKind::kFailed);
-  return any([](const RankStatus& s) { return s.cannot_continue != 0; }) ||
-         others.size() > 1 ||
-         (have_launched &&
-          any([](const RankStatus& s) { return s.has_others != 0; })) ||
-         (has_kind(StatusKind::kEnd) && has_kind(StatusKind::kBegin));
+  return others.size() > 1 || (has_others && (has_ended || has_failed)) ||
+         (has_ended && has_begun);
 }
 
 }  // namespace brigade

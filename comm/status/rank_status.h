@@ -75,16 +75,14 @@ std::string_view words_of(const StatusText& text);
 std::string describe_status(const RankStatus& rank_status);
 
 // Returns OK if no rank has failed, and kind, iteration, unit, fingerprint and
-// `others` are equal on all ranks. The text is the same on every rank.
-//
-// Errors: Aborted names the ranks that have failed, where, and their words.
-// FailedPrecondition names the first of the fields above that differs, and each
-// rank's value.
+// `others` are equal on all ranks. The text is the same on every rank: Aborted
+// names the ranks that have failed, where, and their words; FailedPrecondition
+// the first of these fields that differs, and each rank's value.
 absl::Status check_statuses(std::span<const RankStatus> by_rank);
 
 // Returns true if the ranks can't go on with their groups after an exchange
-// that did not agree: one of them can't, zeros would meet other collectives, or
-// a rank has launched an iteration of which another one has another plan.
+// that did not agree: one of them says so, zeros would meet other collectives,
+// or a rank has launched an iteration of which another one has another plan.
 bool must_close_groups(std::span<const RankStatus> by_rank);
 
 }  // namespace brigade

@@ -53,9 +53,9 @@ class StatusChannel {
   // Blocks until all ranks have sent, and returns their statuses by rank.
   // `patience`: less than the group's timeout. Call it once for each exchange.
   //
-  // Throws PeerError if a rank has left, has died or does not come in time. It
-  // names the rank. The channel is of no use then. Takes up to 3 s more if it
-  // must ask who is still there.
+  // Throws PeerError that names the rank that has left, died or not come in
+  // time, after up to 3 s more if it must ask who is there. The channel is of
+  // no use then.
   std::vector<RankStatus> await(
       const RankStatus& own,
       std::optional<std::chrono::milliseconds> patience = std::nullopt);

@@ -23,9 +23,8 @@ c10::intrusive_ptr<c10::ivalue::Future> completed_future(
 // Returns the future of a collective that backward overlaps with.
 //
 // torch 2.15's new NCCL backend makes the current stream wait for the
-// collective in nccl2::WorkNCCL::getFuture(): on the stream that computes
-// gradients nothing of backward would overlap. So this asks on another stream.
-// A launch from a side stream, as in sharding, need not.
+// collective in getFuture(), which would end the overlap: so this asks on
+// another stream. A launch from a side stream, as in sharding, need not.
 //
 // `tensor`: the work's output. Keep it until the stream that it was allocated
 // on has waited for the future: the backend may have dropped it. Throws what

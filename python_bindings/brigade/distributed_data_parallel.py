@@ -148,8 +148,7 @@ class DistributedDataParallel(_TorchDistributedDataParallel):
             bits of torch's default.
         forward_sync_buffers: Rank 0's buffers, of the shapes at construction, are broadcast
             before each forward that will be reduced, and by join(). Default: True.
-        lazy_bucket_allocation: Buckets have memory from packing until gradients are delivered;
-            gradients that are views keep it until they are set to None.
+        lazy_bucket_allocation: Without effect: buckets keep their memory.
         check_module: Action of a forward that finds other parameters in the module than were
             wrapped: "error", "warn" or "off", which does not look.
         bucket_plan: The result of bucket_plan() of an earlier run; buckets are not rebuilt then.
@@ -162,11 +161,8 @@ class DistributedDataParallel(_TorchDistributedDataParallel):
             Without effect on the CPU, where ranks wait for each other before delivery.
         reproducible: Gradients are added in rank order and divided once, so that bits do not
             depend on buckets, rebuilds, views or the order of backward, and equal those of
-            fully_shard(). Of dense gradients, without comm hook, mixed_precision or delayed
-            parameters. On CPUs it costs time (docs/status.md).
-        reproducible_row_size: With reproducible: groups of this many consecutive ranks are summed
-            first, then these sums, as fully_shard() does on a mesh whose second dimension has
-            this size. Divides the number of ranks.
+            fully_shard() without replicas. Of dense gradients, without comm hook, mixed_precision
+            or delayed parameters. On CPUs it costs time (docs/status.md).
 
     Raises:
         DistBackendError: A peer has died, or did not come in time.
@@ -214,7 +210,6 @@ class DistributedDataParallel(_TorchDistributedDataParallel):
         one_backward_per_forward: bool = False,
         max_unconfirmed_iterations: int = 1,
         reproducible: bool = False,
-        reproducible_row_size: int | None = None,
     ) -> None:
         # torch's own constructor would make a reducer of torch's.
         torch.nn.Module.__init__(self)
@@ -248,7 +243,6 @@ class DistributedDataParallel(_TorchDistributedDataParallel):
                 "one_backward_per_forward": one_backward_per_forward,
                 "max_unconfirmed_iterations": max_unconfirmed_iterations,
                 "reproducible": reproducible,
-                "reproducible_row_size": reproducible_row_size,
             }
             if reproducible:
                 _checks.require_sums_of_our_own(
@@ -496,12 +490,11 @@ class DistributedDataParallel(_TorchDistributedDataParallel):
             expect_sparse,
             param_to_name_mapping=names,
             bucket_bytes_cap_list=self._bucket_caps(),
-            rebuild_buckets=None if self._given_plan is None else False,
+            rebuild_buckets=self._given_plan is None,
             find_unused_parameters=self.find_unused_parameters,
             skip_all_reduce_unused_params=self.skip_all_reduce_unused_params,
             static_graph=static_graph,
             gradient_as_bucket_view=self.gradient_as_bucket_view,
-            lazy_bucket_allocation=self.lazy_bucket_allocation,
             verify_across_ranks=compare_ranks,
             use_python_reducer=self._use_python_reducer,
             **self._own_options,

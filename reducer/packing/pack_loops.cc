@@ -1,8 +1,5 @@
 #include "brigade/reducer/packing/pack_loops.h"
 
-#include <c10/util/BFloat16.h>
-#include <c10/util/Half.h>
-
 #include <algorithm>
 #include <array>
 #include <cstddef>
@@ -14,55 +11,10 @@
 #include <immintrin.h>
 #endif
 
+#include "brigade/reducer/packing/packer_devices.h"
+
 namespace brigade {
 namespace {
-
-// Calls `visit.operator()<Gradient, Wire>()` for a real pair in the table in
-// packer.h; returns a default-made result for others.
-template <typename Visitor>
-auto visit_pair(at::ScalarType gradient, at::ScalarType wire, Visitor visit) {
-  auto visit_wire = [&]<typename Gradient>() {
-    switch (wire) {
-      case at::kFloat:
-        return visit.template operator()<Gradient, float>();
-      case at::kHalf:
-        return visit.template operator()<Gradient, at::Half>();
-      case at::kBFloat16:
-        return visit.template operator()<Gradient, at::BFloat16>();
-      default:
-        return decltype(visit.template operator()<Gradient, float>()){};
-    }
-  };
-  switch (gradient) {
-    case at::kFloat:
-      return visit_wire.template operator()<float>();
-    case at::kHalf:
-      return visit_wire.template operator()<at::Half>();
-    case at::kBFloat16:
-      return visit_wire.template operator()<at::BFloat16>();
-    case at::kDouble:
-      if (wire == at::kDouble) {
-        return visit.template operator()<double, double>();
-      }
-      return visit_wire.template operator()<double>();
-    default:
-      return decltype(visit.template operator()<float, float>()){};
-  }
-}
-
-// Products of gradients of type T are taken in this type.
-template <typename T>
-using Product = std::conditional_t<std::is_same_v<T, double>, double, float>;
-
-// float64 becomes float16 or bfloat16 by way of float32, as in ATen.
-template <typename To, typename From>
-To cast(From value) {
-  if constexpr (std::is_same_v<To, double> || std::is_same_v<To, float>) {
-    return static_cast<To>(value);
-  } else {
-    return static_cast<To>(static_cast<float>(value));
-  }
-}
 
 // to[k] = from[k] * factor. `from` may be `to`.
 struct PlainTransfer {

@@ -2,13 +2,6 @@
 // scale and cast together.  Decides how the bytes move on a device; decides
 // neither where a slot lies in a bucket (planning/), nor the scale and the wire
 // dtype (the comm hook), nor when a bucket is full (the engine).
-//
-// Example: two gradients, averaged over 4 ranks, sent as bfloat16.
-//
-//   auto packer = make_packer(at::kCPU, at::kFloat, {{0, 10}, {10, 6}});
-//   at::Tensor flat = at::empty({16}, at::kBFloat16);
-//   std::array<const void*, 2> from = {a.const_data_ptr(), b.const_data_ptr()};
-//   packer->pack(from, flat, 1.0 / 4);
 
 #ifndef BRIGADE_REDUCER_PACKING_PACKER_H_
 #define BRIGADE_REDUCER_PACKING_PACKER_H_

@@ -36,7 +36,7 @@ class CpuPacker final : public Packer {
     arguments_.check("Packer::pack", gradients.size(), flat);
     void* const buffer = flat.mutable_data_ptr();
     const bool is_cast = flat.scalar_type() != arguments_.gradient_dtype;
-    if (!is_cast && !changes_values(scale)) {
+    if (!is_cast && !arguments_.changes_values(scale)) {
       for (size_t i = 0; i < slots_.size(); ++i) {
         copy(gradients[i], place(buffer, i), i);
       }
@@ -66,11 +66,6 @@ class CpuPacker final : public Packer {
   }
 
  private:
-  bool changes_values(double scale) const {
-    return dtype_ == at::kDouble ? scale != 1.0
-                                 : static_cast<float>(scale) != 1.0F;
-  }
-
   // The best loops for gradients to and from `flat`.
   PackLoops loops_for(const at::Tensor& flat) const {
     const at::ScalarType wire = c10::toRealValueType(flat.scalar_type());

@@ -15,8 +15,6 @@
 #include <c10/cuda/CUDAException.h>
 #include <c10/cuda/CUDAGuard.h>
 #include <c10/cuda/CUDAStream.h>
-#include <c10/util/BFloat16.h>
-#include <c10/util/Half.h>
 
 #include <algorithm>
 #include <cstddef>
@@ -65,19 +63,6 @@ struct InlineAddresses {
 struct StagedAddresses {
   void* const* at;
 };
-
-template <typename T>
-using Product = std::conditional_t<std::is_same_v<T, double>, double, float>;
-
-// float64 becomes float16 or bfloat16 by way of float32, as in ATen.
-template <typename To, typename From>
-__device__ __forceinline__ To cast(From value) {
-  if constexpr (std::is_same_v<To, double> || std::is_same_v<To, float>) {
-    return static_cast<To>(value);
-  } else {
-    return static_cast<To>(static_cast<float>(value));
-  }
-}
 
 // Elements that one thread moves at once: 16 bytes of the narrower side.
 template <typename Gradient, typename Wire>
@@ -333,36 +318,13 @@ void launch(const Launch& what) {
 
 using Launcher = void (*)(const Launch&);
 
-template <typename Gradient, Direction kDirection>
-Launcher launcher_for_wire(at::ScalarType wire) {
-  switch (wire) {
-    case at::kFloat:
-      return launch<Gradient, float, kDirection>;
-    case at::kHalf:
-      return launch<Gradient, c10::Half, kDirection>;
-    case at::kBFloat16:
-      return launch<Gradient, c10::BFloat16, kDirection>;
-    default:
-      return nullptr;
-  }
-}
-
 template <Direction kDirection>
-Launcher launcher_for(at::ScalarType gradient, at::ScalarType wire) {
-  switch (gradient) {
-    case at::kFloat:
-      return launcher_for_wire<float, kDirection>(wire);
-    case at::kHalf:
-      return launcher_for_wire<c10::Half, kDirection>(wire);
-    case at::kBFloat16:
-      return launcher_for_wire<c10::BFloat16, kDirection>(wire);
-    case at::kDouble:
-      return wire == at::kDouble ? launch<double, double, kDirection>
-                                 : launcher_for_wire<double, kDirection>(wire);
-    default:
-      return nullptr;
+struct ChosenLauncher {
+  template <typename Gradient, typename Wire>
+  Launcher operator()() const {
+    return launch<Gradient, Wire, kDirection>;
   }
-}
+};
 
 class CudaPacker final : public Packer {
  public:
@@ -380,10 +342,11 @@ class CudaPacker final : public Packer {
     arguments_.check("Packer::pack", gradients.size(), flat);
     void* const buffer = flat.mutable_data_ptr();
     const bool copies_bits = flat.scalar_type() == arguments_.gradient_dtype &&
-                             !changes_values(scale);
+                             !arguments_.changes_values(scale);
     if (copies_bits && all_in_place(gradients, buffer)) return;
     const at::ScalarType wire = c10::toRealValueType(flat.scalar_type());
-    run(launcher_for<Direction::kPack>(dtype_, wire), gradients, buffer, scale);
+    run(visit_pair(dtype_, wire, ChosenLauncher<Direction::kPack>()), gradients,
+        buffer, scale);
   }
 
   void unpack(const at::Tensor& flat,
@@ -397,7 +360,8 @@ class CudaPacker final : public Packer {
       return;
     }
     const at::ScalarType wire = c10::toRealValueType(flat.scalar_type());
-    run(launcher_for<Direction::kUnpack>(dtype_, wire), to, buffer, 1.0);
+    run(visit_pair(dtype_, wire, ChosenLauncher<Direction::kUnpack>()), to,
+        buffer, 1.0);
   }
 
  private:
@@ -446,11 +410,6 @@ class CudaPacker final : public Packer {
                    reinterpret_cast<const int32_t*>(device + places_bytes),
                .num_slots = static_cast<int32_t>(places.size()),
                .flat_numel = numel};
-  }
-
-  bool changes_values(double scale) const {
-    return dtype_ == at::kDouble ? scale != 1.0
-                                 : static_cast<float>(scale) != 1.0F;
   }
 
   bool all_in_place(std::span<const void* const> gradients,

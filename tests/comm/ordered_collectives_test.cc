@@ -73,27 +73,26 @@ at::Tensor expected_sum(int world_size, int64_t numel, at::ScalarType dtype,
   return sum.to(dtype);
 }
 
-// By world size, OrderedOptions::shared_bytes and ranks of a host: through
+// By world size, shared bytes and ranks of a host: through
 // shared memory, which may have little room, or by a group's collectives where
 // none is shared or there are several hosts.
 class OrderedCollectivesTest
     : public ::testing::TestWithParam<std::tuple<int, int64_t, int>> {
  protected:
   static int world_size() { return std::get<0>(GetParam()); }
-  static OrderedOptions options(int rank) {
-    return {.shared_bytes = std::get<1>(GetParam()),
-            .host = rank / std::get<2>(GetParam())};
-  }
+  static int64_t shared_bytes() { return std::get<1>(GetParam()); }
+  static int64_t host(int rank) { return rank / std::get<2>(GetParam()); }
 
   // Each rank's thread; every rank has left when it returns.
   void run(const std::function<void(OrderedCollectives&, int rank)>& fn) {
     run_ranks(world_size(), [&](const Group& group) {
-      OrderedCollectives collectives(group, options(group->getRank()));
+      OrderedCollectives collectives(group, shared_bytes(),
+                                     host(group->getRank()));
       fn(collectives, group->getRank());
     });
   }
 };
-constexpr int64_t kRoom = OrderedOptions().shared_bytes;
+constexpr int64_t kRoom = OrderedCollectives::kSharedBytes;
 constexpr int64_t kLittleRoom = int64_t{1} << 16;
 constexpr int kOneHost = 100;
 INSTANTIATE_TEST_SUITE_P(Shared, OrderedCollectivesTest,
@@ -184,7 +183,7 @@ TEST_P(OrderedCollectivesTest, AProfilerSeesNothingThatEndsLater) {
           return nullptr;
         },
         [](const at::RecordFunction&, at::ObserverContext*) { --num_open; }));
-    collectives.emplace(group, options(group->getRank()));
+    collectives.emplace(group, shared_bytes(), host(group->getRank()));
     const at::Tensor sum = values_of(group->getRank(), 1000, at::kFloat);
     collectives->all_reduce(sum)->waitAndThrow();
     at::removeCallback(handle);
@@ -216,7 +215,7 @@ TEST(OrderedRoomTest, MayBeOfAnySize) {
   const at::Tensor expected = expected_sum(3, kNumel, at::kDouble);
   run_ranks(3, [&](const Group& group) {
     for (const int64_t shared_bytes : {1, 1000, 4096}) {
-      OrderedCollectives collectives(group, {.shared_bytes = shared_bytes});
+      OrderedCollectives collectives(group, shared_bytes);
       EXPECT_TRUE(collectives.is_on_one_host());
       const at::Tensor own = values_of(group->getRank(), kNumel, at::kDouble);
       const RankSlice slice = collectives.slice(kNumel);
@@ -236,23 +235,6 @@ TEST(OrderedRoomTest, MayBeOfAnySize) {
                               expected.narrow(0, slice.offset, slice.numel)));
       }
     }
-  });
-}
-
-TEST_P(OrderedCollectivesTest, ACallMayWaitForAFuture) {
-  run([&](OrderedCollectives& collectives, int rank) {
-    const at::Tensor first = at::zeros({1000});
-    const auto filled = c10::make_intrusive<c10::ivalue::Future>(
-        c10::ListType::create(c10::TensorType::get()));
-    const FuturePtr early = collectives.all_reduce(first, {}, filled);
-    const at::Tensor second = values_of(rank, 70, at::kFloat);
-    const FuturePtr late = collectives.all_reduce(second);
-    first.copy_(values_of(rank, 1000, at::kFloat));
-    filled->markCompleted(c10::IValue(std::vector<at::Tensor>{first}));
-    early->waitAndThrow();
-    late->waitAndThrow();
-    EXPECT_TRUE(at::equal(first, expected_sum(world_size(), 1000, at::kFloat)));
-    EXPECT_TRUE(at::equal(second, expected_sum(world_size(), 70, at::kFloat)));
   });
 }
 
@@ -305,7 +287,8 @@ TEST_P(OrderedCollectivesTest, OneRankMayBeFarAhead) {
 
 TEST_P(OrderedCollectivesTest, TheGroupIsLeftAlone) {
   run_ranks(world_size(), [&](const Group& group) {
-    OrderedCollectives collectives(group, options(group->getRank()));
+    OrderedCollectives collectives(group, shared_bytes(),
+                                   host(group->getRank()));
     const auto before = count_collectives(*group);
     std::vector<FuturePtr> in_flight;
     std::vector<at::Tensor> tensors;
@@ -323,32 +306,6 @@ TEST_P(OrderedCollectivesTest, TheGroupIsLeftAlone) {
           at::equal(tensors[i], expected_sum(world_size(), 10000, at::kFloat)));
     }
   });
-}
-
-TEST(OrderedGroupSizeTest, AddsWithinGroupsFirst) {
-  const int world_size = 6;
-  for (const int group_size : {1, 2, 3, 6}) {
-    for (const at::ScalarType dtype : {at::kFloat, at::kHalf}) {
-      const int64_t numel = 30011;
-      std::vector<at::Tensor> sums;
-      for (int first = 0; first < world_size; first += group_size) {
-        std::vector<at::Tensor> terms;
-        for (int rank = first; rank < first + group_size; ++rank) {
-          terms.push_back(values_of(rank, numel, dtype));
-        }
-        sums.push_back(at::empty({numel}, dtype));
-        ordered_sum(terms, terms.size(), std::nullopt, sums.back());
-      }
-      const at::Tensor expected = at::empty({numel}, dtype);
-      ordered_sum(sums, sums.size(), 0.25, expected);
-      run_ranks(world_size, [&](const Group& group) {
-        OrderedCollectives collectives(group, {.group_size = group_size});
-        const at::Tensor tensor = values_of(group->getRank(), numel, dtype);
-        collectives.all_reduce(tensor, 0.25)->waitAndThrow();
-        EXPECT_TRUE(at::equal(tensor, expected)) << group_size << dtype;
-      });
-    }
-  }
 }
 
 // The message of what `fn` throws.
@@ -380,9 +337,6 @@ TEST(OrderedCollectivesErrorTest, SaysWhatCannotBeReduced) {
                 HasSubstr("resolve_conj"));
     EXPECT_THAT(error_of<c10::TypeError>(reduce(at::ones({4}, at::kBool))),
                 HasSubstr("can't add Bool"));
-    EXPECT_THAT(error_of<c10::ValueError>(
-                    [&] { OrderedCollectives(group, {.group_size = 3}); }),
-                HasSubstr("divides"));
   });
 }
 
@@ -392,7 +346,7 @@ TEST_P(OrderedCollectivesTest, ARankThatLeavesEndsWhatWaitsForIt) {
       world_size(),
       [&](const Group& group) {
         auto collectives = std::make_unique<OrderedCollectives>(
-            group, options(group->getRank()));
+            group, shared_bytes(), host(group->getRank()));
         const at::Tensor first = values_of(group->getRank(), 100, at::kFloat);
         collectives->all_reduce(first)->waitAndThrow();
         EXPECT_TRUE(
@@ -427,7 +381,7 @@ TEST_P(OrderedCollectivesTest, ARankMayLeaveAsSoonAsItsOwnCallsAreDone) {
   run_ranks(world_size(), [&](const Group& group) {
     const int rank = group->getRank();
     for (int round = 0; round < 10; ++round) {
-      OrderedCollectives collectives(group, options(rank));
+      OrderedCollectives collectives(group, shared_bytes(), host(rank));
       const at::Tensor first = values_of(rank, 100003, at::kFloat);
       const at::Tensor second = first.clone();
       const FuturePtr in_flight = collectives.all_reduce(first);
@@ -442,20 +396,20 @@ TEST_P(OrderedCollectivesTest, ARankMayLeaveAsSoonAsItsOwnCallsAreDone) {
 // Rank 2 is late to read what the others have posted of a sum: by then rank 1
 // has left and the next sum has failed on rank 0.
 TEST(OrderedCollectivesErrorTest, ASumThatPeersHaveIsThereForAll) {
+  std::latch is_held(1);
   std::latch late(1);
   run_ranks(3, [&](const Group& group) {
     const int rank = group->getRank();
     auto collectives = std::make_unique<OrderedCollectives>(group);
     // As many calls as it has threads; callbacks keep these on rank 2.
-    const auto gate = c10::make_intrusive<c10::ivalue::Future>(
-        c10::ListType::create(c10::TensorType::get()));
+    if (rank != 2) is_held.wait();
     std::vector<FuturePtr> before;
     for (int i = 0; i < 2; ++i) {
-      before.push_back(collectives->all_reduce(at::ones(10), {}, gate));
+      before.push_back(collectives->all_reduce(at::ones(10)));
       if (rank != 2) continue;
       before.back()->addCallback([&](c10::ivalue::Future&) { late.wait(); });
     }
-    gate->markCompleted(c10::IValue(std::vector<at::Tensor>{}));
+    if (rank == 2) is_held.count_down();
     const at::Tensor tensor = at::ones(10);
     const FuturePtr sum = collectives->all_reduce(tensor);
     if (rank != 2) {
@@ -480,7 +434,7 @@ TEST(OrderedCollectivesErrorTest, ClosingTheGroupEndsAllOnIt) {
     run_ranks(
         2,
         [&](const Group& group) {
-          OrderedCollectives collectives(group, {.shared_bytes = shared_bytes});
+          OrderedCollectives collectives(group, shared_bytes);
           if (group->getRank() == 1) {
             is_launched.wait();
             close_group(*group);
@@ -547,8 +501,6 @@ TEST(OrderedCollectivesErrorTest, ARankThatNeverComesIsNamed) {
       std::chrono::seconds(1));
 }
 
-constexpr OrderedOptions kShareNone = {.shared_bytes = 0};
-
 class NoAllToAll final : public c10d::Backend {
  public:
   NoAllToAll() : Backend(0, 2) {}
@@ -591,7 +543,7 @@ const RankFunction kOrderedForever("ordered_forever", [](RankContext& rank) {
 const RankFunction kDieInAMessage("die_in_a_message", [](RankContext& rank) {
   GroupScope scope(init_process_group({.timeout = std::chrono::minutes(10)}));
   const int size = scope.group()->getSize();
-  OrderedCollectives collectives(scope.group(), kShareNone);
+  OrderedCollectives collectives(scope.group(), /*shared_bytes=*/0);
   const at::Tensor input = at::ones(size * (int64_t{1} << 23));
   const at::Tensor output = at::empty(1 << 23);
   const bool dies = rank.rank() == size - 1;

@@ -30,10 +30,10 @@ TEST(RankSliceTest, SlicesFollowEachOtherAndDifferByAtMostOne) {
   }
 }
 
-at::Tensor sum(const std::vector<at::Tensor>& terms, size_t group_size,
+at::Tensor sum(const std::vector<at::Tensor>& terms,
                std::optional<double> scale = std::nullopt) {
   const at::Tensor out = at::empty_like(terms[0]);
-  ordered_sum(terms, group_size, scale, out);
+  ordered_sum(terms, scale, out);
   return out;
 }
 
@@ -47,44 +47,35 @@ std::vector<at::Tensor> scalars(const std::vector<double>& values,
 }
 
 TEST(OrderedSumTest, AddsFromTheFirstToTheLast) {
-  EXPECT_EQ(sum(scalars({1e8, 1, -1e8}, at::kFloat), 3).item<float>(), 0);
-  EXPECT_EQ(sum(scalars({1e8, -1e8, 1}, at::kFloat), 3).item<float>(), 1);
-}
-
-TEST(OrderedSumTest, AddsGroupsFirst) {
-  const auto terms = scalars({1e8, -1e8, 1e8, 1, -1e8, 3}, at::kFloat);
-  EXPECT_EQ(sum(terms, 6).item<float>(), 3);
-  EXPECT_EQ(sum(terms, 2).item<float>(), 0);
-  EXPECT_EQ(sum(terms, 3).item<float>(), 0);
-  EXPECT_EQ(sum(terms, 1).item<float>(), 3);
+  EXPECT_EQ(sum(scalars({1e8, 1, -1e8}, at::kFloat)).item<float>(), 0);
+  EXPECT_EQ(sum(scalars({1e8, -1e8, 1}, at::kFloat)).item<float>(), 1);
 }
 
 // 2048 + 1 is no float16: rounded after each term, the ones would be lost.
-TEST(OrderedSumTest, HalfPrecisionIsRoundedOnceForEachLevel) {
+TEST(OrderedSumTest, HalfPrecisionIsRoundedOnce) {
   const auto terms = scalars({2048, 1, 1, 1}, at::kHalf);
-  EXPECT_EQ(sum(terms, 4).item<float>(), 2052);  // 2051, to even
-  EXPECT_EQ(sum(terms, 2).item<float>(), 2050);  // 2048 + 2
-  EXPECT_EQ(sum(scalars({256, 1, 1}, at::kBFloat16), 3).item<float>(), 258);
+  EXPECT_EQ(sum(terms).item<float>(), 2052);  // 2051, to even
+  EXPECT_EQ(sum(scalars({256, 1, 1}, at::kBFloat16)).item<float>(), 258);
 }
 
 TEST(OrderedSumTest, ScalesTheSumOnce) {
   const auto terms = scalars({1e38, 2e38, -1.5e38}, at::kFloat);
-  EXPECT_EQ(sum(terms, 3, 1.0 / 3).item<float>(),
+  EXPECT_EQ(sum(terms, 1.0 / 3).item<float>(),
             static_cast<float>(1e38F + 2e38F - 1.5e38F) *
                 static_cast<float>(1.0 / 3));
 }
 
 TEST(OrderedSumTest, IntegersWrap) {
-  EXPECT_EQ(sum(scalars({127, 1}, at::kChar), 2).item<int>(), -128);
+  EXPECT_EQ(sum(scalars({127, 1}, at::kChar)).item<int>(), -128);
   const at::Tensor largest =
       at::full({1}, std::numeric_limits<int64_t>::max(), at::kLong);
-  EXPECT_EQ(sum({largest, at::ones({1}, at::kLong)}, 2).item<int64_t>(),
+  EXPECT_EQ(sum({largest, at::ones({1}, at::kLong)}).item<int64_t>(),
             std::numeric_limits<int64_t>::min());
 }
 
 TEST(OrderedSumTest, ANegativeZeroStaysOne) {
   EXPECT_TRUE(
-      std::signbit(sum(scalars({-0.0, -0.0}, at::kFloat), 2).item<float>()));
+      std::signbit(sum(scalars({-0.0, -0.0}, at::kFloat)).item<float>()));
 }
 
 class OrderedSumDtypeTest : public ::testing::TestWithParam<at::ScalarType> {};
@@ -106,8 +97,8 @@ TEST_P(OrderedSumDtypeTest, EqualsAdditionsOfWholeVectors) {
     }
     at::Tensor expected = terms[0].clone();
     for (int i = 1; i < 5; ++i) expected.add_(terms[i]);
-    EXPECT_TRUE(at::equal(sum(terms, 5), expected)) << numel;
-    ordered_sum(terms, 5, std::nullopt, terms[2]);
+    EXPECT_TRUE(at::equal(sum(terms), expected)) << numel;
+    ordered_sum(terms, std::nullopt, terms[2]);
     EXPECT_TRUE(at::equal(terms[2], expected)) << numel;
   }
 }

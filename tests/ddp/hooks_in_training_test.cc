@@ -27,22 +27,6 @@ using Group = c10::intrusive_ptr<c10d::ProcessGroup>;
 
 const Order kAll = {0, 1, 2, 3};
 
-TEST(SumHookTest, AddsUp) {
-  run_ranks(3, [](const Group& group) {
-    ToyModule module;
-    DistributedDataParallel model(module, group,
-                                  {.reducer = {.comm_hook = sum_hook(group)}});
-    for (int s = 0; s < 3; ++s) {
-      module->toy.zero_grad();
-      model(kAll, group->getRank(), s).backward();
-      for (const size_t i : kAll) {
-        EXPECT_TRUE(at::equal(module->toy.parameters[i].grad(),
-                              module->toy.average(i, 3, s) * 3));
-      }
-    }
-  });
-}
-
 void sgd_step(const at::Tensor& parameter) {
   at::Tensor target = parameter;
   target.sub_(parameter.grad(), 0.25);
@@ -148,7 +132,6 @@ TEST(StepInBackwardTest, LeavesTheGradientsOfOtherParameters) {
     DistributedDataParallel model(
         module, group,
         {.reducer = {.bucket_plan = {{3}, {2}, {1}, {0}},
-                     .rebuild_buckets = false,
                      .comm_hook = step_in_backward(all_reduce_hook(group),
                                                    sgd_step, is_stepped)}});
     model(kAll, group->getRank(), 0).backward();

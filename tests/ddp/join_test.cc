@@ -17,7 +17,6 @@
 namespace brigade {
 namespace {
 
-using ::testing::AllOf;
 using ::testing::HasSubstr;
 using testing::Order;
 using testing::run_ranks;
@@ -162,14 +161,11 @@ TEST_P(JoinTest, TrainsAsOneProcessThatHasAllInputs) {
       ToyModule module;
       DistributedDataParallel model(module, group, {.reducer = options});
       const int rank = group->getRank();
-      const JoinOptions join_options = {.divide_by = divisor};
       join(
-          model, [&] { train(model, graph, rank, inputs[rank]); },
-          join_options);
+          model, [&] { train(model, graph, rank, inputs[rank]); }, divisor);
       train(model, graph, rank, even[rank]);
       join(
-          model, [&] { train(model, graph, rank, reversed[rank]); },
-          join_options);
+          model, [&] { train(model, graph, rank, reversed[rank]); }, divisor);
       reference.expect_equal(module, rank,
                              "rank " + std::to_string(rank) + " of " +
                                  ::testing::PrintToString(inputs));
@@ -201,32 +197,6 @@ INSTANTIATE_TEST_SUITE_P(
         std::tuple(Graph::kSkipsUnused, JoinDivisor::kRanksWithData, true, 1,
                    true),
         std::tuple(Graph::kStatic, JoinDivisor::kWorldSize, true, 1, true)));
-
-TEST(JoinLoopTest, EndsEarlyOnEveryRankAndNamesWhoRanOut) {
-  run_ranks(3, [](const Group& group) {
-    ToyModule module;
-    DistributedDataParallel model(module, group);
-    const int rank = group->getRank();
-    int steps = 0;
-    try {
-      join(model,
-           [&] {
-             for (; steps < (rank == 1 ? 2 : 4); ++steps) {
-               model(Order{0, 1, 2, 3}, rank, steps).backward();
-             }
-           },
-           {.end_early = true});
-      ADD_FAILURE() << "no error on rank " << rank;
-    } catch (const c10::Error& error) {
-      EXPECT_THAT(error.what(),
-                  AllOf(HasSubstr("before iteration 3: rank 1 of 3"),
-                        HasSubstr("end_early")));
-    }
-    EXPECT_EQ(steps, 2);
-    train(model, Graph::kFixed, rank, 1);
-    EXPECT_EQ(model.reducer().statistics().reduced, 3);
-  });
-}
 
 TEST(JoinLoopTest, LetsExceptionsOfTheLoopPass) {
   run_ranks(2, [](const Group& group) {
@@ -287,7 +257,10 @@ TEST(JoinLoopTest, TrainsWithEachRanksOwnBuffers) {
 TEST(JoinLoopTest, RanksGiveTheSameOptions) {
   run_ranks(2, [](const Group& group) {
     DistributedDataParallel model(ToyModule(), group);
-    EXPECT_THROW(join(model, [] {}, {.end_early = group->getRank() == 0}),
+    EXPECT_THROW(join(
+                     model, [] {},
+                     group->getRank() == 0 ? JoinDivisor::kWorldSize
+                                           : JoinDivisor::kRanksWithData),
                  c10::ValueError);
     EXPECT_THROW(
         DistributedDataParallel(ToyModule(), group,
@@ -312,7 +285,8 @@ TEST(JoinLoopTest, CountsNobodyForAHookThatDividesByItself) {
   });
   DistributedDataParallel model(ToyModule(), group,
                                 {.reducer = {.comm_hook = sum}});
-  EXPECT_THROW(join(model, [] {}, {.divide_by = JoinDivisor::kRanksWithData}),
+  EXPECT_THROW(join(
+                   model, [] {}, JoinDivisor::kRanksWithData),
                c10::ValueError);
 }
 

@@ -10,7 +10,7 @@
 #include "brigade/comm/process_group.h"
 #include "brigade/comm_hooks/comm_hooks.h"
 #include "brigade/ddp/distributed_data_parallel.h"
-#include "brigade/hooks/checkpoint.h"
+#include "brigade/hooks/activation_checkpoint.h"
 #include "brigade/tests/ddp/toy_module.h"
 #include "brigade/tests/support/local_ranks.h"
 #include "gmock/gmock.h"

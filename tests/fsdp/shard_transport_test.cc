@@ -19,7 +19,7 @@
 
 #include "absl/strings/str_cat.h"
 #include "brigade/comm/errors/peer_error.h"
-#include "brigade/comm/ordered/ordered_collectives.h"
+#include "brigade/comm/ordered/ordered_sum.h"
 #include "brigade/tests/support/local_ranks.h"
 #include "gtest/gtest.h"
 
@@ -51,13 +51,28 @@ class SumsOfRowsTest : public ::testing::TestWithParam<Shape> {
  protected:
   static int row() { return GetParam().row; }
 
-  void run(const std::function<void(ShardTransport&, OrderedCollectives& all,
-                                    int rank)>& fn) {
+  void run(const std::function<void(ShardTransport&, int rank)>& fn) {
     run_ranks(GetParam().size(), [&](const Group& group) {
-      OrderedCollectives all(group, {.group_size = row()});
       const auto transport = make_ordered_transport(group, row());
-      fn(*transport, all, group->getRank());
+      fn(*transport, group->getRank());
     });
+  }
+
+  // Of values_of(), row by row.
+  static at::Tensor scaled_sum(int64_t numel, at::ScalarType dtype,
+                               double scale) {
+    std::vector<at::Tensor> sums;
+    for (int first = 0; first < GetParam().size(); first += row()) {
+      std::vector<at::Tensor> terms;
+      for (int rank = first; rank < first + row(); ++rank) {
+        terms.push_back(values_of(rank, numel, dtype));
+      }
+      sums.push_back(at::empty({numel}, dtype));
+      ordered_sum(terms, std::nullopt, sums.back());
+    }
+    at::Tensor sum = at::empty({numel}, dtype);
+    ordered_sum(sums, scale, sum);
+    return sum;
   }
 
   static at::Tensor shard_of(const at::Tensor& whole, int rank) {
@@ -74,13 +89,12 @@ INSTANTIATE_TEST_SUITE_P(Shapes, SumsOfRowsTest,
                                                shape.param.row);
                          });
 
-TEST_P(SumsOfRowsTest, HaveTheBitsOfAnAllReduceRowByRow) {
-  run([](ShardTransport& transport, OrderedCollectives& all, int rank) {
+TEST_P(SumsOfRowsTest, HaveTheBitsOfOrderedSumsRowByRow) {
+  run([](ShardTransport& transport, int rank) {
     for (const at::ScalarType dtype : {at::kFloat, at::kHalf, at::kBFloat16}) {
       for (const int64_t shard_numel : {1, 1000, 40003}) {
         const int64_t numel = row() * shard_numel;
-        const at::Tensor expected = values_of(rank, numel, dtype);
-        all.all_reduce(expected, 0.3)->waitAndThrow();
+        const at::Tensor expected = scaled_sum(numel, dtype, 0.3);
         const at::Tensor whole = values_of(rank, numel, dtype);
         const at::Tensor shard = at::empty({shard_numel}, dtype);
         const FuturePtr future =
@@ -110,7 +124,7 @@ TEST_P(SumsOfRowsTest, AddTheRowsEarlierSum) {
     expected = expected + (sum_of_row(r, 2) + sum_of_row(r, 1));
   }
   expected = expected * 0.3;
-  run([&](ShardTransport& transport, OrderedCollectives&, int rank) {
+  run([&](ShardTransport& transport, int rank) {
     const at::Tensor before = at::empty({4003});
     transport
         .reduce_scatter(values_of(rank, numel, at::kFloat, 1), before,

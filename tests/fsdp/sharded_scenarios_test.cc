@@ -24,7 +24,7 @@
 #include "brigade/fsdp/fully_shard.h"
 #include "brigade/fsdp/reduction_hook.h"
 #include "brigade/fsdp/sharded_tensor.h"
-#include "brigade/hooks/checkpoint.h"
+#include "brigade/hooks/activation_checkpoint.h"
 #include "brigade/tests/support/local_ranks.h"
 #include "brigade/tests/support/process_ranks.h"
 #include "gmock/gmock.h"
@@ -53,14 +53,15 @@ enum class Fault {
   kBackward,
   kHook,
   kHookFuture,
+  kHookAlways,  // on zeros, too
   kOutOfMemory,
   kRecomputation,
   kProcess,
   kNone,
 };
-constexpr const char* kFaults[] = {"Forward",    "Backward",    "Hook",
-                                   "HookFuture", "OutOfMemory", "Recomputation",
-                                   "Process"};
+constexpr const char* kFaults[] = {"Forward",       "Backward",   "Hook",
+                                   "HookFuture",    "HookAlways", "OutOfMemory",
+                                   "Recomputation", "Process"};
 
 enum class Situation {
   kLearning,
@@ -76,12 +77,14 @@ enum class Situation {
   kChainedRoots,    // one loss through two models
   kTwoRoots,        // a second model is trained in turn
   kEvaluation,      // a forward without gradients before each step
+  kInEvaluation,    // fails in that
   kUserCollective,  // in each forward, and before each backward
 };
 constexpr const char* kSituations[] = {
-    "Learning",     "Cursor",   "CheckpointEach", "CheckpointAll", "NoSync",
-    "AfterNoSync",  "Join",     "JoinShadow",     "Meshes",        "Replicas",
-    "ChainedRoots", "TwoRoots", "Evaluation",     "UserCollective"};
+    "Learning",   "Cursor",       "CheckpointEach", "CheckpointAll",
+    "NoSync",     "AfterNoSync",  "Join",           "JoinShadow",
+    "Meshes",     "Replicas",     "ChainedRoots",   "TwoRoots",
+    "Evaluation", "InEvaluation", "UserCollective"};
 
 bool is_checkpointed(Situation s) {
   return s == Situation::kCheckpointEach || s == Situation::kCheckpointAll;
@@ -93,9 +96,14 @@ bool exists(Fault fault, Situation situation) {
       return is_checkpointed(situation);
     case Fault::kHook:
     case Fault::kHookFuture:  // hooks are not called without synchronisation
-      return situation != Situation::kNoSync;
-    case Fault::kForward:
+      return situation != Situation::kNoSync &&
+             situation != Situation::kInEvaluation;
+    case Fault::kHookAlways:  // ends the group: HookThatAlwaysThrowsTest
+      return false;
     case Fault::kBackward:
+      return situation != Situation::kJoinShadow &&
+             situation != Situation::kInEvaluation;
+    case Fault::kForward:
     case Fault::kOutOfMemory:  // a rank without data runs no code of the user
       return situation != Situation::kJoinShadow;
     default:
@@ -201,6 +209,7 @@ class FaultyHook : public ReductionHook {
  public:
   FuturePtr reduce(const Reduction& reduction) override {
     ++calls_;
+    if (fault == Fault::kHookAlways) throw std::runtime_error(kText);
     if (fault == Fault::kHook && calls_ % 3 == 2) {
       fault = Fault::kNone;
       throw std::runtime_error(kText);
@@ -284,6 +293,11 @@ class Program {
   // Forwards and backwards of one step; the fault is this rank's.
   void run(int step, Fault fault) {
     if (situation_ == Situation::kEvaluation) evaluate(step);
+    if (situation_ == Situation::kInEvaluation) {
+      const torch::NoGradGuard no_grad;
+      run_once(step, 3, fault);
+      fault = Fault::kNone;
+    }
     if (situation_ == Situation::kTwoRoots) {
       second_model_
           ->forward([&] {
@@ -460,7 +474,7 @@ class Program {
       std::vector<at::Tensor> sum = {loss.detach().clone()};
       group_->allreduce(sum)->wait();
     }
-    loss.backward();
+    if (loss.requires_grad()) loss.backward();
   }
 
   void share_gradients() {
@@ -579,6 +593,33 @@ TEST_P(ScenarioTest, OneErrorOnAllRanksThenTheResultOfOneProcess) {
       program.train(step++);
     }
     program.evaluate(step);
+  });
+}
+
+// Zeros can't stand in for the failed rank's gradients.
+TEST(HookThatAlwaysThrowsTest, ClosesTheGroupOnAllRanks) {
+  run_ranks(2, [](const Group& group) {
+    Net net(7);
+    const auto hook = std::make_shared<FaultyHook>();
+    const auto model = fully_shard(*net, group, {.comm_hook = hook});
+    const auto train = [&] {
+      model
+          ->forward([&] {
+            return net(data_of(group->getRank(), 0, 0), Situation::kCursor,
+                       nullptr)
+                .sum();
+          })
+          .backward();
+    };
+    train();
+    net->zero_grad();
+    if (group->getRank() == 1) hook->fault = Fault::kHookAlways;
+    EXPECT_ANY_THROW(train());
+    EXPECT_FALSE(model->can_continue());
+    for (const at::Tensor& parameter : net->parameters()) {
+      EXPECT_FALSE(parameter.grad().defined());
+    }
+    EXPECT_THROW(train(), c10::Error);
   });
 }
 

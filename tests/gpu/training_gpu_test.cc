@@ -37,7 +37,6 @@ std::vector<Mode> all_modes() {
   };
   add("Views", [](ReducerOptions&) {});
   add("Copies", [](auto& o) { o.gradient_as_bucket_view = false; });
-  add("LazyBuckets", [](auto& o) { o.lazy_bucket_allocation = true; });
   add("StaticGraph", [](auto& o) { o.static_graph = true; });
   add("FindUnused", [](auto& o) { o.find_unused_parameters = true; });
   add("Reproducible", [](auto& o) { o.reproducible = true; });

@@ -27,8 +27,8 @@ TEST(UsedParametersGpuTest, TheHostGoesOnWhileTheMapIsBeingCopied) {
       replica.push_back(at::ones({1}, device).requires_grad_());
     }
   }
-  const ParameterTable table = *ParameterTable::create(replicas, {}, {});
-  UsedParameters map(table, *group, UsedParameters::Turn::kLast);
+  const ParameterTable table(replicas, {}, {});
+  UsedParameters map(table, *group, /*goes_first=*/false);
   const at::Tensor matrix = at::ones({8192, 8192}, device);
   at::Tensor product = at::empty_like(matrix);
   // A first launch loads kernels and pins memory, which may wait.

@@ -11,7 +11,7 @@
 #include <vector>
 
 #include "brigade/hooks/gradient_hooks.h"
-#include "brigade/tests/hooks/undefined_gradient.h"
+#include "brigade/tests/support/undefined_gradient.h"
 #include "gmock/gmock.h"
 #include "gtest/gtest.h"
 

@@ -7,10 +7,9 @@
 #include <string>
 #include <vector>
 
-#include "brigade/hooks/backward_end.h"
+#include "brigade/hooks/backward_events.h"
 #include "brigade/hooks/gradient_hooks.h"
-#include "brigade/hooks/output_hooks.h"
-#include "brigade/tests/hooks/undefined_gradient.h"
+#include "brigade/tests/support/undefined_gradient.h"
 #include "gmock/gmock.h"
 #include "gtest/gtest.h"
 
@@ -160,67 +159,6 @@ TEST(OutputWatchTest, TellsWhenABackwardReachesAnOutput) {
   owner.reset();
   (output * 3).sum().backward();
   EXPECT_EQ(times, 1);
-}
-
-TEST(OutputTieTest, ABackwardFromOneOutputGoesThroughAll) {
-  const std::vector<at::Tensor> parameters = {parameter(), parameter()};
-  Listener listener(parameters);  // compares with `.grad`
-  GradientHooks hooks(std::array{parameters}, std::ref(listener));
-  const std::vector<at::Tensor> outputs =
-      tie_outputs(std::array{parameters[0] * 2, parameters[1] * 3});
-  outputs[1].sum().backward();
-  EXPECT_THAT(listener.ready, ::testing::UnorderedElementsAre(0, 1));
-  EXPECT_FALSE(parameters[0].grad().defined());
-  EXPECT_TRUE(at::equal(parameters[1].grad(), at::full({2}, 3.0)));
-}
-
-TEST(OutputTieTest, ValuesAndDerivativesAreThoseOfTheOutputs) {
-  for (const bool copies : {true, false}) {
-    const at::Tensor x = at::tensor({2.0f, 3.0f}).requires_grad_();
-    const at::Tensor y = at::tensor({5.0f, 7.0f}).requires_grad_();
-    const std::array outputs = {x * x * y, y * y * y};
-    const std::vector<at::Tensor> tied = tie_outputs(outputs, copies);
-    ASSERT_EQ(tied.size(), 2);
-    for (size_t i = 0; i < 2; ++i) {
-      EXPECT_TRUE(at::equal(tied[i], outputs[i]));
-      EXPECT_EQ(tied[i].is_alias_of(outputs[i]), !copies);
-    }
-    const at::Tensor gradient =
-        torch::autograd::grad({tied[0].sum() + tied[1].sum()}, {y}, {}, true,
-                              /*create_graph=*/true)[0];
-    EXPECT_TRUE(at::equal(gradient, x * x + 3 * y * y));
-    gradient.sum().backward();
-    EXPECT_TRUE(at::equal(x.grad(), 2 * x));
-    EXPECT_TRUE(at::equal(y.grad(), 6 * y));
-  }
-}
-
-TEST(OutputTieTest, CopiesMayBeChangedInPlace) {
-  const at::Tensor x = parameter();
-  const at::Tensor whole = x * 2;
-  std::vector<at::Tensor> tied = tie_outputs(std::array{whole, whole[0]});
-  tied[1].mul_(5);
-  (tied[0].sum() + tied[1]).backward();
-  EXPECT_TRUE(at::equal(tied[0], at::full({2}, 2.0)));
-  EXPECT_TRUE(at::equal(x.grad(), at::tensor({12.0f, 2.0f})));
-}
-
-TEST(OutputTieTest, TensorsWithoutHistoryAreLeftAlone) {
-  const at::Tensor leaf = parameter();
-  const at::Tensor constant = torch::ones({2});
-  const at::Tensor one = leaf * 2;
-  const at::Tensor other = leaf * 3;
-  const std::vector<at::Tensor> alone =
-      tie_outputs(std::array{leaf, one, constant, at::Tensor()});
-  EXPECT_TRUE(alone[1].is_same(one));
-  const std::vector<at::Tensor> tied =
-      tie_outputs(std::array{leaf, one, constant, at::Tensor(), other});
-  EXPECT_TRUE(tied[0].is_same(leaf));
-  EXPECT_TRUE(tied[2].is_same(constant));
-  EXPECT_FALSE(tied[3].defined());
-  EXPECT_EQ(tied[1].grad_fn(), tied[4].grad_fn());
-  const at::NoGradGuard no_grad;
-  EXPECT_TRUE(tie_outputs(std::array{one, other})[0].is_same(one));
 }
 
 }  // namespace hooks_test

@@ -9,7 +9,7 @@
 #include <thread>
 #include <vector>
 
-#include "brigade/hooks/checkpoint.h"
+#include "brigade/hooks/activation_checkpoint.h"
 #include "gmock/gmock.h"
 #include "gtest/gtest.h"
 

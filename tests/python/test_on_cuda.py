@@ -26,7 +26,6 @@ MODES = {
     "small buckets": {"bucket_cap_mb": 0.001},
     "find_unused": {"find_unused_parameters": True},
     "static_graph": {"static_graph": True},
-    "lazy buckets": {"lazy_bucket_allocation": True, "gradient_as_bucket_view": True},
     "reproducible": {"reproducible": True},
 }
 STRATEGIES = {"reshard": True, "keep": False}

@@ -85,6 +85,15 @@ def test_buckets_graphs_views_and_shards_do_not_show(rank, world_size):
     expect_same(sharded.full_state_dict(), expected, "fully_shard")
 
 
+def _average_of_rows(group, bucket):
+    """A comm hook: rows of 2 ranks first, then these sums."""
+    each = [torch.empty_like(bucket.buffer()) for _ in range(group.size())]
+    dist.all_gather(each, bucket.buffer(), group)
+    future = torch.futures.Future()
+    future.set_result(_added_by_rows([[t] for t in each], 2)[0] * (1.0 / group.size()))
+    return future
+
+
 @on_ranks(4)
 def test_rows_are_summed_as_by_hybrid_shards(rank):
     mesh = dist.device_mesh.init_device_mesh("cpu", (2, 2))
@@ -93,9 +102,8 @@ def test_rows_are_summed_as_by_hybrid_shards(rank):
     expected = _train_alone(4, row_size=2)
     expect_same(sharded.full_state_dict(), expected, "fully_shard")
     for what, options in VARIANTS.items():
-        model = brigade.DistributedDataParallel(
-            _net(), reproducible=True, reproducible_row_size=2, **options
-        )
+        model = brigade.DistributedDataParallel(_net(), **options)
+        model.register_comm_hook(dist.group.WORLD, _average_of_rows)
         _train(model, rank)
         expect_same(model.module.state_dict(), expected, what)
 
@@ -127,7 +135,6 @@ def test_what_cannot_be_summed_in_order_is_refused_on_every_rank(rank):
         "param_to_hook_all_reduce": net[2].weight,
     }
     for text, options in (
-        ("must be unset without reproducible", {"reproducible": False, "reproducible_row_size": 2}),
         ("can't be given with mixed_precision", {"mixed_precision": precision}),
         ("can't be given with delay_all_reduce_named_params", delayed),
     ):

@@ -1,15 +1,19 @@
 """An exception of one rank in a sharded step: all raise, nothing is changed, and all go on."""
 
+import contextlib
+import resource
+
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 import brigade
 
-from exact_training import UserError
+from exact_training import SumOverRanks, UserError
 from ranks import on_ranks, run_ranks
-from sharded_training import Pair, expect_alike
+from sharded_training import Net, Pair, batch_of, expect_alike, make_net, shard_blocks
 
 
 class _Pair(Pair):
@@ -181,3 +185,155 @@ def test_a_write_in_forward_on_one_rank_is_told_to_all(rank, is_outermost):
     model.zero_grad()
     model(torch.ones(4)).sum().backward()
     assert torch.equal(model.weight.grad.full_tensor(), torch.ones(4))
+
+
+@on_ranks(3)
+def test_an_evaluation_that_fails_on_one_rank(rank):
+    pair = _Pair(rank)
+    for step, place in enumerate(name for name in PLACES if name.startswith("forward")):
+        pair.expect_step(step)
+        kept = pair.kept()
+        if rank == 2:
+            handle = PLACES[place](pair.model, UserError("no such batch"))
+        error = UserError if rank == 2 else dist.DistBackendError
+        with torch.no_grad(), pytest.raises(error, match="no such batch"):
+            pair.model(batch_of(rank, step))
+        if rank == 2:
+            handle.remove()
+        pair.expect_kept(kept)
+    pair.expect_step(step + 1)
+
+
+class _AroundAll(Net):
+    """One checkpoint around all blocks."""
+
+    def forward(self, x):
+        x = checkpoint(self._run_blocks, self.embed(x), use_reentrant=self.checkpointed)
+        return self.head(x)
+
+    def _run_blocks(self, x):
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+def _raise_in_backward(*_):
+    if torch._C._current_graph_task_id() != -1:
+        raise UserError("no such batch")
+
+
+@pytest.mark.parametrize("kind", [Net, _AroundAll])
+@pytest.mark.parametrize("use_reentrant", [False, True])
+@on_ranks()
+def test_a_recomputation_that_fails_on_one_rank(rank, kind, use_reentrant):
+    def make():
+        torch.manual_seed(0)
+        return kind(checkpointed=use_reentrant)
+
+    pair = _Pair(rank, nets=(make(), shard_blocks(make())))
+    for step in range(2):
+        pair.optimizers[1].zero_grad()
+        kept = pair.kept()
+        if rank == 1:
+            handle = pair.model.blocks[1].down.register_forward_pre_hook(_raise_in_backward)
+        with pytest.raises(UserError if rank == 1 else dist.DistBackendError):
+            pair.loss(step).backward()
+        if rank == 1:
+            handle.remove()
+        pair.expect_kept(kept)
+        pair.expect_step(step)
+
+
+def _sum_in_forward(module, args, output):
+    dist.all_reduce(output.detach().clone())
+
+
+def _sum_in_backward(module, args, output):
+    return SumOverRanks.apply(output)
+
+
+@pytest.mark.parametrize("collective", [_sum_in_forward, _sum_in_backward])
+@on_ranks(3, timeout_s=3, deadline_s=60)
+def test_peers_in_a_collective_of_their_own_raise_at_the_timeout(rank, collective):
+    model = shard_blocks(make_net())
+    handle = model.blocks[1].register_forward_hook(collective)
+    for step in range(2):
+        model(batch_of(rank, step)).sum().backward()
+    if rank == 2:
+        handle.remove()
+        if collective is _sum_in_forward:
+            handle = model.blocks[1].register_forward_hook(_raises(UserError("no such batch")))
+        else:
+            handle = _in_backward_of(model.head, UserError("no such batch"))
+    with pytest.raises(UserError if rank == 2 else RuntimeError):
+        model(batch_of(rank, 2)).sum().backward()
+    handle.remove()
+    with pytest.raises(RuntimeError, match=r"can't continue|rank 2 has stopped waiting"):
+        model(batch_of(rank, 3)).sum().backward()
+    dist.destroy_process_group()
+
+
+@contextlib.contextmanager
+def _memory_limit():
+    """A function that leaves this process 12 MiB more than it has."""
+
+    def limit(*_):
+        with open("/proc/self/statm") as file:
+            used = int(file.read().split()[0]) * resource.getpagesize()
+        resource.setrlimit(resource.RLIMIT_AS, (used + (12 << 20), hard))
+
+    soft, hard = resource.getrlimit(resource.RLIMIT_AS)
+    try:
+        yield limit
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
+
+
+_SUM_NEEDS_MEMORY = pytest.mark.xfail(
+    strict=True, reason="a reduce-scatter allocates its shard, and closes the group if it can't"
+)
+
+
+@pytest.mark.parametrize(
+    ("place", "steps_before"),
+    [
+        ("forward", 0),
+        ("forward", 3),
+        ("gradient", 0),
+        pytest.param("gradient", 3, marks=_SUM_NEEDS_MEMORY),
+    ],
+)
+@on_ranks()
+def test_memory_that_runs_out_on_one_rank(rank, place, steps_before):
+    """A unit takes 80 MiB, its shard 40."""
+
+    def make():
+        torch.manual_seed(0)
+        sizes = (8, 1 << 17), (1 << 17, 160), (160, 1)
+        return nn.Sequential(*[nn.Linear(*size, bias=False) for size in sizes])
+
+    model = make()
+    for layer in model:
+        brigade.fully_shard(layer)
+    brigade.fully_shard(model)
+    x = torch.full((1, 8), rank + 1.0)
+    for _ in range(steps_before):
+        model(x).sum().backward()
+        model.zero_grad()
+    with _memory_limit() as limit:
+        if rank == 1 and place == "forward":
+            handle = model[1].register_forward_pre_hook(limit, prepend=True)
+        elif rank == 1:
+            handle = model[1].weight.register_hook(limit)
+        words = "can't allocate memory" if rank == 1 else "rank 1 failed"
+        with pytest.raises(RuntimeError, match=words) as caught:
+            model(x).sum().backward()
+        if rank == 1:
+            handle.remove()
+            assert not isinstance(caught.value, dist.DistBackendError)
+    assert all(p.grad is None for p in model.parameters())
+    model(x).sum().backward()
+    plain = make()
+    plain(torch.full((1, 8), 1.5)).sum().backward()
+    for parameter, expected in zip(model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(parameter.grad.full_tensor(), expected.grad)

@@ -1,5 +1,7 @@
 """Ranks give fully_shard modules or arguments that are not alike: one error on all of them."""
 
+import datetime
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -146,3 +148,17 @@ def test_units_of_one_form_in_another_order(rank):
     brigade.fully_shard(model)
     with pytest.raises(ValueError, match=r"rank 0 has 'blocks\.0', rank 1 has 'blocks\.2'"):
         model(batch_of(rank, 0))
+
+
+@on_ranks(timeout_s=3, deadline_s=60)
+def test_a_rank_with_fewer_steps_is_named_at_the_timeout(rank):
+    store = dist.distributed_c10d._get_default_store()
+    pair = Pair(rank)
+    pair.expect_step(0)
+    if rank == 1:
+        store.wait(["is over"], datetime.timedelta(seconds=50))
+    else:
+        with pytest.raises(dist.DistBackendError, match=r"^fully_shard: (?s:.*)rank 1 did not"):
+            pair.step(1)
+        store.set("is over", "")
+    dist.destroy_process_group()

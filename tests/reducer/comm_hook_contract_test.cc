@@ -120,7 +120,7 @@ TEST(CommHookContractTest, MayReplaceTheBucketsBuffer) {
     return completed(bucket.getBuffer());
   });
   Reducer reducer(model.parameters, single_process_group(),
-                  {.rebuild_buckets = false, .comm_hook = hook});
+                  {.bucket_plan = {{1, 0}}, .comm_hook = hook});
   for (int s = 0; s < 2; ++s) {
     model.zero_grad();
     step(reducer, model.loss(0, s));

@@ -6,7 +6,8 @@
 #include <vector>
 
 #include "brigade/planning/bucket_plan.h"
-#include "brigade/reducer/error_texts.h"
+#include "brigade/reducer/gradient_errors.h"
+#include "brigade/tests/reducer/failing.h"
 #include "gmock/gmock.h"
 #include "gtest/gtest.h"
 
@@ -16,6 +17,7 @@ namespace {
 using ::testing::AllOf;
 using ::testing::ElementsAre;
 using ::testing::HasSubstr;
+using testing::text_of;
 
 ParameterTable table_of(int n, bool named) {
   std::vector<at::Tensor> tensors;
@@ -24,8 +26,7 @@ ParameterTable table_of(int n, bool named) {
     tensors.push_back(at::ones({i, 2}).requires_grad_());
     names.push_back(std::string(1, static_cast<char>('a' + i)));
   }
-  return *ParameterTable::create(
-      {tensors}, named ? names : std::vector<std::string>{}, {});
+  return {{tensors}, named ? names : std::vector<std::string>{}, {}};
 }
 
 TEST(ParameterTableTest, NamesParameters) {
@@ -42,10 +43,9 @@ TEST(ParameterTableTest, ListsFiveNamesAndACount) {
 }
 
 TEST(ParameterTableTest, DescribesWhatMustBeEqualOnAllRanks) {
-  const ParameterTable table =
-      *ParameterTable::create({{at::ones({2, 3}).t().requires_grad_(),
-                                at::ones({1}, at::kHalf).requires_grad_()}},
-                              {"w", "b"}, {true, false});
+  const ParameterTable table({{at::ones({2, 3}).t().requires_grad_(),
+                               at::ones({1}, at::kHalf).requires_grad_()}},
+                             {"w", "b"}, {true, false});
   EXPECT_THAT(table.describe_all(),
               ElementsAre("'w' Float [3, 2] strides [1, 3] on cpu, kind 0, "
                           "sparse gradient",
@@ -53,11 +53,10 @@ TEST(ParameterTableTest, DescribesWhatMustBeEqualOnAllRanks) {
 }
 
 TEST(ParameterTableTest, NumbersKindsByDtypeAndDevice) {
-  const ParameterTable table =
-      *ParameterTable::create({{at::ones({2}).requires_grad_(),
-                                at::ones({2}, at::kDouble).requires_grad_(),
-                                at::ones({3}).requires_grad_()}},
-                              {}, {});
+  const ParameterTable table({{at::ones({2}).requires_grad_(),
+                               at::ones({2}, at::kDouble).requires_grad_(),
+                               at::ones({3}).requires_grad_()}},
+                             {}, {});
   EXPECT_EQ(table.specs()[0].kind, table.specs()[2].kind);
   EXPECT_NE(table.specs()[0].kind, table.specs()[1].kind);
   EXPECT_EQ(table.specs()[1].size_bytes, 16);
@@ -65,7 +64,7 @@ TEST(ParameterTableTest, NumbersKindsByDtypeAndDevice) {
 
 TEST(ParameterTableTest, ParametersOfTwoDevicesGetBucketsPerDevice) {
   const at::TensorOptions on_meta = at::TensorOptions(at::kMeta);
-  const ParameterTable table = *ParameterTable::create(
+  const ParameterTable table(
       {{at::ones({2}).requires_grad_(), at::ones({2}, on_meta).requires_grad_(),
         at::ones({3}).requires_grad_(),
         at::ones({3}, on_meta).requires_grad_()}},
@@ -80,7 +79,7 @@ TEST(ParameterTableTest, ParametersOfTwoDevicesGetBucketsPerDevice) {
 
 TEST(ParameterTableTest, NumbersVariablesReplicaByReplica) {
   const auto tensor = [] { return at::ones({2}).requires_grad_(); };
-  const ParameterTable table = *ParameterTable::create(
+  const ParameterTable table(
       {{tensor(), tensor(), tensor()}, {tensor(), tensor(), tensor()}}, {}, {});
   EXPECT_EQ(table.size(), 3);
   EXPECT_EQ(table.num_variables(), 6);
@@ -94,8 +93,8 @@ TEST(ParameterTableTest, ReplicasMustBeAlike) {
   const auto tensor = [](int64_t n) { return at::ones({n}).requires_grad_(); };
   const at::Tensor shared = tensor(2);
   const auto text = [](std::vector<std::vector<at::Tensor>> replicas) {
-    return std::string(
-        ParameterTable::create(std::move(replicas), {}, {}).status().message());
+    return text_of<c10::ValueError>(
+        [&] { ParameterTable(std::move(replicas), {}, {}); });
   };
   EXPECT_EQ(
       text({{tensor(2)}, {tensor(3)}}),

@@ -46,13 +46,14 @@ class PhaseTest : public ::testing::Test {
  protected:
   PhaseTest() { make_reducer({}); }
 
-  void make_reducer(ReducerOptions options) {
-    options.bucket_plan = {{2}, {1}, {0}};
+  void make_reducer(ReducerOptions options, bool rebuilds = false) {
+    const std::vector<std::vector<size_t>> buckets = {{2}, {1}, {0}};
+    if (!rebuilds) options.bucket_plan = buckets;
     options.parameter_names = model_.names;
     reducer_ = nullptr;
     num_taken_ = 0;
     reducer_ = std::make_unique<Reducer>(model_.parameters, recording_->group(),
-                                         std::move(options));
+                                         std::move(options), buckets);
     take_statuses();
     num_before_ = recording_->log().size();
   }
@@ -172,7 +173,7 @@ TEST_F(PhaseTest, PeersAreToldOfAnErrorOnceWhateverComesNext) {
 }
 
 TEST_F(PhaseTest, RanksThatCannotAgreeOnAPlanLoseTheGroup) {
-  make_reducer({.rebuild_buckets = true});
+  make_reducer({}, /*rebuilds=*/true);
   step(reducer(), model_.loss(0));
   recording_->fail_at_launch(recording_->log().size(), network_error());
   EXPECT_THAT(text_of<c10::DistBackendError>(

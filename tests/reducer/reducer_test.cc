@@ -519,12 +519,12 @@ TEST(ReducerTest, TakesItsHooksOffWhenDestroyedWithALiveGraph) {
   expect_averaged(model, 1);
 }
 
-TEST(ReducerTest, RebuildsOnceAndNotWhenSwitchedOff) {
+TEST(ReducerTest, RebuildsOnceAndNotWhereUnusedParametersAreSearched) {
   for (const bool rebuild : {true, false}) {
     RecordingGroup recording(2);
     const ToyModel model({{1}, {1}, {1}});
     Reducer reducer(model.parameters, recording.group(),
-                    {.rebuild_buckets = rebuild});
+                    {.find_unused_parameters = !rebuild});
     const size_t before = recording.log().size();
     for (int s = 0; s < 4; ++s) {
       model.zero_grad();
@@ -596,18 +596,21 @@ TEST(ReducerTest, PreparesWhileSparseGradientsAreKept) {
   }
 }
 
-TEST(ReducerTest, KeepsAnExplicitPlanUnlessAskedToRebuild) {
-  for (const bool asked : {true, false}) {
+TEST(ReducerTest, KeepsAnExplicitPlanAndRebuildsFirstBuckets) {
+  using Buckets = std::vector<std::vector<size_t>>;
+  const Buckets given = {{0, 1, 2}};
+  for (const bool is_plan : {true, false}) {
     const ToyModel model({{2}, {3}, {4}});
-    ReducerOptions options = {.bucket_caps_bytes = {1},
-                              .bucket_plan = {{0, 1, 2}}};
-    if (asked) options.rebuild_buckets = true;
-    Reducer reducer(model.parameters, single_process_group(), options);
+    ReducerOptions options = {.bucket_caps_bytes = {1}};
+    if (is_plan) options.bucket_plan = given;
+    Reducer reducer(model.parameters, single_process_group(), options,
+                    is_plan ? Buckets() : given);
+    EXPECT_EQ(reducer.plan().buckets(), given);
     step(reducer, model.loss_in_order({1, 0, 2}, 0));
-    EXPECT_EQ(reducer.rebuild_buckets(), asked);
+    EXPECT_EQ(reducer.rebuild_buckets(), !is_plan);
     EXPECT_FALSE(reducer.rebuild_buckets());
-    EXPECT_EQ(reducer.plan().buckets().front(),
-              asked ? std::vector<size_t>{1} : std::vector<size_t>({0, 1, 2}));
+    EXPECT_EQ(reducer.plan().buckets(),
+              is_plan ? given : Buckets({{1}, {0}, {2}}));
   }
 }
 

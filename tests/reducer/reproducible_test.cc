@@ -41,23 +41,10 @@ at::Tensor gradient_of(size_t parameter, int rank, at::ScalarType dtype) {
       .to(dtype);
 }
 
-at::Tensor sum_of_row(size_t parameter, int first, int row_size,
-                      at::ScalarType dtype) {
-  at::Tensor sum = gradient_of(parameter, first, dtype).to(at::kFloat);
-  for (int rank = first + 1; rank < first + row_size; ++rank) {
+at::Tensor average_of(size_t parameter, int world_size, at::ScalarType dtype) {
+  at::Tensor sum = gradient_of(parameter, 0, dtype).to(at::kFloat);
+  for (int rank = 1; rank < world_size; ++rank) {
     sum += gradient_of(parameter, rank, dtype).to(at::kFloat);
-  }
-  return sum;
-}
-
-// A row's sum is rounded to the dtype where it would travel to other rows.
-at::Tensor average_of(size_t parameter, int world_size, int row_size,
-                      at::ScalarType dtype) {
-  at::Tensor sum = sum_of_row(parameter, 0, row_size, dtype);
-  if (row_size < world_size) sum = sum.to(dtype).to(at::kFloat);
-  for (int first = row_size; first < world_size; first += row_size) {
-    sum +=
-        sum_of_row(parameter, first, row_size, dtype).to(dtype).to(at::kFloat);
   }
   return (sum * (1.0 / world_size)).to(dtype);
 }
@@ -81,7 +68,6 @@ void expect_ordered_averages(const Group& group, ReducerOptions options,
                              at::ScalarType dtype, Uses uses) {
   if (!options.comm_hook) options.reproducible = true;
   const int world_size = group->getSize();
-  const int row_size = options.reproducible_row_size.value_or(world_size);
   std::vector<at::Tensor> parameters;
   for (const int64_t numel : kSizes) {
     parameters.push_back(at::zeros({numel}, dtype).requires_grad_());
@@ -92,8 +78,8 @@ void expect_ordered_averages(const Group& group, ReducerOptions options,
     step(reducer, loss_of(parameters, group->getRank(), uses));
     for (size_t i = 0; i < parameters.size(); ++i) {
       if (uses == Uses::kAllButOne && i == 1) continue;
-      EXPECT_TRUE(at::equal(parameters[i].grad(),
-                            average_of(i, world_size, row_size, dtype)))
+      EXPECT_TRUE(
+          at::equal(parameters[i].grad(), average_of(i, world_size, dtype)))
           << dtype << ", parameter " << i << ", iteration " << iteration;
     }
   }
@@ -191,19 +177,6 @@ TEST(ReproducibleFailureTest, ARankThatLeavesEndsItsPeersStep) {
       std::chrono::minutes(10));
 }
 
-TEST(ReproducibleRowsTest, RowsAreSummedByThemselves) {
-  run_ranks(4, [](const Group& group) {
-    for (const int row_size : {1, 2, 4}) {
-      for (const at::ScalarType dtype : {at::kFloat, at::kBFloat16}) {
-        expect_ordered_averages(
-            group,
-            {.bucket_caps_bytes = {2048}, .reproducible_row_size = row_size},
-            dtype, Uses::kInOrder);
-      }
-    }
-  });
-}
-
 std::string refusal_of(const Group& group, ReducerOptions options) {
   const ToyModel model({{2}, {3}});
   try {
@@ -224,11 +197,6 @@ TEST(ReproducibleRefusalTest, WhatCannotBeSummedInOrderOnEveryRank) {
     EXPECT_THAT(refusal_of(group, {.expect_sparse_gradients = {false, is_odd},
                                    .reproducible = true}),
                 HasSubstr("parameter 1 has a sparse gradient"));
-    EXPECT_THAT(refusal_of(group, {.reproducible = true,
-                                   .reproducible_row_size = is_odd ? 3 : 2}),
-                HasSubstr("must divide the number of ranks, 2, it is 3"));
-    EXPECT_THAT(refusal_of(group, {.reproducible_row_size = 2}),
-                HasSubstr("must be unset without reproducible"));
     EXPECT_THAT(refusal_of(group, {.reproducible = is_odd}),
                 HasSubstr("reproducible = true"));
   });

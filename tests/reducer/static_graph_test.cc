@@ -9,12 +9,12 @@
 #include <vector>
 
 #include "brigade/comm/process_group.h"
-#include "brigade/hooks/output_hooks.h"
 #include "brigade/reducer/reducer.h"
 #include "brigade/tests/reducer/failing.h"
 #include "brigade/tests/reducer/toy_model.h"
 #include "brigade/tests/support/local_ranks.h"
 #include "brigade/tests/support/recording_group.h"
+#include "brigade/tests/support/undefined_gradient.h"
 #include "gmock/gmock.h"
 #include "gtest/gtest.h"
 
@@ -28,6 +28,7 @@ using testing::run_ranks;
 using testing::step;
 using testing::text_of;
 using testing::ToyModel;
+using testing::Undefined;
 
 using Group = c10::intrusive_ptr<c10d::ProcessGroup>;
 
@@ -209,11 +210,10 @@ TEST(StaticGraphTest, UndefinedGradientsCountAsNone) {
     const int rank = group->getRank();
     for (int s = 0; s < 3; ++s) {
       model.zero_grad();
-      const std::vector<at::Tensor> outputs = tie_outputs(std::array{
-          model.loss_in_order({0}, rank, s), model.loss_in_order({1}, rank, s),
-          model.loss_in_order({2}, rank, s)});
-      reducer.prepare_for_backward(outputs);
-      (rank == 0 ? outputs[0] : outputs[0] + outputs[1]).backward();
+      const at::Tensor second = model.loss_in_order({1}, rank, s);
+      step(reducer, model.loss_in_order({0}, rank, s) +
+                        (rank == 0 ? Undefined::apply(second) : second) +
+                        Undefined::apply(model.loss_in_order({2}, rank, s)));
       EXPECT_TRUE(
           at::equal(model.parameters[0].grad(), model.average(0, 2, s)));
       EXPECT_TRUE(at::equal(model.parameters[1].grad(),

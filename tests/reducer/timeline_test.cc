@@ -1,20 +1,12 @@
 #include "brigade/observing/timeline.h"
 
-#include <ATen/record_function.h>
-#include <torch/torch.h>
-
-#include <array>
-#include <mutex>
-#include <string>
-#include <vector>
-
 #include "brigade/comm/process_group.h"
 #include "brigade/comm_hooks/comm_hooks.h"
-#include "brigade/hooks/output_hooks.h"
 #include "brigade/observing/timeline_recorder.h"
 #include "brigade/reducer/reducer.h"
 #include "brigade/tests/reducer/toy_model.h"
 #include "brigade/tests/support/local_ranks.h"
+#include "brigade/tests/support/undefined_gradient.h"
 #include "gmock/gmock.h"
 #include "gtest/gtest.h"
 
@@ -234,10 +226,9 @@ TEST(TimelineTest, UndefinedGradientsAreNotThere) {
   const ToyModel model(kSizes);
   Reducer reducer(model.parameters, single_process_group(),
                   {.find_unused_parameters = true});
-  const std::vector<at::Tensor> outputs = tie_outputs(
-      std::array{model.loss_in_order({0, 1}, 0), model.loss_in_order({2}, 0)});
-  reducer.prepare_for_backward(outputs);
-  outputs[0].backward();
+  testing::step(reducer,
+                model.loss_in_order({0, 1}, 0) +
+                    testing::Undefined::apply(model.loss_in_order({2}, 0)));
   EXPECT_THAT(order_of(reducer.timeline()), UnorderedElementsAre(0, 1));
 }
 

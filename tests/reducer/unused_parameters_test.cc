@@ -9,7 +9,6 @@
 #include <vector>
 
 #include "brigade/comm/process_group.h"
-#include "brigade/hooks/output_hooks.h"
 #include "brigade/reducer/reducer.h"
 #include "brigade/tests/reducer/failing.h"
 #include "brigade/tests/reducer/toy_model.h"
@@ -473,29 +472,6 @@ TEST_P(UndefinedGradientsTest, AverageAGradientThatWasKept) {
                       Passes::apply(model.loss_in_order({2}, rank), false));
     EXPECT_TRUE(at::equal(model.parameters[2].grad(), at::full({2, 2, 2}, 2)));
     EXPECT_TRUE(at::equal(model.parameters[0].grad(), 2 * model.average(0, 2)));
-  });
-}
-
-TEST_P(UndefinedGradientsTest, AreThoseOfTiedOutputsOutsideTheLoss) {
-  run_ranks(2, [&](const Group& group) {
-    const ToyModel model(kSizes);
-    Reducer reducer(model.parameters, group, options());
-    const int rank = group->getRank();
-    for (int s = 0; s < 4; ++s) {
-      const std::vector<Order> uses = {
-          {0, 1}, s % 2 == 0 ? Order{0, 1} : Order{0, 1, 2, 3}};
-      model.zero_grad();
-      const std::vector<at::Tensor> outputs =
-          tie_outputs(std::array{model.loss_in_order({0, 1}, rank, s),
-                                 model.loss_in_order({2, 3}, rank, s)});
-      reducer.prepare_for_backward(outputs);
-      if (uses[rank].size() == 2) {
-        outputs[0].backward();
-      } else {
-        (outputs[0] + outputs[1]).backward();
-      }
-      expect_averages(model, uses, s);
-    }
   });
 }
 

@@ -96,16 +96,14 @@ TEST_P(DdpStreamsTest, JoinsOnEveryLayout) {
     DistributedDataParallel model(module, training.recording().group(),
                                   options());
     int num_steps = 0;
-    join(model,
-         [&] {
-           for (; num_steps < 4; ++num_steps) {
-             model(num_steps).backward();
-             training.expect_gradients(num_steps);
-             training.update();
-             training.zero_grad();
-           }
-         },
-         {.divide_by = JoinDivisor::kWorldSize});
+    join(model, [&] {
+      for (; num_steps < 4; ++num_steps) {
+        model(num_steps).backward();
+        training.expect_gradients(num_steps);
+        training.update();
+        training.zero_grad();
+      }
+    });
     EXPECT_EQ(num_steps, 4);
     simulated::expect_no_races();
   }

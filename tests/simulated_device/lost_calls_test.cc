@@ -260,8 +260,7 @@ class LostReplicaCallsTest : public LostCallsTest {
  protected:
   DenseReplica make_replica(at::ScalarType wire_dtype) const {
     return DenseReplica(table_, 0, {{0}}, wire_dtype,
-                        DenseReplica::Delivery::kViews,
-                        /*is_lazy=*/false);
+                        DenseReplica::Delivery::kViews);
   }
 
   void pack_on_another_stream(DenseReplica& replica) {
@@ -272,8 +271,8 @@ class LostReplicaCallsTest : public LostCallsTest {
     replica.pack(/*scale=*/1, /*unused_slots=*/{});
   }
 
-  const ParameterTable table_ = *ParameterTable::create(
-      {{at::ones({4}, simulated::on_device()).requires_grad_()}}, {}, {});
+  const ParameterTable table_{
+      {{at::ones({4}, simulated::on_device()).requires_grad_()}}, {}, {}};
 };
 
 // It goes back to the stream that it was allocated on: the memory that travels,

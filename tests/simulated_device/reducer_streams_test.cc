@@ -302,17 +302,10 @@ void completed_on_another_thread(StreamedTraining& training,
   recording.release();
 }
 
-void lazily_allocated(StreamedTraining& training, ReducerOptions options) {
-  options.lazy_bucket_allocation = true;
-  train(training, std::move(options));
-}
-
 // A group of identical ranks can't give slices that differ: cpu_parity_test.cc
 // checks the sums.
-template <int row_size>
 void summed_in_order(StreamedTraining& training, ReducerOptions options) {
   options.reproducible = true;
-  if (row_size > 0) options.reproducible_row_size = row_size;
   training.make_reducer(std::move(options));
   for (int s = 0; s < kNumSteps; ++s) {
     training.step(s);
@@ -326,7 +319,6 @@ void summed_in_order(StreamedTraining& training, ReducerOptions options) {
 void summed_in_order_where_backward_throws(StreamedTraining& training,
                                            ReducerOptions options) {
   options.reproducible = true;
-  options.rebuild_buckets = false;
   training.make_reducer(std::move(options));
   const auto num_launched = [&] { return training.recording().log().size(); };
   const size_t at_first = num_launched();
@@ -458,10 +450,8 @@ const Scenario kScenarios[] = {
     {"StepsInBackward", steps_in_backward},
     {"Timed", timed},
     {"CompletedOnAnotherThread", completed_on_another_thread},
-    {"LazilyAllocated", lazily_allocated},
     {"LocalReplicas", train, /*num_replicas=*/2},
-    {"SummedInOrderOfRanks", summed_in_order<0>},
-    {"SummedInOrderOfRows", summed_in_order<kWorldSize / 2>},
+    {"SummedInOrderOfRanks", summed_in_order},
     {"SummedInOrderWhereBackwardThrows", summed_in_order_where_backward_throws},
     {"GradientsInAnotherMemoryOrder", gradients_in_another_memory_order},
     {"DestroyedBetweenBackwards", destroyed_between_backwards<false>},

@@ -233,7 +233,6 @@ class OneRank {
       : weights_({weight_on(rank, 3), weight_on(rank, 5)}),
         reducer_(weights_, group,
                  {.bucket_plan = {{1}, {0}},
-                  .rebuild_buckets = false,
                   .max_unconfirmed_iterations = max_ahead}) {}
 
   void step(bool fails = false) {

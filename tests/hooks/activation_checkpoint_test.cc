@@ -1,4 +1,4 @@
-#include "brigade/hooks/checkpoint.h"
+#include "brigade/hooks/activation_checkpoint.h"
 
 #include <ATen/autocast_mode.h>
 #include <torch/torch.h>

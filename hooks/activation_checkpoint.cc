@@ -1,4 +1,4 @@
-#include "brigade/hooks/checkpoint.h"
+#include "brigade/hooks/activation_checkpoint.h"
 
 #include <ATen/Context.h>
 #include <ATen/DeviceAccelerator.h>
@@ -13,7 +13,7 @@
 #include <string>
 #include <vector>
 
-#include "brigade/hooks/backward_end.h"
+#include "brigade/hooks/backward_events.h"
 #include "brigade/hooks/parameter_casts.h"
 #include "brigade/hooks/saved_tensor_scope.h"
 

@@ -1,17 +1,25 @@
-// The end of the running backward, successful or not.
-//
-// When backward throws, autograd destroys its end-of-backward callbacks without
-// running them: that is how failure is noticed.
-//
-// Thread safety: call from inside a backward (a hook or a node).
+// Events of a backward: it goes through a forward's outputs, and it ends,
+// successful or not.
 
-#ifndef BRIGADE_HOOKS_BACKWARD_END_H_
-#define BRIGADE_HOOKS_BACKWARD_END_H_
+#ifndef BRIGADE_HOOKS_BACKWARD_EVENTS_H_
+#define BRIGADE_HOOKS_BACKWARD_EVENTS_H_
+
+#include <ATen/core/Tensor.h>
 
 #include <functional>
 #include <memory>
+#include <span>
 
 namespace brigade {
+
+// Calls `on_reached` when the gradient of one of `outputs` has been computed,
+// unless `owner` has expired by then: once per output and backward, on
+// whichever thread computes it. Outputs without a history are skipped: a leaf
+// would keep the hook beyond the graph. Returns whether any has one.
+bool watch_outputs(std::span<const at::Tensor> outputs,
+                   std::weak_ptr<void> owner, std::function<void()> on_reached);
+
+// ---- Called from inside a backward, by a hook or a node.
 
 // Runs one of the two, unless `owner` has expired by then, and holds `owner`
 // meanwhile. `on_end`: after all nodes of the running graph task, the callbacks
@@ -37,4 +45,4 @@ bool accumulates_all_gradients();
 
 }  // namespace brigade
 
-#endif  // BRIGADE_HOOKS_BACKWARD_END_H_
+#endif  // BRIGADE_HOOKS_BACKWARD_EVENTS_H_

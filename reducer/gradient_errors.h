@@ -1,9 +1,10 @@
-// The texts of a reducer's errors: expected, found, where, and one thing to do.
+// Texts of a reducer's errors about gradients: expected, found, where, and one
+// thing to do.
 //
 // Thread safety: pure functions.
 
-#ifndef BRIGADE_REDUCER_ERROR_TEXTS_H_
-#define BRIGADE_REDUCER_ERROR_TEXTS_H_
+#ifndef BRIGADE_REDUCER_GRADIENT_ERRORS_H_
+#define BRIGADE_REDUCER_GRADIENT_ERRORS_H_
 
 #include <cstddef>
 #include <span>
@@ -38,4 +39,4 @@ std::string describe_gradient_without_forward(const ParameterTable& table,
 
 }  // namespace brigade
 
-#endif  // BRIGADE_REDUCER_ERROR_TEXTS_H_
+#endif  // BRIGADE_REDUCER_GRADIENT_ERRORS_H_

@@ -1,4 +1,4 @@
-#include "brigade/reducer/error_texts.h"
+#include "brigade/reducer/gradient_errors.h"
 
 #include <vector>
 
@@ -28,9 +28,9 @@ const char* cure_of_missing(const ReducerOptions& options, bool all_frozen) {
   }
   if (options.find_unused_parameters) {
     return "The graph of the outputs reaches them, the loss does not: use "
-           "every output of forward() in the loss, do not return it, or pass "
-           "the outputs through tie_outputs(). A backward with inputs has to "
-           "name them, too.";
+           "every output of forward() in the loss (0 * output.sum() will do), "
+           "or do not return it. A backward with inputs has to name them, "
+           "too.";
   }
   return "Use every output of forward() in the loss, set "
          "find_unused_parameters, or freeze parameters that are not used "

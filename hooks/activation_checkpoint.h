@@ -7,18 +7,16 @@
 //       [block](const at::Tensor& x) mutable { return block->forward(x); }, x);
 //
 // The first saved tensor that backward asks for runs the function again, which
-// yields all of them. autograd::grad, create_graph and retain_graph work as
-// without a checkpoint.
+// yields all of them. autograd::grad, create_graph and retain_graph work.
 //
 // - The function must save the same tensors in the same order in both runs.
 //   Autocast, random numbers and the precision of parameters are as in the
-//   first run. The function is copied (or moved), and lives until backward is
-//   over. Side effects happen twice.
-// - Inputs are kept. Changing one in place before backward is an error, and so
-//   is changing a captured tensor; those get gradients like inputs. Activations
-//   of an enclosing checkpoint should be inputs: captured, they stay in memory.
-// - Checkpoints nest. A level of nesting costs another run of the inner
-//   function.
+//   first run. The function lives until backward is over. Side effects happen
+//   twice.
+// - Changing an input or a captured tensor in place before backward is an
+//   error. Activations of an enclosing checkpoint should be inputs: captured,
+//   they stay in memory.
+// - Checkpoints nest; each level costs another run of the inner function.
 // - Without grad mode the function is just called.
 //
 // Source: torch.utils.checkpoint with use_reentrant=False. Differs: takes
@@ -26,8 +24,8 @@
 //
 // Thread safety: any thread. The second run is on the thread of backward.
 
-#ifndef BRIGADE_HOOKS_CHECKPOINT_H_
-#define BRIGADE_HOOKS_CHECKPOINT_H_
+#ifndef BRIGADE_HOOKS_ACTIVATION_CHECKPOINT_H_
+#define BRIGADE_HOOKS_ACTIVATION_CHECKPOINT_H_
 
 #include <ATen/core/Tensor.h>
 #include <ATen/core/grad_mode.h>
@@ -85,4 +83,4 @@ auto checkpoint(Function&& function, const Inputs&... inputs) {
 
 }  // namespace brigade
 
-#endif  // BRIGADE_HOOKS_CHECKPOINT_H_
+#endif  // BRIGADE_HOOKS_ACTIVATION_CHECKPOINT_H_

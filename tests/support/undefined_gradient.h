@@ -1,5 +1,5 @@
-#ifndef BRIGADE_TESTS_HOOKS_UNDEFINED_GRADIENT_H_
-#define BRIGADE_TESTS_HOOKS_UNDEFINED_GRADIENT_H_
+#ifndef BRIGADE_TESTS_SUPPORT_UNDEFINED_GRADIENT_H_
+#define BRIGADE_TESTS_SUPPORT_UNDEFINED_GRADIENT_H_
 
 #include <torch/torch.h>
 
@@ -20,4 +20,4 @@ class Undefined : public torch::autograd::Function<Undefined> {
 
 }  // namespace brigade::testing
 
-#endif  // BRIGADE_TESTS_HOOKS_UNDEFINED_GRADIENT_H_
+#endif  // BRIGADE_TESTS_SUPPORT_UNDEFINED_GRADIENT_H_
