@@ -1,5 +1,5 @@
-// Groups of some ranks of another group, with connections of their own; of all
-// its ranks as a matrix; and the number of ranks on each host.
+// Groups of some ranks of another group, with connections of their own, and the
+// number of ranks on each host.
 
 #ifndef BRIGADE_COMM_SUBGROUP_H_
 #define BRIGADE_COMM_SUBGROUP_H_
@@ -31,40 +31,6 @@ namespace brigade {
 GroupScope make_subgroup(const c10::intrusive_ptr<c10d::ProcessGroup>& group,
                          const std::vector<int>& ranks,
                          c10::Device device = at::kCPU);
-
-// A group whose ranks are in the order of a matrix's rows: the ranks of a row
-// share one copy of the parameters, and the rows are replicas.
-//
-//   // Ranks 0 and 1 are on one host, 2 and 3 on another: shards between hosts,
-//   // replicas inside of them.
-//   const RankMesh mesh(scope.group(), {{0, 2}, {1, 3}});
-//   const auto model = fully_shard(*net, mesh);
-//
-// Training starts with the parameters of the mesh's first rank, and errors
-// number the ranks in the mesh's order.
-//
-// Thread safety: immutable.
-class RankMesh {
- public:
-  // Collective over `group`, with the same rows on all its ranks: each rank
-  // once, and rows of one length. One row is a mesh of one dimension. `device`:
-  // of the model, as for make_subgroup(). If the order is not that of `group`,
-  // makes a subgroup, which ends with this object.
-  //
-  // Errors: ValueError on all ranks if rows are not as said; as
-  // make_subgroup().
-  RankMesh(const c10::intrusive_ptr<c10d::ProcessGroup>& group,
-           const std::vector<std::vector<int>>& rows,
-           c10::Device device = at::kCPU);
-
-  const c10::intrusive_ptr<c10d::ProcessGroup>& group() const { return group_; }
-  int row_length() const { return row_length_; }
-
- private:
-  std::unique_ptr<GroupScope> made_;  // null: none was
-  c10::intrusive_ptr<c10d::ProcessGroup> group_;
-  int row_length_ = 0;
-};
 
 // Collective. Returns the number of ranks on each host, for shards that stay
 // within a host. Ranks that can't share memory (two containers, two network

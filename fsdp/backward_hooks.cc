@@ -6,7 +6,7 @@
 #include <algorithm>
 #include <map>
 #include <mutex>
-#include <optional>
+#include <ranges>
 #include <utility>
 
 #include "brigade/hooks/backward_events.h"
@@ -24,28 +24,24 @@ struct Segment {
 std::mutex mutex;
 std::map<int, std::vector<Segment>> open_segments;  // by backward; not empty
 
-std::optional<Segment> take_last_segment(int backward) {
-  const std::lock_guard lock(mutex);
-  const auto found = open_segments.find(backward);
-  if (found == open_segments.end()) return std::nullopt;
-  Segment last = std::move(found->second.back());
-  found->second.pop_back();
-  if (found->second.empty()) open_segments.erase(found);
-  return last;
-}
-
 // The last one first. After an error the others are abandoned.
 void end_segments(int backward, bool is_abandoned) {
+  std::vector<Segment> segments;
+  {
+    const std::lock_guard lock(mutex);
+    segments = std::move(open_segments[backward]);
+    open_segments.erase(backward);
+  }
   std::exception_ptr error;
-  while (const std::optional<Segment> last = take_last_segment(backward)) {
-    const auto owner = last->owner.lock();
+  for (const Segment& segment : segments | std::views::reverse) {
+    const auto owner = segment.owner.lock();
     if (!owner) continue;
     if (is_abandoned || error != nullptr) {
-      last->on_abandoned();
+      segment.on_abandoned();
       continue;
     }
     try {
-      last->on_end();
+      segment.on_end();
     } catch (...) {
       error = std::current_exception();
     }

@@ -40,19 +40,6 @@ class DeviceTransport final : public ShardTransport {
     }
   }
 
-  FuturePtr all_reduce(const at::Tensor& tensor) override {
-    // The host waits for a tensor of its own.
-    const at::Tensor there = tensor.to(streams().device());
-    std::vector<at::Tensor> tensors = {there};
-    FuturePtr total =
-        over_column(sums_.group()->allreduce(tensors)->getFuture(), there);
-    if (!there.is_same(tensor)) {
-      total->waitAndThrow();
-      tensor.copy_(there);
-    }
-    return total;
-  }
-
   bool scales() const override { return in_order_; }
 
   std::vector<Group> own_groups() const override {

@@ -59,12 +59,6 @@ void copy_elements(const at::Tensor& from, const at::Tensor& to) {
   }
 }
 
-// The allocator is told that the current stream uses it, so it may be dropped.
-void record_use(const at::Tensor& tensor) {
-  if (tensor.device().is_cpu() || tensor.is_meta()) return;
-  tensor.record_stream(current_stream(tensor.device()));
-}
-
 at::Tensor as_elements(const at::Tensor& bytes, at::ScalarType dtype,
                        int64_t numel) {
   return view_of(bytes, c10::scalarTypeToTypeMeta(dtype), 0, numel);

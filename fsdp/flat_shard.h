@@ -19,10 +19,10 @@
 #include <string>
 #include <vector>
 
+#include "brigade/comm/streams/streams.h"
 #include "brigade/fsdp/fully_shard_options.h"
 #include "brigade/fsdp/shard_layout.h"
 #include "brigade/fsdp/sharded_tensor.h"
-#include "brigade/fsdp/streams.h"
 
 namespace brigade {
 

@@ -20,7 +20,6 @@
 #include <optional>
 #include <string>
 
-#include "brigade/comm/subgroup.h"
 #include "brigade/fsdp/fully_shard_options.h"
 #include "brigade/fsdp/sharded_model.h"
 
@@ -76,17 +75,6 @@ std::unique_ptr<ShardedModel> fully_shard(
     const torch::jit::Module& module,
     const c10::intrusive_ptr<c10d::ProcessGroup>& group,
     FullyShardOptions options = {}, const UnitSelection& selection = {});
-
-// Sharded over the rows of a mesh, which are replicas of each other. REQUIRES:
-// the mesh outlives the result.
-template <typename Module>
-std::unique_ptr<ShardedModel> fully_shard(const Module& module,
-                                          const RankMesh& mesh,
-                                          FullyShardOptions options = {},
-                                          const UnitSelection& selection = {}) {
-  options.num_shards = mesh.row_length();
-  return fully_shard(module, mesh.group(), std::move(options), selection);
-}
 
 // Optimizer state alone is sharded (ZeRO-1): units stay unsharded until their
 // shards are written, and a rank has memory for all gradients at once. Call it

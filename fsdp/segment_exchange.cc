@@ -21,9 +21,10 @@ constexpr size_t kMaxUnconfirmed = kMaxStatusesInFlight / 2;
 constexpr const char* kWords[] = {"forward", "backward without synchronisation",
                                   "backward", "step without data"};
 
-[[noreturn]] void throw_differs(const absl::Status& status) {
-  throw PeerError({__func__, __FILE__, static_cast<uint32_t>(__LINE__)},
-                  "fully_shard: " + std::string(status.message()));
+void throw_if_differs(const absl::Status& status) {
+  if (!status.ok()) {
+    throw_of_peers("fully_shard: " + std::string(status.message()));
+  }
 }
 
 // The next `count` of the chunks' bits; 0 beyond them.
@@ -49,10 +50,10 @@ void require_all_done(const std::vector<RoundMessage>& by_rank) {
         message.has_ended &&
         std::ranges::find(message.complete, 1) == message.complete.end();
     if (is_done) continue;
-    throw_differs(absl::AbortedError(
-        "a rank has used units in another order than recorded, or has "
-        "gradients after their turn, and ranks have gone on.\nSet "
-        "max_unconfirmed_iterations = 0."));
+    throw_of_peers(
+        "fully_shard: a rank has used units in another order than recorded, or "
+        "has gradients after their turn, and ranks have gone on.\nSet "
+        "max_unconfirmed_iterations = 0.");
   }
 }
 
@@ -68,8 +69,7 @@ OpeningMessage common_opening(std::vector<RankStatus> by_rank) {
   for (RankStatus& status : by_rank) {
     if (is_shadow(status) && status.kind == StatusKind::kBegin) status = leader;
   }
-  const absl::Status agreed = check_statuses(by_rank);
-  if (!agreed.ok()) throw_differs(agreed);
+  throw_if_differs(check_statuses(by_rank));
   OpeningMessage common = {.kind = static_cast<SegmentKind>(leader.unit),
                            .tag = leader.proposal,
                            .schedule = leader.order,
@@ -93,9 +93,12 @@ void throw_named(const std::string& doing) {
   } catch (const PeerError& error) {
     const std::string text = message_of(std::current_exception());
     if (absl::StartsWith(text, "fully_shard: ")) throw;
-    throw PeerError({__func__, __FILE__, static_cast<uint32_t>(__LINE__)},
-                    absl::StrCat(where, ": ", text));
+    throw_of_peers(absl::StrCat(where, ": ", text));
   }
+}
+
+void throw_of_peers(const std::string& text) {
+  throw PeerError({__func__, __FILE__, static_cast<uint32_t>(__LINE__)}, text);
 }
 
 SegmentExchange::SegmentExchange(
@@ -247,16 +250,13 @@ void SegmentExchange::confirm_oldest() {
     if (own.kind == StatusKind::kBegin) {
       const OpeningMessage opened = common_opening(await(own));
       if (opened.schedule == own.order && opened.slices == own.launched) return;
-      throw_differs(absl::AbortedError(
-          "ranks have opened a forward or backward in different states, and "
-          "have gone on.\nSet max_unconfirmed_iterations = 0 to continue after "
-          "this."));
+      throw_of_peers(
+          "fully_shard: ranks have opened a forward or backward in different "
+          "states, and have gone on.\nSet max_unconfirmed_iterations = 0 to "
+          "continue after this.");
     }
     const RoundAnswers answers = await_round(oldest);
-    if (!answers.error.empty()) {
-      throw PeerError({__func__, __FILE__, static_cast<uint32_t>(__LINE__)},
-                      answers.error);
-    }
+    if (!answers.error.empty()) throw_of_peers(answers.error);
     require_all_done(answers.by_rank);
   } catch (...) {
     is_broken_ = true;
@@ -271,20 +271,19 @@ std::vector<RankStatus> SegmentExchange::meet(RankStatus own) {
   return await(own);
 }
 
-int64_t SegmentExchange::ask(const std::string& text, uint64_t digest,
-                             int64_t number) {
+std::vector<int64_t> SegmentExchange::ask(const std::string& text,
+                                          uint64_t digest, int64_t number) {
   const std::vector<RankStatus> by_rank =
       meet({.kind = StatusKind::kAsk,
             .fingerprint = digest,
             .proposal = static_cast<uint64_t>(number),
             .text = status_text(text)});
-  const absl::Status agreed = check_statuses(by_rank);
-  if (!agreed.ok()) throw_differs(agreed);
-  int64_t sum = 0;
+  throw_if_differs(check_statuses(by_rank));
+  std::vector<int64_t> numbers;
   for (const RankStatus& status : by_rank) {
-    sum += static_cast<int64_t>(status.proposal);
+    numbers.push_back(static_cast<int64_t>(status.proposal));
   }
-  return sum;
+  return numbers;
 }
 
 void SegmentExchange::fail(const std::string& error) {

@@ -48,6 +48,7 @@ struct RoundAnswers {
 // Throws the current exception; a peer's or the network's as PeerError
 // "fully_shard: <doing>: ...".
 [[noreturn]] void throw_named(const std::string& doing);
+[[noreturn]] void throw_of_peers(const std::string& text);  // PeerError
 
 class SegmentExchange {
  public:
@@ -79,8 +80,9 @@ class SegmentExchange {
   void confirm(size_t num_segments = 0);
 
   // Collective: ranks go on if all say the same. `text`: "unshards unit 'a'".
-  // Returns the sum of `number` over ranks. Throws PeerError.
-  int64_t ask(const std::string& text, uint64_t digest, int64_t number = 0);
+  // Returns `number` of each rank. Throws PeerError.
+  std::vector<int64_t> ask(const std::string& text, uint64_t digest,
+                           int64_t number = 0);
 
   // In place of open() or ask() on a rank that can't: these throw PeerError
   // with `error` on the peers.

@@ -92,7 +92,6 @@ void SegmentRun::wait(const ShardedUnit::FuturePtr& future,
 // Where memory is short, the segment fails, and what this rank holds serves for
 // the rest of it.
 Lease SegmentRun::acquire(int64_t bytes) {
-  if (bytes == 0) return {};
   try {
     return model_.memory.acquire(bytes);
   } catch (...) {
@@ -266,13 +265,11 @@ void SegmentRun::reduce(size_t number) {
   if (!unit.settings.synchronizes || !unit.is_trained()) return;
   try {
     prepare_gradients(number);
-    const auto lease =
-        std::make_shared<Lease>(std::exchange(unit.gradients, {}));
+    Reducing& reducing = reducing_.emplace_back(
+        Reducing{.unit = number, .lease = std::exchange(unit.gradients, {})});
     model_.recorder.begins(ShardingRecorder::kReduction, number);
     for (const auto& flat : unit.flats) {
-      if (flat->is_trained()) {
-        reducing_.push_back(reduce_flat(number, *flat, lease));
-      }
+      if (flat->is_trained()) reducing.sums.push_back(reduce_flat(unit, *flat));
     }
   } catch (...) {
     note_error(absl::StrCat("the reduction of unit '", unit.name, "'"));
@@ -280,13 +277,11 @@ void SegmentRun::reduce(size_t number) {
   }
 }
 
-SegmentRun::Reducing SegmentRun::reduce_flat(
-    size_t number, FlatShard& flat, const std::shared_ptr<Lease>& lease) {
-  const ShardedUnit& unit = model_.units[number];
+SegmentRun::Sum SegmentRun::reduce_flat(const ShardedUnit& unit,
+                                        FlatShard& flat) {
   const at::NoGradGuard no_grad;
   // The sum becomes `.grad`: its memory belongs to the current stream.
-  Reducing reducing = {
-      .unit = number, .flat = &flat, .sum = flat.make_sum(), .lease = lease};
+  Sum reducing = {.flat = &flat, .sum = flat.make_sum()};
   StreamPoint sum_made;
   if (!flat.is_written_here()) sum_made = StreamPoint::now(flat.device());
   const auto on_sums = unit.transport->streams().for_sums();
@@ -336,42 +331,42 @@ ShardedUnit::FuturePtr SegmentRun::launch_sum(const ShardedUnit& unit,
   return future;
 }
 
-// The memory of its gradients is free; its sum is taken when the segment has
+// The memory of its gradients is free; its sums are taken when the segment has
 // ended.
 void SegmentRun::end_oldest_reduction() {
   Reducing reducing = std::move(reducing_.front());
   reducing_.pop_front();
-  const ShardedUnit& unit = model_.units[reducing.unit];
-  if (!reducing.future->completed()) wait(reducing.future, unit);
-  if (reducing.future->hasError()) {
-    is_broken_ |= !unit.comm_hook || unit.comm_hook->fails_by_network_only();
-    try {
-      throw_told();
-      std::rethrow_exception(reducing.future->exception_ptr());
-    } catch (...) {
-      note_error(unit.comm_hook
-                     ? ""
-                     : absl::StrCat("the reduction of unit '", unit.name, "'"));
-    }
+  for (const Sum& sum : reducing.sums) {
+    wait_for_sum(model_.units[reducing.unit], sum);
   }
-  {
-    const auto on_sums = model_.meshes.streams().for_sums();
-    if (!device().is_cpu()) reducing.future->wait();
-    if (reducing.lease.use_count() == 1) {
-      model_.memory.release(std::move(*reducing.lease),
-                            StreamPoint::now(device()));
-    }
-    reducing.lease.reset();
+  const auto on_sums = model_.meshes.streams().for_sums();
+  for (Sum& sum : reducing.sums) {
+    if (!device().is_cpu()) sum.future->wait();
+    reduced_.push_back(std::move(sum));
   }
-  reduced_.push_back(std::move(reducing));
+  model_.memory.release(std::move(reducing.lease), StreamPoint::now(device()));
+}
+
+void SegmentRun::wait_for_sum(const ShardedUnit& unit, const Sum& sum) {
+  if (!sum.future->completed()) wait(sum.future, unit);
+  if (!sum.future->hasError()) return;
+  is_broken_ |= !unit.comm_hook || unit.comm_hook->fails_by_network_only();
+  try {
+    throw_told();
+    std::rethrow_exception(sum.future->exception_ptr());
+  } catch (...) {
+    note_error(unit.comm_hook
+                   ? ""
+                   : absl::StrCat("the reduction of unit '", unit.name, "'"));
+  }
 }
 
 void SegmentRun::wait_for_reductions() {
   while (!reducing_.empty()) end_oldest_reduction();
-  for (const Reducing& reduced : std::exchange(reduced_, {})) {
+  for (const Sum& reduced : std::exchange(reduced_, {})) {
     if (!device().is_cpu()) {
       reduced.future->wait();  // for the current stream
-      reduced.sum.record_stream(current_stream(device()));
+      record_use(reduced.sum);
     }
     if (!has_failed()) reduced.flat->add_sum(reduced.sum);
   }
@@ -421,8 +416,7 @@ RoundResult SegmentRun::round(std::optional<size_t> need,
     wait_for_reductions();
     end_gathers();
     drop_gradients();
-    throw PeerError({__func__, __FILE__, static_cast<uint32_t>(__LINE__)},
-                    answers.error);
+    throw_of_peers(answers.error);
   }
   return result;
 }

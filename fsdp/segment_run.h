@@ -13,7 +13,6 @@
 #include <cstdint>
 #include <deque>
 #include <exception>
-#include <memory>
 #include <optional>
 #include <span>
 #include <string>
@@ -96,12 +95,15 @@ class SegmentRun {
   void release(size_t unit);
 
  private:
-  struct Reducing {
-    size_t unit;
+  struct Sum {
     FlatShard* flat;
     at::Tensor sum = {};
     ShardedUnit::FuturePtr future = {};
-    std::shared_ptr<Lease> lease = {};  // of all flats of the unit
+  };
+  struct Reducing {
+    size_t unit;
+    Lease lease = {};  // of its gradients
+    std::vector<Sum> sums = {};
   };
 
   c10::Device device() const { return model_.meshes.streams().device(); }
@@ -111,8 +113,8 @@ class SegmentRun {
   void count_gradient(size_t unit);
   ShardedUnit::Gathered gather_into(size_t unit, Lease lease);
   void reduce(size_t unit);
-  Reducing reduce_flat(size_t unit, FlatShard& flat,
-                       const std::shared_ptr<Lease>& lease);
+  Sum reduce_flat(const ShardedUnit& unit, FlatShard& flat);
+  void wait_for_sum(const ShardedUnit& unit, const Sum& sum);
   ShardedUnit::FuturePtr launch_sum(const ShardedUnit& unit, FlatShard& flat,
                                     const at::Tensor& whole,
                                     const at::Tensor& sum);
@@ -131,7 +133,7 @@ class SegmentRun {
   StreamPoint shards_written_;  // until the first all-gather waits for it
   bool has_gathered_ = false;
   std::deque<Reducing> reducing_;
-  std::vector<Reducing> reduced_;  // whose memory is released
+  std::vector<Sum> reduced_;  // whose memory is released
   // For peers, of units that this rank holds already.
   std::vector<ShardedUnit::Gathered> for_peers_;
   std::exception_ptr error_;

@@ -400,8 +400,10 @@ void SegmentedModel::close() {
     if (plan.kind != SegmentKind::kForward) unit.slices.clear();
   }
   // Steps of training that repeat a schedule keep what they have taken.
-  if (cursor.is_learning() || cursor.has_deviated() ||
-      statistics_.reduced_backwards == 0) {
+  if (cursor.is_learning() && plan.kind == SegmentKind::kBackward) {
+    memory_.shrink_to(0);
+  } else if (cursor.is_learning() || cursor.has_deviated() ||
+             statistics_.reduced_backwards == 0) {
     memory_.shrink_to(plan.buffer_bytes);
   }
   forget_run();

@@ -4,7 +4,8 @@
 // Opens a segment with the peers (fsdp/segment_exchange.h), with the recorded
 // schedule of its tag and the rules that follow from options and settings, lets
 // a SegmentRun carry it out, and sets gradients at the end of a backward.
-// segmented_model.cc: segments; segmented_model_between.cc: calls between them.
+// segmented_model.cc: segments; segmented_model_between_segments.cc: calls
+// between them.
 //
 // Thread safety: as ShardedModel.
 
@@ -59,8 +60,9 @@ class SegmentedModel final : public ShardedModel, public ParameterOwner {
   void begin_forward() override;
   void end_forward(const std::vector<at::Tensor>& outputs) override;
   void forward_failed(const std::exception_ptr& error) noexcept override;
-  void unshard(std::span<const size_t> units, bool may_write = false) override;
-  void reshard(std::span<const size_t> units,
+  void unshard(const std::vector<size_t>& units,
+               bool may_write = false) override;
+  void reshard(const std::vector<size_t>& units,
                bool drops_writes = false) override;
   void reduce() override;
   double clip_grad_norm(double max_norm, double p = 2.0) override;
@@ -130,7 +132,8 @@ class SegmentedModel final : public ShardedModel, public ParameterOwner {
     }
   }
   [[nodiscard]] std::unique_lock<std::recursive_mutex> enter() const;
-  int64_t ask(const std::string& text, uint64_t digest, int64_t number = 0);
+  std::vector<int64_t> ask(const std::string& text, uint64_t digest,
+                           int64_t number = 0);
   void make_hooks();
   void show_compute_dtypes(bool value);
   void check_neighbours() const;
@@ -140,6 +143,7 @@ class SegmentedModel final : public ShardedModel, public ParameterOwner {
   uint64_t settings_hash() const;
   bool stays_after(const SegmentRun::Plan& plan, size_t unit) const;
   UnitRules rules_for(const SegmentRun::Plan& plan) const;
+  PlannedSegment planned(SegmentKind kind) const;
   OpeningMessage opening_of(SegmentKind kind);
   OpeningMessage exchange_opening(const OpeningMessage& opening);
   // `reached`: the forward that a backward has come to first; null: unknown.

@@ -118,9 +118,7 @@ class RowGroup final : public ShardGroup {
       gathered = transport_->all_gather(all, num_ranks);
     }
     gathered->waitAndThrow();
-    if (!values.device().is_cpu()) {
-      all.record_stream(current_stream(values.device()));
-    }
+    record_use(all);
     return all.view({num_ranks, numel});
   }
 

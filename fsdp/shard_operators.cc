@@ -192,8 +192,10 @@ bool hold_one_piece(const at::Tensor& a, const at::Tensor& b) {
          a.strides() == b.strides();
 }
 
-void note_written(const at::Tensor& sharded) {
-  if (!sharded.is_inference()) sharded.unsafeGetTensorImpl()->bump_version();
+void note_written(const at::Tensor& sharded, bool bumps_version = true) {
+  if (bumps_version && !sharded.is_inference()) {
+    sharded.unsafeGetTensorImpl()->bump_version();
+  }
   const Shard& shard = *shard_of(sharded);
   if (shard.owner != nullptr) shard.owner->written(shard.unit);
 }
@@ -476,10 +478,7 @@ void run_on_wholes(Call& call) {
         const Shard& shard = *shard_of(tensor);
         if (!shard.is_whole) return gather_whole(tensor);
         // Views of it may write to it later.
-        if (shard.owner != nullptr) shard.owner->written(shard.unit);
-        if (writes(arguments[argument]) && !tensor.is_inference()) {
-          tensor.unsafeGetTensorImpl()->bump_version();
-        }
+        note_written(tensor, writes(arguments[argument]));
         return shard.local.as_strided(tensor.sizes(), tensor.strides(),
                                       shard.local.storage_offset());
       });

@@ -75,7 +75,6 @@ class CpuTransport final : public ShardTransport {
       row = subgroup(row_of(rank, num_shards));
       column_sums_.emplace(
           subgroup(column_of(rank, num_shards, group->getSize())));
-      all_.emplace(group);
     }
     row_sums_ = std::make_shared<OrderedCollectives>(row);
     gathers_.try_emplace(num_shards, row);
@@ -84,9 +83,6 @@ class CpuTransport final : public ShardTransport {
     }
   }
 
-  FuturePtr all_reduce(const at::Tensor& tensor) override {
-    return (all_ ? *all_ : gathers_.at(num_shards())).all_reduce(tensor);
-  }
   bool scales() const override { return true; }
 
  private:
@@ -128,7 +124,6 @@ class CpuTransport final : public ShardTransport {
   // Waits for the row's futures: ends after it. None: the group is one row.
   std::optional<OrderedCollectives> column_sums_;
   std::shared_ptr<OrderedCollectives> row_sums_;
-  std::optional<OrderedCollectives> all_;  // None: the group is one row
 };
 
 }  // namespace

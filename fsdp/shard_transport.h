@@ -11,13 +11,16 @@
 #include <ATen/core/Tensor.h>
 #include <ATen/core/ivalue.h>
 #include <c10/core/Device.h>
+#include <c10/core/Stream.h>
+#include <c10/core/StreamGuard.h>
 
 #include <cstdint>
 #include <memory>
+#include <optional>
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 #include <vector>
 
-#include "brigade/fsdp/streams.h"
+#include "brigade/comm/streams/streams.h"
 
 namespace brigade {
 
@@ -25,6 +28,34 @@ namespace brigade {
 // its column.
 std::vector<int> row_of(int rank, int num_shards);
 std::vector<int> column_of(int rank, int num_shards, int num_ranks);
+
+// The streams that a model launches its collectives on: one for gathers and one
+// for sums, so that neither waits for the program's computation nor for the
+// other.
+//
+// Thread safety: any thread; guards belong to one.
+class ShardingStreams {
+ public:
+  explicit ShardingStreams(c10::Device device)
+      : device_(device),
+        gathers_(side_stream_if_any(device)),
+        sums_(side_stream_if_any(device)) {}
+
+  c10::Device device() const { return device_; }
+
+  // While the guard lives the stream is the calling thread's current one.
+  c10::OptionalStreamGuard for_gathers() const {
+    return c10::OptionalStreamGuard(gathers_);
+  }
+  c10::OptionalStreamGuard for_sums() const {
+    return c10::OptionalStreamGuard(sums_);
+  }
+
+ private:
+  c10::Device device_;
+  std::optional<c10::Stream> gathers_;
+  std::optional<c10::Stream> sums_;
+};
 
 // Gathers and sums are independent of each other, each in the order of its
 // calls, which is the same on all ranks. On devices with streams they are
@@ -55,9 +86,6 @@ class ShardTransport {
   // `whole` [F * S], times the scale.
   FuturePtr reduce_scatter(const at::Tensor& whole, const at::Tensor& shard,
                            const Sum& sum);
-
-  // Replaces `tensor` by its sum over all ranks, in their order.
-  virtual FuturePtr all_reduce(const at::Tensor& tensor) = 0;
 
   // Bytes that this rank has sent in gathers and in reduce_scatter()s, counted
   // as those of rings.

@@ -41,7 +41,6 @@
 #include <cstdint>
 #include <exception>
 #include <optional>
-#include <span>
 #include <string>
 #include <utility>
 #include <vector>
@@ -111,9 +110,9 @@ class ShardedModel {
   // Unsharded until reshard(): operators act on the whole parameters.
   // `may_write`: values that all ranks write alike are kept by reshard();
   // otherwise writing is an error. `units`: places in unit_names().
-  virtual void unshard(std::span<const size_t> units,
+  virtual void unshard(const std::vector<size_t>& units,
                        bool may_write = false) = 0;
-  virtual void reshard(std::span<const size_t> units,
+  virtual void reshard(const std::vector<size_t>& units,
                        bool drops_writes = false) = 0;
 
   // The same of all units, until the scope ends. If it ends by an exception,
@@ -172,7 +171,8 @@ class ShardedModel {
 
   virtual bool can_continue() const = 0;
   virtual ShardedModelStatistics statistics() const = 0;
-  // Units, bytes, and the schedules and buffers of the last step, in words.
+  // Units, bytes, and the schedules and buffers of a step, in words: as
+  // planned, and those in use.
   virtual std::string explain() const = 0;
   // The last step that was sampled: the first ten and every n-th.
   virtual ShardingTimeline timeline() const = 0;

@@ -4,16 +4,18 @@
 #include <c10/core/StreamGuard.h>
 
 #include <algorithm>
+#include <deque>
 #include <utility>
 
 namespace brigade {
 
 UnshardBuffers::UnshardBuffers(c10::Device device)
-    : device_(device), owner_(stream_beside_the_program(device)) {}
+    : device_(device), owner_(side_stream_if_any(device)) {}
 
 UnshardBuffers::~UnshardBuffers() { shrink_to(0); }
 
 Lease UnshardBuffers::acquire(int64_t bytes) {
+  if (bytes == 0) return {};
   // Those that are too small come last, the largest of them first.
   const auto rank = [bytes](const Lease& buffer) {
     const int64_t size = buffer.bytes.numel();
@@ -49,6 +51,12 @@ void UnshardBuffers::shrink_to(int64_t bytes) {
   }
 }
 
+std::map<int64_t, size_t> UnshardBuffers::num_free() const {
+  std::map<int64_t, size_t> found;
+  for (const Lease& buffer : free_) ++found[buffer.bytes.numel()];
+  return found;
+}
+
 // The owner's stream is ordered after the last use, and the allocator reuses
 // the memory there.
 void UnshardBuffers::free(Lease buffer) {
@@ -56,6 +64,120 @@ void UnshardBuffers::free(Lease buffer) {
   if (!owner_) return;
   const c10::StreamGuard on_owner(*owner_);
   buffer.last_use.wait();
+}
+
+namespace {
+
+// Leases and releases as a SegmentRun does, without data.
+struct Replay {
+  void run(const PlannedSegment& segment) {
+    using Kind = ScheduleEntry::Kind;
+    const Schedule& entries = segment.schedule;
+    const RecordedSchedule recorded = {
+        .entries = entries,
+        .accumulations = std::vector<uint32_t>(entries.size(), 0)};
+    std::vector<char> held;
+    for (const auto& lease : unsharded) held.push_back(lease ? 1 : 0);
+    std::vector<uint32_t> expected(units.size(), 0);
+    for (const auto& [kind, unit] : entries) {
+      if (kind == Kind::kReduceScatter) expected[unit] = 1;
+    }
+    SegmentCursor cursor(segment.rules, &recorded, held, expected);
+    CursorActions actions = cursor.begin();
+    perform(actions);
+    for (const auto& parent : segment.rules.parents) {
+      if (parent && expected[*parent] > 0) acquire_gradients(*parent);
+    }
+    const auto need = [&](std::optional<size_t> unit) {
+      if (unit) cursor.need({&*unit, 1}, actions);
+      perform(actions);
+    };
+    std::optional<size_t> needed;
+    for (const auto& [kind, unit] : entries) {
+      // Sums that are recorded after a need are of gradients from before it.
+      if (kind == Kind::kAllGather || needed == unit) {
+        need(std::exchange(needed, std::nullopt));
+      }
+      if (kind == Kind::kAllGather) {
+        needed = unit;
+      } else {
+        if (held[unit] != 0 && unsharded[unit]) need(unit);
+        acquire_gradients(unit);
+        cursor.accumulated(unit, actions);
+        perform(actions);
+      }
+    }
+    need(needed);
+    cursor.finish(actions);
+    perform(actions);
+    while (!reducing.empty()) end_oldest_reduction();
+    for (size_t unit = 0; unit < units.size(); ++unit) {
+      if (segment.stays[unit] == 0) reshard(unit);
+    }
+  }
+
+  void perform(CursorActions& actions) {
+    for (const auto& [kind, unit] : std::exchange(actions, {})) {
+      if (kind == CursorAction::Kind::kAllGather) {
+        if (!unsharded[unit])
+          unsharded[unit] = memory.acquire(units[unit].unsharded);
+      } else if (kind == CursorAction::Kind::kReduceScatter) {
+        acquire_gradients(unit);
+        if (gradients[unit]) {
+          reducing.push_back(std::exchange(gradients[unit], {}));
+        }
+      } else {
+        reshard(unit);
+      }
+    }
+  }
+
+  void acquire_gradients(size_t unit) {
+    if (gradients[unit] || units[unit].gradients == 0) return;
+    while (reducing.size() >= max_reducing) end_oldest_reduction();
+    gradients[unit] = memory.acquire(units[unit].gradients);
+    num_for_gradients =
+        std::max(num_for_gradients,
+                 reducing.size() + static_cast<size_t>(std::ranges::count_if(
+                                       gradients, &Lease::operator bool)));
+  }
+
+  void end_oldest_reduction() {
+    memory.release(std::move(reducing.front()));
+    reducing.pop_front();
+    --num_gradients;
+  }
+
+  void reshard(size_t unit) {
+    if (!unsharded[unit]) return;
+    memory.release(*std::exchange(unsharded[unit], std::nullopt));
+  }
+
+  const std::span<const UnitBytes> units;
+  const size_t max_reducing;
+  UnshardBuffers memory{at::kMeta};
+  std::vector<std::optional<Lease>> unsharded =
+      std::vector<std::optional<Lease>>(units.size());
+  std::vector<Lease> gradients = std::vector<Lease>(units.size());
+  std::deque<Lease> reducing = {};
+  size_t num_gradients = 0;
+  size_t num_for_gradients = 0;  // the most at once
+};
+
+}  // namespace
+
+BufferPlan plan_buffers(std::span<const PlannedSegment> step,
+                        std::span<const UnitBytes> units, size_t max_reducing) {
+  Replay replay = {.units = units, .max_reducing = max_reducing};
+  int64_t bytes = 0;
+  do {
+    bytes = replay.memory.total_bytes();
+    for (const PlannedSegment& segment : step) replay.run(segment);
+    for (size_t unit = 0; unit < units.size(); ++unit) replay.reshard(unit);
+  } while (replay.memory.total_bytes() > bytes);
+  return {.num_buffers = replay.memory.num_free(),
+          .num_for_gradients = replay.num_for_gradients,
+          .bytes = bytes};
 }
 
 }  // namespace brigade

@@ -19,11 +19,15 @@
 #include <c10/core/Device.h>
 #include <c10/core/Stream.h>
 
+#include <cstddef>
 #include <cstdint>
+#include <map>
 #include <optional>
+#include <span>
 #include <vector>
 
-#include "brigade/fsdp/streams.h"
+#include "brigade/comm/streams/streams.h"
+#include "brigade/fsdp/schedule.h"
 
 namespace brigade {
 
@@ -42,7 +46,7 @@ class UnshardBuffers {
   UnshardBuffers(const UnshardBuffers&) = delete;
   UnshardBuffers& operator=(const UnshardBuffers&) = delete;
 
-  // At least `bytes`, of any content.
+  // At least `bytes`, of any content. 0: none.
   Lease acquire(int64_t bytes);
   // It is free after `last_use`.
   void release(Lease lease, const StreamPoint& last_use);
@@ -54,6 +58,8 @@ class UnshardBuffers {
 
   int64_t total_bytes() const { return total_bytes_; }  // lent ones too
   int64_t peak_bytes() const { return peak_bytes_; }
+  // By size: number of buffers that are not lent.
+  std::map<int64_t, size_t> num_free() const;
 
  private:
   void free(Lease buffer);
@@ -64,6 +70,32 @@ class UnshardBuffers {
   int64_t total_bytes_ = 0;
   int64_t peak_bytes_ = 0;
 };
+
+// Bytes of a unit's buffers. 0: it needs none.
+struct UnitBytes {
+  int64_t unsharded = 0;
+  int64_t gradients = 0;
+};
+
+struct PlannedSegment {
+  Schedule schedule = {};
+  UnitRules rules = {};
+  std::vector<char> stays = {};  // by unit: unsharded after the segment
+};
+
+struct BufferPlan {
+  std::map<int64_t, size_t> num_buffers = {};  // by size
+  size_t num_for_gradients = 0;                // the most at once
+  int64_t bytes = 0;
+};
+
+// The buffers that steps of these segments come to own: replays the cursor in
+// the schedule's order, until a step adds none. Assumes that all ranks repeat
+// the schedule, and that an optimizer writes all units after the step. A unit
+// around others holds memory for its gradients from the segment's start. Not
+// counted: units unsharded by hand, and UnitSettings::keeps_storage.
+BufferPlan plan_buffers(std::span<const PlannedSegment> step,
+                        std::span<const UnitBytes> units, size_t max_reducing);
 
 }  // namespace brigade
 

@@ -75,11 +75,6 @@ void rename(PendingUnit& renamed, const std::string& name,
   }
 }
 
-std::shared_ptr<ReductionHook> hook_of(
-    const std::optional<at::ScalarType>& wire_dtype) {
-  return wire_dtype ? compression_hook(*wire_dtype) : nullptr;
-}
-
 // The index of the unit around it; the ranks of the model's group that hold it,
 // the number of shards and the name that these ranks have in common. Nullopt:
 // none; all ranks, as the options say.
@@ -160,17 +155,10 @@ at::Tensor shard_like(const at::Tensor& whole, const at::Tensor& like) {
     in_order = at::empty_strided(like.sizes(), like.strides(), whole.options())
                    .copy_(in_order);
   }
-  const at::Tensor local = in_order.as_strided({in_order.numel()}, {1})
+  return make_sharded_like(like,
+                           in_order.as_strided({in_order.numel()}, {1})
                                .narrow(0, shard.offset, shard.local.numel())
-                               .clone();
-  return make_sharded({.local = local,
-                       .offset = shard.offset,
-                       .group = shard.group,
-                       .flat_offset = shard.flat_offset,
-                       .flat_per_rank = shard.flat_per_rank,
-                       .is_whole = shard.is_whole,
-                       .name = shard.name},
-                      like.sizes(), like.strides());
+                               .clone());
 }
 
 // `tensor`, sharded, gets the piece of `other`, perhaps of another dtype or
@@ -257,7 +245,8 @@ void register_sharding(py::module_& module) {
                  .param_dtype = param_dtype,
                  .reduce_dtype = reduce_dtype,
                  .reproducible = reproducible,
-                 .comm_hook = hook_of(wire_dtype),
+                 .comm_hook =
+                     wire_dtype ? compression_hook(*wire_dtype) : nullptr,
                  .broadcast_parameters = broadcast_parameters};
            }),
            py::kw_only(), py::arg("num_shards"), py::arg("reshard_to"),
@@ -367,16 +356,10 @@ void register_sharding(py::module_& module) {
           NoGil(), py::arg("message"))
       .def_property_readonly("is_in_forward", &SegmentedModel::is_in_forward)
       .def("use_in_backward", &use_in_backward, NoGil(), py::arg("unit"))
-      .def(
-          "unshard",
-          [](SegmentedModel& self, const std::vector<size_t>& units,
-             bool may_write) { self.unshard(units, may_write); },
-          NoGil(), py::arg("units"), py::arg("may_write") = false)
-      .def(
-          "reshard",
-          [](SegmentedModel& self, const std::vector<size_t>& units,
-             bool drops_writes) { self.reshard(units, drops_writes); },
-          NoGil(), py::arg("units"), py::arg("drops_writes") = false)
+      .def("unshard", &SegmentedModel::unshard, NoGil(), py::arg("units"),
+           py::arg("may_write") = false)
+      .def("reshard", &SegmentedModel::reshard, NoGil(), py::arg("units"),
+           py::arg("drops_writes") = false)
       .def("reduce", &SegmentedModel::reduce, NoGil(),
            "Collective: what backwards without synchronisation have "
            "accumulated.")

@@ -129,7 +129,7 @@ bool Bucket::is_skipped() {
 }
 
 void Bucket::restart() {
-  for (StreamJoin& streams : streams_) streams.forget();
+  for (StreamUses& streams : streams_) streams.forget();
 }
 
 // A hook that declares a scale may change it from iteration to iteration. The
@@ -155,6 +155,7 @@ void Bucket::pack_replica(size_t replica) {
     // still read them.
     replicas_[replica]->record_stream(current_stream(device_of(replica)));
   }
+  streams_[replica].forget();
   std::vector<size_t> unused;
   if (used_ != nullptr) unused = used_->unused_slots(replica, members_);
   replicas_[replica]->pack(scale(), unused);

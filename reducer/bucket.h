@@ -59,9 +59,7 @@ class Bucket final : public Collective {
   void restart();
 
   // The calling thread's current stream has just produced one of its gradients.
-  void gradient_produced(size_t replica) {
-    streams_[replica].gradient_produced();
-  }
+  void gradient_produced(size_t replica) { streams_[replica].note(); }
 
   // Packs the gradients of each local replica, and sums these. Errors:
   // BucketReplica::pack()'s.
@@ -132,7 +130,7 @@ class Bucket final : public Collective {
   std::vector<std::unique_ptr<BucketReplica>> replicas_;  // never empty
   std::span<const SlotRange> ranges_;  // of replica 0's slots; none if sparse
   DimsList shapes_of_reals_;           // of complex gradients, for the hook
-  std::vector<StreamJoin> streams_;    // by replica: who produced gradients
+  std::vector<StreamUses> streams_;    // by replica: who produced gradients
   // Made when the hook is first called, since it is large.
   std::optional<c10d::GradBucket> grad_bucket_;
   std::optional<c10::Event> packed_;  // null on the CPU

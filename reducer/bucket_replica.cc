@@ -120,7 +120,7 @@ DenseReplica::DenseReplica(const ParameterTable& table, size_t replica,
 }
 
 // Views take the place of gradients, whose memory goes back to the streams that
-// made them: in this backward (StreamJoin knows those), or that of whoever
+// made them: in this backward (StreamUses knows those), or that of whoever
 // called it.
 void DenseReplica::note_packing_stream() {
   if (memory_.flat().device().is_cpu()) return;

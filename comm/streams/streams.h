@@ -1,12 +1,18 @@
 // Streams of a device beside those that a program computes on, and how they
-// wait for each other.
+// wait for each other. On the CPU there are no streams and nothing waits.
 
 #ifndef BRIGADE_COMM_STREAMS_STREAMS_H_
 #define BRIGADE_COMM_STREAMS_STREAMS_H_
 
+#include <ATen/core/Tensor.h>
 #include <c10/core/Device.h>
+#include <c10/core/Event.h>
 #include <c10/core/Stream.h>
 
+#include <memory>
+#include <optional>
+#include <span>
+#include <utility>
 #include <vector>
 
 namespace brigade {
@@ -18,27 +24,61 @@ c10::Stream current_stream(c10::Device device);
 // delays a collective. REQUIRES: a device with streams.
 c10::Stream side_stream(c10::Device device);
 
-// Makes the stream that packs a bucket wait for the streams that produced its
-// gradients. Does nothing for devices without streams (CPU).
+// The same; none for devices without streams (CPU).
+std::optional<c10::Stream> side_stream_if_any(c10::Device device);
+
+// The allocator is told that the current stream uses `memory`, which may be
+// dropped from here on.
+void record_use(const at::Tensor& memory);
+
+// An event on each of some streams of one device. Default: none.
+//
+// Thread safety: values, which share their events; no event is recorded twice.
+class StreamPoint {
+ public:
+  StreamPoint() = default;
+
+  // After the work that these streams have so far.
+  static StreamPoint of(std::span<const c10::Stream> streams);
+  // The same of the calling thread's current stream of `device`.
+  static StreamPoint now(c10::Device device);
+
+  // The calling thread's current stream waits for it. The host does not.
+  void wait() const;
+
+ private:
+  // Null: none.
+  std::shared_ptr<const std::vector<std::pair<c10::Stream, c10::Event>>>
+      events_;
+};
+
+// The streams that use some memory, or have written parts of it.
 //
 // Thread safety: none.
-class StreamJoin {
+class StreamUses {
  public:
-  explicit StreamJoin(c10::Device device) : device_(device) {}
+  explicit StreamUses(c10::Device device) : device_(device) {}
 
-  // The calling thread's current stream has just produced a gradient.
-  void gradient_produced();
+  // Adds the calling thread's current stream. Returns whether it is new.
+  bool note();
 
-  // Forgets the gradients produced so far.
-  void forget() { producers_.clear(); }
+  bool empty() const { return streams_.empty(); }
+  bool has_current() const;
 
-  // The calling thread's current stream waits for all gradients produced since
-  // the last join. Returns true if other streams had produced any.
-  bool join();
+  // The calling thread's current stream waits for the work of the others.
+  // Returns whether there are others.
+  bool join() const;
+
+  // After the work of all of them. None is left.
+  StreamPoint end();
+  void forget() { streams_.clear(); }
+
+  // A caching allocator is told of all of them: `memory` may be dropped.
+  void record_on(const at::Tensor& memory) const;
 
  private:
   c10::Device device_;
-  std::vector<c10::Stream> producers_;  // distinct
+  std::vector<c10::Stream> streams_;  // distinct
 };
 
 }  // namespace brigade

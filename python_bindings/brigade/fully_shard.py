@@ -306,7 +306,7 @@ class FSDPModule(_TorchFSDPModule):
         return _sharded_state.gather_nest(dict(self.state_dict()), rank0_only)
 
     def explain(self) -> str:
-        """Units, bytes and padding, in words."""
+        """Units, bytes, and the schedules and buffers of a step, in words."""
         return self._root().native.explain()
 
     def sharding_statistics(self) -> dict[str, int]:

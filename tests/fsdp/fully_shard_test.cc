@@ -573,6 +573,74 @@ TEST(FullyShardTest, ForwardsOfTwoThreadsAreOneErrorOnAllRanks) {
   });
 }
 
+// Layers of these sizes, and perhaps a parameter around them, used at the end.
+struct ChainImpl : torch::nn::Module {
+  ChainImpl(const std::vector<int64_t>& sizes, bool has_gain) {
+    for (size_t i = 1; i < sizes.size(); ++i) {
+      layers->push_back(torch::nn::Linear(
+          torch::nn::LinearOptions(sizes[i - 1], sizes[i]).bias(false)));
+    }
+    register_module("layers", layers);
+    if (!has_gain) return;
+    gain = register_parameter("gain", torch::ones({128, sizes.back()}));
+  }
+  at::Tensor forward(const at::Tensor& x) {
+    const at::Tensor y = layers->forward(x);
+    return (gain.defined() ? y.unsqueeze(1) * gain : y).sum();
+  }
+  torch::nn::Sequential layers;
+  at::Tensor gain;
+};
+TORCH_MODULE(Chain);
+
+// The number after `begin`.
+std::string mebibytes_after(const std::string& text, const std::string& begin) {
+  const size_t number = text.find(begin) + begin.size();
+  return text.substr(number, text.find(" MiB", number) - number);
+}
+
+struct BufferCase {
+  FullyShardOptions options = {};
+  size_t max_reducing = 2;
+};
+
+void expect_planned_buffers(const std::vector<int64_t>& sizes,
+                            const BufferCase& of, bool has_gain) {
+  run_ranks(2, [&](const Group& group) {
+    Chain net(sizes, has_gain);
+    const auto model = fully_shard(*net, group, of.options);
+    model->set_max_reducing(of.max_reducing);
+    const std::string before = model->explain();
+    EXPECT_THAT(before, HasSubstr("backward, not recorded yet:"));
+    for (int step = 0; step < 6; ++step) {
+      const at::Tensor x = random({4, sizes.front()}, step).requires_grad_();
+      model->forward([&] { return net(x); }).backward();
+      const torch::NoGradGuard no_grad;
+      for (at::Tensor& parameter : net->parameters()) {
+        parameter.sub_(parameter.grad(), 1e-3);
+      }
+    }
+    const std::string after = model->explain();
+    EXPECT_THAT(after, HasSubstr("backward: "));
+    const std::string found = mebibytes_after(after, "buffers in use: ");
+    EXPECT_EQ(mebibytes_after(after, "for gradients, "), found) << after;
+    if (has_gain) return;  // its order is not that of registration
+    EXPECT_EQ(mebibytes_after(before, "for gradients, "), found) << before;
+  });
+}
+
+TEST(FullyShardTest, BuffersAreThosePlanned) {
+  std::vector<BufferCase> cases = {
+      {.options = {.reshard_after_forward = false}}, {.max_reducing = 1}};
+  for (const size_t depth : {0, 1, 2}) {
+    cases.push_back({.options = {.prefetch_depth = depth}});
+  }
+  for (const BufferCase& of : cases) {
+    expect_planned_buffers({256, 256, 256, 256, 256, 256}, of, false);
+    expect_planned_buffers({256, 512, 128, 768, 256, 384}, of, true);
+  }
+}
+
 TEST(FullyShardTest, MistakesAreNamed) {
   EXPECT_THAT(error_of([] { fully_shard(*Net(), Group()); }),
               HasSubstr("process group is null"));

@@ -3,18 +3,18 @@
 #include <ATen/ATen.h>
 
 #include <algorithm>
+#include <bit>
 #include <exception>
 #include <numeric>
 #include <span>
 #include <utility>
 
 #include "absl/strings/str_cat.h"
+#include "absl/strings/str_join.h"
 #include "brigade/comm/errors/error_texts.h"
-#include "brigade/comm/streams/streams.h"
 #include "brigade/fsdp/flat_shard.h"
 #include "brigade/fsdp/segmented_model.h"
 #include "brigade/fsdp/shard_operators.h"
-#include "brigade/fsdp/streams.h"
 
 namespace brigade {
 namespace {
@@ -24,15 +24,22 @@ std::string mebibytes(int64_t bytes) {
                       " MiB");
 }
 
+std::string describe(const BufferPlan& plan) {
+  return absl::StrJoin(
+      plan.num_buffers, " + ", [](std::string* text, const auto& buffers) {
+        absl::StrAppend(text, buffers.second, " of ", mebibytes(buffers.first));
+      });
+}
+
 }  // namespace
 
-int64_t SegmentedModel::ask(const std::string& text, uint64_t digest,
-                            int64_t number) {
+std::vector<int64_t> SegmentedModel::ask(const std::string& text,
+                                         uint64_t digest, int64_t number) {
   check_usable();
   return with_peers([&] { return exchange_.ask(text, digest, number); });
 }
 
-void SegmentedModel::unshard(std::span<const size_t> units, bool may_write) {
+void SegmentedModel::unshard(const std::vector<size_t>& units, bool may_write) {
   const auto lock = enter();
   if (is_open()) {  // a part of the segment
     run_->use(units);
@@ -60,7 +67,8 @@ void SegmentedModel::unshard(std::span<const size_t> units, bool may_write) {
   may_write_ = may_write;
 }
 
-void SegmentedModel::reshard(std::span<const size_t> units, bool drops_writes) {
+void SegmentedModel::reshard(const std::vector<size_t>& units,
+                             bool drops_writes) {
   const std::lock_guard lock(mutex_);
   SegmentRun run(parts(), {});
   std::exception_ptr error;
@@ -134,7 +142,8 @@ void SegmentedModel::meet_peers() {
 
 int64_t SegmentedModel::num_ranks_with(bool has_data) {
   const auto lock = enter();
-  return ask("counts ranks with data", 0, has_data ? 1 : 0);
+  return std::ranges::count(ask("counts ranks with data", 0, has_data ? 1 : 0),
+                            1);
 }
 
 void SegmentedModel::step_without_data() {
@@ -169,21 +178,15 @@ double SegmentedModel::clip_grad_norm(double max_norm, double p) {
         norms.push_back(piece_norm(gradient->local, p));
     }
   }
-  const c10::Device device = meshes_->streams().device();
-  at::Tensor by_rank = at::zeros({group_->getSize()},
-                                 at::TensorOptions(at::kDouble).device(device));
-  if (!norms.empty()) {
-    by_rank[group_->getRank()].copy_(piece_norm(at::stack(norms), p));
+  std::vector<double> by_rank;
+  const double own =
+      norms.empty() ? 0 : piece_norm(at::stack(norms), p).item<double>();
+  for (const int64_t bits :
+       ask("clips gradients", 0, std::bit_cast<int64_t>(own))) {
+    by_rank.push_back(std::bit_cast<double>(bits));
   }
-  const StreamPoint made = StreamPoint::now(device);
-  ShardTransport::FuturePtr summed;
-  {
-    const auto on_gathers = meshes_->streams().for_gathers();
-    made.wait();
-    summed = meshes_->root().all_reduce(by_rank);
-  }
-  summed->waitAndThrow();
-  const auto norm = piece_norm(by_rank, p).item<double>();
+  const auto norm =
+      piece_norm(at::tensor(by_rank, at::kDouble), p).item<double>();
   const double factor = max_norm / (norm + 1e-6);
   if (!(factor >= 1) && !pieces.empty()) {  // not a number is handed on
     at::_foreach_mul_(pieces, factor);
@@ -241,6 +244,38 @@ CheckpointModel checkpoint_model(ShardedModel& of) {
   return {std::move(tensors), model.group()};
 }
 
+// As recorded; before that in the order of registration.
+PlannedSegment SegmentedModel::planned(SegmentKind kind) const {
+  const bool is_forward = kind == SegmentKind::kForward;
+  const SegmentRun::Plan plan = {
+      .kind = kind,
+      .has_grad = true,
+      .unsharded = std::vector<char>(units_.size(), 0)};
+  PlannedSegment planned = {.rules = rules_for(plan)};
+  for (size_t i = 0; i < units_.size(); ++i) {
+    planned.stays.push_back(stays_after(plan, i) ? 1 : 0);
+  }
+  if (const auto known = step_.find(kind); known != step_.end()) {
+    planned.schedule = known->second;
+    return planned;
+  }
+  const auto add = [&](ScheduleEntry::Kind entry, size_t unit) {
+    planned.schedule.push_back({.kind = entry, .unit = unit});
+  };
+  for (size_t k = 0; k < units_.size(); ++k) {
+    const size_t unit = is_forward ? k : units_.size() - 1 - k;
+    const UnitSettings& settings = units_[unit].settings;
+    if (is_forward ||
+        (settings.reshards_after_forward && settings.gathers_in_backward)) {
+      add(ScheduleEntry::Kind::kAllGather, unit);
+    }
+    if (!is_forward && k > 0)
+      add(ScheduleEntry::Kind::kReduceScatter, unit + 1);
+  }
+  if (!is_forward) add(ScheduleEntry::Kind::kReduceScatter, 0);
+  return planned;
+}
+
 std::string SegmentedModel::explain() const {
   const std::lock_guard lock(mutex_);
   std::string text =
@@ -259,10 +294,14 @@ std::string SegmentedModel::explain() const {
             : "",
         unit.mesh ? absl::StrCat(", over ", describe(*unit.mesh)) : "", "\n");
   }
-  for (const auto& [kind, schedule] : step_) {
+  std::vector<PlannedSegment> step;
+  for (const SegmentKind kind :
+       {SegmentKind::kForward, SegmentKind::kBackward}) {
+    step.push_back(planned(kind));
     absl::StrAppend(&text,
-                    kind == SegmentKind::kForward ? "forward:" : "backward:");
-    for (const ScheduleEntry& entry : schedule) {
+                    kind == SegmentKind::kForward ? "forward" : "backward",
+                    step_.contains(kind) ? ":" : ", not recorded yet:");
+    for (const ScheduleEntry& entry : step.back().schedule) {
       absl::StrAppend(&text,
                       entry.kind == ScheduleEntry::Kind::kAllGather
                           ? " gather "
@@ -271,7 +310,21 @@ std::string SegmentedModel::explain() const {
     }
     absl::StrAppend(&text, "\n");
   }
-  absl::StrAppend(&text, "buffers: ", mebibytes(memory_.total_bytes()),
+  std::vector<UnitBytes> bytes;
+  for (const ShardedUnit& unit : units_) {
+    bytes.push_back(
+        {.unsharded = unit.whole_bytes(), .gradients = unit.gradient_bytes()});
+  }
+  const auto plan_of = [&](size_t num_segments) {
+    return plan_buffers(std::span(step).first(num_segments), bytes,
+                        max_reducing_);
+  };
+  const BufferPlan plan = plan_of(2);
+  absl::StrAppend(&text, "planned buffers: forward ", describe(plan_of(1)),
+                  "; step ", describe(plan), ", at most ",
+                  plan.num_for_gradients, " at once for gradients, ",
+                  mebibytes(plan.bytes), " in all\n");
+  absl::StrAppend(&text, "buffers in use: ", mebibytes(memory_.total_bytes()),
                   ", at most ", mebibytes(memory_.peak_bytes()), "\n");
   return text;
 }

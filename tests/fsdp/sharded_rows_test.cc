@@ -1,12 +1,11 @@
-// Meshes whose rows are any ranks: what is sharded over rows of them has the
-// bits of one process that adds up rows first, and then these, each in order.
+// Rows of any ranks: training sharded over them has the bits of one process
+// that adds up rows first, and then these, each in order.
 
 #include <ATen/CPUGeneratorImpl.h>
 #include <torch/torch.h>
 
 #include <cstddef>
 #include <string>
-#include <utility>
 #include <vector>
 
 #include "brigade/comm/subgroup.h"
@@ -16,9 +15,8 @@
 #include "gtest/gtest.h"
 
 namespace brigade {
-namespace rank_mesh_test {
+namespace sharded_rows_test {
 
-using ::testing::AllOf;
 using ::testing::HasSubstr;
 using testing::run_ranks;
 
@@ -28,11 +26,11 @@ using Tensors = std::vector<at::Tensor>;
 
 constexpr int kNumRanks = 4;
 constexpr int kNumSteps = 3;
-const std::vector<Rows> kMeshes = {{{0, 1}, {2, 3}},
-                                   {{0, 2}, {1, 3}},
-                                   {{3, 0}, {1, 2}},
-                                   {{2, 0, 3, 1}},
-                                   {{1}, {3}, {0}, {2}}};
+const std::vector<Rows> kRows = {{{0, 1}, {2, 3}},
+                                 {{0, 2}, {1, 3}},
+                                 {{3, 0}, {1, 2}},
+                                 {{2, 0, 3, 1}},
+                                 {{1}, {3}, {0}, {2}}};
 
 at::Tensor random(at::IntArrayRef sizes, uint64_t seed) {
   return torch::randn(sizes, at::make_generator<at::CPUGeneratorImpl>(seed));
@@ -108,13 +106,23 @@ void train(Model&& model, const Tensors& parameters, int rank) {
   }
 }
 
-TEST(RankMeshTest, ShardedTrainingHasTheBitsOfItsOrder) {
-  for (const Rows& rows : kMeshes) {
+std::vector<int> in_order(const Rows& rows) {
+  std::vector<int> ranks;
+  for (const auto& row : rows) {
+    ranks.insert(ranks.end(), row.begin(), row.end());
+  }
+  return ranks;
+}
+
+TEST(ShardedRowsTest, TrainingHasTheBitsOfTheirOrder) {
+  for (const Rows& rows : kRows) {
     const Tensors expected = in_one_process(rows);
     run_ranks(kNumRanks, [&](const Group& group) {
-      const RankMesh mesh(group, rows);
+      const GroupScope scope = make_subgroup(group, in_order(rows));
       torch::nn::Sequential net = make_net();
-      const auto model = fully_shard(*net, mesh);
+      const auto model =
+          fully_shard(*net, scope.group(),
+                      {.num_shards = static_cast<int>(rows.front().size())});
       train(
           [&](const at::Tensor& x) {
             return model->forward([&] { return net->forward(x); });
@@ -126,11 +134,11 @@ TEST(RankMeshTest, ShardedTrainingHasTheBitsOfItsOrder) {
   }
 }
 
-TEST(RankMeshTest, ErrorsNameRanksOfItsGroup) {
+TEST(ShardedRowsTest, ErrorsNumberRanksInTheirOrder) {
   run_ranks(kNumRanks, [&](const Group& group) {
-    const RankMesh mesh(group, {{3, 0}, {1, 2}});
+    const GroupScope scope = make_subgroup(group, {3, 0, 1, 2});
     torch::nn::Sequential net = make_net();
-    const auto model = fully_shard(*net, mesh);
+    const auto model = fully_shard(*net, scope.group(), {.num_shards = 2});
     const auto run = [&](const at::Tensor& x) {
       return model->forward([&] { return net->forward(x); });
     };
@@ -148,35 +156,5 @@ TEST(RankMeshTest, ErrorsNameRanksOfItsGroup) {
   });
 }
 
-std::string refusal_of(const Group& group, const Rows& rows) {
-  try {
-    const RankMesh mesh(group, rows);
-  } catch (const c10::ValueError& error) {
-    return error.what_without_backtrace();
-  }
-  return "nothing was refused";
-}
-
-TEST(RankMeshTest, RowsThatAreNoMeshAreOneErrorOnAllRanks) {
-  const std::vector<std::pair<Rows, std::string>> refused = {
-      {{}, "found ."},
-      {{{0, 1}, {2}}, "found [0, 1], [2]."},
-      {{{0, 1, 2}, {3}}, "found [0, 1, 2], [3]."},
-      {{{0, 1}, {1, 3}}, "found [0, 1], [1, 3]."},
-      {{{0, 1}, {2, 4}}, "found [0, 1], [2, 4]."}};
-  run_ranks(kNumRanks, [&](const Group& group) {
-    for (const auto& [rows, found] : refused) {
-      EXPECT_THAT(refusal_of(group, rows),
-                  AllOf(HasSubstr("rows of one length with each of the 4 ranks "
-                                  "of the group once"),
-                        HasSubstr(found)));
-    }
-    EXPECT_THAT(refusal_of(group, group->getRank() == 2 ? Rows{{0, 1}, {2, 3}}
-                                                        : Rows{{0, 2}, {1, 3}}),
-                HasSubstr("mesh"));
-    const RankMesh mesh(group, {{0, 2}, {1, 3}});
-  });
-}
-
-}  // namespace rank_mesh_test
+}  // namespace sharded_rows_test
 }  // namespace brigade
