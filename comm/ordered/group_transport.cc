@@ -130,6 +130,10 @@ class GroupTransport::Operation final : public OrderedOperation {
   }
 
   void finish() override {
+    if (call_.after) {
+      call_.after->waitAndThrow();
+      launch();
+    }
     await();
     if (call_.kind == OrderedKind::kAllGather) return;
     add();
@@ -240,7 +244,7 @@ class GroupTransport::Operation final : public OrderedOperation {
 std::unique_ptr<OrderedOperation> GroupTransport::start(
     const OrderedCall& call) {
   auto operation = std::make_unique<Operation>(*this, call, num_calls_++);
-  operation->launch();
+  if (!call.after) operation->launch();
   return operation;
 }
 

@@ -37,6 +37,12 @@ void complete(Future& future, const at::Tensor& result) {
   future.markCompleted(c10::IValue(std::vector<at::Tensor>{result}));
 }
 
+// For a world of 1.
+void finish_alone(const OrderedCall& call) {
+  if (call.kind == OrderedKind::kAllGather) return;
+  ordered_sum({{call.input}}, call.scale, call.output);
+}
+
 const char* name_of(OrderedKind kind) {
   switch (kind) {
     case OrderedKind::kAllReduce:
@@ -161,14 +167,16 @@ OrderedCollectives::~OrderedCollectives() {
 }
 
 OrderedCollectives::FuturePtr OrderedCollectives::all_reduce(
-    const at::Tensor& tensor, std::optional<double> scale) {
+    const at::Tensor& tensor, std::optional<double> scale,
+    const FuturePtr& after) {
   check_process();
   check_tensor("the input", tensor);
   const at::Tensor flat = tensor.detach().view(-1);
   return launch({.kind = OrderedKind::kAllReduce,
                  .input = flat,
                  .output = flat,
-                 .scale = scale},
+                 .scale = scale,
+                 .after = after},
                 tensor);
 }
 
@@ -183,7 +191,8 @@ OrderedCollectives::FuturePtr OrderedCollectives::reduce_scatter(
   return launch({.kind = OrderedKind::kReduceScatter,
                  .input = input.detach().view(-1),
                  .output = output.detach().view(-1),
-                 .scale = scale},
+                 .scale = scale,
+                 .after = {}},
                 output);
 }
 
@@ -195,20 +204,31 @@ OrderedCollectives::FuturePtr OrderedCollectives::all_gather(
   return launch({.kind = OrderedKind::kAllGather,
                  .input = flat,
                  .output = flat,
-                 .scale = {}},
+                 .scale = {},
+                 .after = {}},
                 whole);
 }
 
 OrderedCollectives::FuturePtr OrderedCollectives::launch(
     OrderedCall call, const at::Tensor& result) {
   const FuturePtr future = make_future();
-  if (!transport_ || call.input.numel() == 0) {
-    // The sum of one rank.
-    if (call.kind != OrderedKind::kAllGather) {
-      ordered_sum({{call.input}}, call.scale, call.output);
-    }
+  if (call.input.numel() == 0) {
     complete(*future, result);
     return future;
+  }
+  if (!transport_) {
+    if (!call.after) {
+      finish_alone(call);
+      complete(*future, result);
+      return future;
+    }
+    return call.after->then(
+        [call, result](Future& done) {
+          done.value();  // throws its error
+          finish_alone(call);
+          return c10::IValue(std::vector<at::Tensor>{result});
+        },
+        future->elementType());
   }
   InFlight launched = {.number = 0,
                        .call = std::move(call),

@@ -78,12 +78,15 @@ class OrderedCollectives {
   // Replaces `tensor` [any shape] by the sum over ranks, times `scale`; no
   // scale for integers. The future holds a list of the tensor, as c10d's do, or
   // ends with PeerError; its callbacks run on a thread that later calls need.
+  // Starts when `after` is complete, if given, and fails with it; so do later
+  // calls.
   //
   // Errors: ValueError for a tensor that is not contiguous, not on the CPU or
   // lazily conjugated; TypeError for a dtype that can't be added; RuntimeError
   // in a forked child.
   FuturePtr all_reduce(const at::Tensor& tensor,
-                       std::optional<double> scale = std::nullopt);
+                       std::optional<double> scale = std::nullopt,
+                       const FuturePtr& after = {});
 
   // Writes into `output` the sum over ranks of this rank's slice of `input`
   // [any shape]: elements slice(input.numel()). `output` may be that part of

@@ -5,6 +5,7 @@
 #define BRIGADE_COMM_ORDERED_ORDERED_TRANSPORT_H_
 
 #include <ATen/core/Tensor.h>
+#include <ATen/core/ivalue.h>
 
 #include <atomic>
 #include <chrono>
@@ -24,10 +25,13 @@ namespace brigade {
 enum class OrderedKind { kAllReduce, kReduceScatter, kAllGather };
 
 struct OrderedCall {
+  using FuturePtr = c10::intrusive_ptr<c10::ivalue::Future>;
+
   OrderedKind kind = OrderedKind::kAllReduce;
   at::Tensor input;   // [n], n > 0
   at::Tensor output;  // [n], the input itself; of a reduce-scatter: the slice
   std::optional<double> scale;
+  FuturePtr after;  // fills `input`; null: it is filled
 };
 
 struct OrderedRanks {

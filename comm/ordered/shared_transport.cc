@@ -295,6 +295,9 @@ class SharedTransport::Operation final : public OrderedOperation {
 
   // The next piece. Returns false while there is no room for it.
   bool post() {
+    if (call_.after && (!call_.after->completed() || call_.after->hasError())) {
+      return false;
+    }
     const int64_t index = num_posted_;
     const RankSlice own = cut_.piece(ranks_.rank, index);
     const int64_t numel = is_gather() ? own.numel : cut_.post_numel(index);
@@ -317,6 +320,7 @@ class SharedTransport::Operation final : public OrderedOperation {
 
   void finish() override {
     try {
+      if (call_.after) call_.after->waitAndThrow();
       for (int64_t i = 0; i < cut_.num_pieces(); ++i) finish(i);
     } catch (...) {
       const std::lock_guard<std::mutex> lock(transport_.post_mutex_);

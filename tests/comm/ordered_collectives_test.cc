@@ -238,6 +238,23 @@ TEST(OrderedRoomTest, MayBeOfAnySize) {
   });
 }
 
+TEST_P(OrderedCollectivesTest, ACallMayWaitForAFuture) {
+  run([&](OrderedCollectives& collectives, int rank) {
+    const at::Tensor first = at::zeros({1000});
+    const auto filled = c10::make_intrusive<c10::ivalue::Future>(
+        c10::ListType::create(c10::TensorType::get()));
+    const FuturePtr early = collectives.all_reduce(first, {}, filled);
+    const at::Tensor second = values_of(rank, 70, at::kFloat);
+    const FuturePtr late = collectives.all_reduce(second);
+    first.copy_(values_of(rank, 1000, at::kFloat));
+    filled->markCompleted(c10::IValue(std::vector<at::Tensor>{first}));
+    early->waitAndThrow();
+    late->waitAndThrow();
+    EXPECT_TRUE(at::equal(first, expected_sum(world_size(), 1000, at::kFloat)));
+    EXPECT_TRUE(at::equal(second, expected_sum(world_size(), 70, at::kFloat)));
+  });
+}
+
 // However the vector is cut, and in whatever order the cuts are launched.
 TEST_P(OrderedCollectivesTest, BucketSizesDoNotShow) {
   const int64_t numel = 100003;
@@ -396,20 +413,20 @@ TEST_P(OrderedCollectivesTest, ARankMayLeaveAsSoonAsItsOwnCallsAreDone) {
 // Rank 2 is late to read what the others have posted of a sum: by then rank 1
 // has left and the next sum has failed on rank 0.
 TEST(OrderedCollectivesErrorTest, ASumThatPeersHaveIsThereForAll) {
-  std::latch is_held(1);
   std::latch late(1);
   run_ranks(3, [&](const Group& group) {
     const int rank = group->getRank();
     auto collectives = std::make_unique<OrderedCollectives>(group);
     // As many calls as it has threads; callbacks keep these on rank 2.
-    if (rank != 2) is_held.wait();
+    const auto gate = c10::make_intrusive<c10::ivalue::Future>(
+        c10::ListType::create(c10::TensorType::get()));
     std::vector<FuturePtr> before;
     for (int i = 0; i < 2; ++i) {
-      before.push_back(collectives->all_reduce(at::ones(10)));
+      before.push_back(collectives->all_reduce(at::ones(10), {}, gate));
       if (rank != 2) continue;
       before.back()->addCallback([&](c10::ivalue::Future&) { late.wait(); });
     }
-    if (rank == 2) is_held.count_down();
+    gate->markCompleted(c10::IValue(std::vector<at::Tensor>{}));
     const at::Tensor tensor = at::ones(10);
     const FuturePtr sum = collectives->all_reduce(tensor);
     if (rank != 2) {
