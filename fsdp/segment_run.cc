@@ -281,13 +281,22 @@ SegmentRun::Sum SegmentRun::reduce_flat(const ShardedUnit& unit,
                                         FlatShard& flat) {
   const at::NoGradGuard no_grad;
   // The sum becomes `.grad`: its memory belongs to the current stream.
-  Sum reducing = {.flat = &flat, .sum = flat.make_sum()};
+  Sum reducing = {.flat = &flat};
+  try {
+    reducing.sum = flat.make_sum();
+  } catch (...) {
+    note_error();  // memory is short
+  }
   StreamPoint sum_made;
   if (!flat.is_written_here()) sum_made = StreamPoint::now(flat.device());
   const auto on_sums = unit.transport->streams().for_sums();
   sum_made.wait();
   const at::Tensor whole = flat.take_gradients();
   if (has_failed()) whole.zero_();
+  if (!reducing.sum.defined()) {  // in memory that it has; it is dropped
+    const int64_t size = whole.numel() / unit.transport->num_shards();
+    reducing.sum = whole.narrow(0, unit.transport->shard_rank() * size, size);
+  }
   try {
     reducing.future = launch_sum(unit, flat, whole, reducing.sum);
   } catch (...) {

@@ -87,6 +87,7 @@ class SegmentedModel final : public ShardedModel, public ParameterOwner {
   // ParameterOwner.
   ParameterState use(std::span<const Shard* const> parameters) override;
   void written(size_t unit) override;
+  void await_statuses() override;
 
   // GradientHooks' sink.
   void take(VariableIndex variable, const at::Tensor& gradient);

@@ -135,6 +135,12 @@ void SegmentedModel::reduce() {
   });
 }
 
+void SegmentedModel::await_statuses() {
+  const auto lock = enter();
+  if (is_open() || is_broken_) return;
+  with_peers([this] { exchange_.confirm(); });
+}
+
 void SegmentedModel::meet_peers() {
   const auto lock = enter();
   ask("meets its peers", 0);

@@ -118,6 +118,7 @@ at::Tensor make_sharded_like(const at::Tensor& sharded, at::Tensor local) {
 at::Tensor gather_whole(const at::Tensor& sharded) {
   const Shard& shard = *shard_of(sharded);
   ShardGroup& group = group_of(shard);
+  if (shard.owner != nullptr) shard.owner->await_statuses();
   const at::NoGradGuard no_grad;
   const int64_t numel = sharded.numel();
   if (numel == 0) return at::empty(sharded.sizes(), shard.local.options());

@@ -73,6 +73,9 @@ class ParameterOwner {
   virtual ParameterState use(std::span<const Shard* const> parameters) = 0;
   // An operator has written to the shards of `unit`.
   virtual void written(size_t unit) = 0;
+  // Awaits the outstanding statuses of all ranks. Throws PeerError if one has
+  // failed: the shards may be of a bad step.
+  virtual void await_statuses() = 0;
 };
 
 struct Shard {
@@ -107,7 +110,7 @@ at::Tensor make_sharded_like(const at::Tensor& sharded, at::Tensor local);
 ShardGroup& group_of(const Shard& shard);
 
 // The whole, plain and contiguous as the strides say. Collective over the
-// group.
+// group. Of a parameter: awaits its owner's statuses before.
 at::Tensor gather_whole(const at::Tensor& sharded);
 
 // Makes `parameter` itself a sharded tensor: all its handles, hooks and

@@ -143,13 +143,14 @@ std::string StallWatch::Check::report(Time now) {
         "all other ranks have come as far and wait: it is the "
         "communication that is slow, or stuck");
   }
+  const int64_t num_units = progress_->num_units;
   const std::string* const awaited = progress_->awaited;
   const std::string for_what =
       awaited == nullptr ? "" : absl::StrCat(", for ", *awaited, ",");
   return absl::StrCat(
       names_.engine, ": rank ", place_.rank, " has waited ", since(since_, now),
       " for its peers", for_what, " in iteration ", iteration, ", ", launched,
-      " of ", progress_->num_units.load(), " ", names_.unit,
+      num_units > 0 ? absl::StrCat(" of ", num_units) : "", " ", names_.unit,
       "s launched.\nLook there: ", absl::StrJoin(parts, "; "), ".");
 }
 

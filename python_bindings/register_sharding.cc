@@ -369,6 +369,7 @@ void register_sharding(py::module_& module) {
            py::arg("has_data"), "Collective.")
       .def("step_without_data", &SegmentedModel::step_without_data, NoGil())
       .def("meet_peers", &SegmentedModel::meet_peers, NoGil(), "Collective.")
+      .def("await_statuses", &SegmentedModel::await_statuses, NoGil())
       .def("set_synchronizes", &SegmentedModel::set_synchronizes,
            py::arg("value"))
       .def("settings", &SegmentedModel::settings, py::arg("unit"),

@@ -112,6 +112,7 @@ class Unit:
         for module in modules:
             object.__setattr__(module, _UNIT, self)
             module.register_load_state_dict_pre_hook(_write_shards)
+            module.register_state_dict_pre_hook(_await_statuses)
         for unit in self.with_those_below():
             if unit is not self and unit.around() is None:
                 unit._around = weakref.ref(self)
@@ -372,6 +373,12 @@ def _require_no_transform() -> None:
 def _with_own_hooks(output: torch.Tensor) -> torch.Tensor:
     """Hooks of the user on the output run after the root's own then, which open backward."""
     return output.view_as(output) if output._backward_hooks else output
+
+
+def _await_statuses(module: nn.Module, *_: Any) -> None:
+    """Before a unit's module gives its state: no bad step is saved."""
+    if (root := getattr(module, _UNIT).root) is not None:
+        root.native.await_statuses()
 
 
 def _write_shards(module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:

@@ -289,19 +289,9 @@ def _memory_limit():
         resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
 
 
-_SUM_NEEDS_MEMORY = pytest.mark.xfail(
-    strict=True, reason="a reduce-scatter allocates its shard, and closes the group if it can't"
-)
-
-
 @pytest.mark.parametrize(
     ("place", "steps_before"),
-    [
-        ("forward", 0),
-        ("forward", 3),
-        ("gradient", 0),
-        pytest.param("gradient", 3, marks=_SUM_NEEDS_MEMORY),
-    ],
+    [("forward", 0), ("forward", 3), ("gradient", 0), ("gradient", 3)],
 )
 @on_ranks()
 def test_memory_that_runs_out_on_one_rank(rank, place, steps_before):

@@ -18,6 +18,7 @@
 
 #include "brigade/comm/errors/peer_error.h"
 #include "brigade/fsdp/reduction_hook.h"
+#include "brigade/fsdp/sharded_tensor.h"
 #include "brigade/tests/simulated_device/streamed_training.h"
 #include "brigade/tests/support/simulated_device/ordering_calls.h"
 #include "brigade/tests/support/simulated_device/stream_test.h"
@@ -466,6 +467,32 @@ TEST_P(ShardedRunAheadTest, EvaluationAwaitsStatuses) {
     training_.forward(0);
   };
   EXPECT_THROW(step_and_evaluate(), PeerError);
+}
+
+// No bad step is read or saved.
+TEST_P(ShardedRunAheadTest, CallsBetweenStepsAwaitStatuses) {
+  const std::vector<std::function<void(ShardedTraining&)>> calls = {
+      [](ShardedTraining& training) { training.sharded().meet_peers(); },
+      [](ShardedTraining& training) { gather_whole(training.parameter(1, 0)); },
+  };
+  for (const auto& call : calls) {
+    ShardedTraining training{StreamLayout{},
+                             {.max_unconfirmed_iterations = GetParam()},
+                             {.timeout = std::chrono::seconds(2)}};
+    train(training, 2);
+    training.recording().answer_statuses_with([](const RankStatus& own) {
+      std::vector<RankStatus> by_rank(testing::kWorldSize, own);
+      if (own.kind == StatusKind::kEnd && own.iteration == 6) {
+        by_rank[1].kind = StatusKind::kFailed;
+      }
+      return by_rank;
+    });
+    const auto step_and_call = [&] {
+      training.step(0);
+      call(training);
+    };
+    EXPECT_THROW(step_and_call(), PeerError);
+  }
 }
 
 // A peer needs a unit that the schedule has not: it waits for a round, and
