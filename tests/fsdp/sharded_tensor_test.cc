@@ -53,6 +53,7 @@ class FakeRoot : public ParameterOwner {
     }
     return ParameterState::kUnsharded;
   }
+  void await_statuses() override {}
   void written(size_t unit) override { writes.push_back(unit); }
 
   void add(const at::Tensor& parameter, const std::string& name) {
