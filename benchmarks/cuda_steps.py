@@ -6,7 +6,7 @@
 One rank over NCCL: the cost of wrapping, not of communication. Several ranks that share the
 device: NCCL refuses them unless each says that it is on another host, so each rank sets
 NCCL_HOSTID, and they talk over sockets of the loopback device. Speed is not a network's then;
-order, overlap and errors are real.
+order and overlap are real.
 
 All contenders take turns in one order per round, drawn at random. Printed are medians with
 quartiles of rank 0: of a step, from an idle device to an idle device; of the host, until backward

@@ -16,7 +16,6 @@
 
 #include <CLI/CLI.hpp>
 #include <cstdio>
-#include <string>
 #include <vector>
 
 #include "brigade/benchmarks/support/set_up.h"

@@ -76,9 +76,8 @@ class DeviceTransport final : public ShardTransport {
     return sum.over_replicas ? over_column(in_row, shard, sum.of_row) : in_row;
   }
 
-  // On the current stream, after the collectives. As OrderedCollectives have
-  // it: a level is rounded where its sum travels on, the last one's after the
-  // scale.
+  // On the current stream, after the collectives. A row's sum is rounded where
+  // it travels on, the last one after the scale.
   FuturePtr sum_in_order_of_ranks(const at::Tensor& whole,
                                   const at::Tensor& shard, const Sum& sum) {
     const at::NoGradGuard no_grad;
@@ -106,7 +105,7 @@ class DeviceTransport final : public ShardTransport {
 
   // The sum of a row is in `tensor` when `in_row` is done. `of_row`: Sum's.
   FuturePtr over_column(const FuturePtr& in_row, const at::Tensor& tensor,
-                        const at::Tensor& of_row = {}) {
+                        const at::Tensor& of_row) {
     if (num_replicas() == 1) return in_row;
     in_row->waitAndThrow();  // the stream does; pairs with the column's launch
     if (of_row.defined()) {

@@ -184,9 +184,7 @@ bool SegmentCursor::may_reduce(size_t entry) const {
   const size_t unit = record_.entries[entry].unit;
   if (expected_[unit] == 0) return true;
   const uint32_t recorded = record_.accumulations[entry];
-  const uint32_t enough =
-      recorded > 0 ? std::min(recorded, expected_[unit]) : expected_[unit];
-  return accumulated_[unit] >= enough;
+  return accumulated_[unit] >= (recorded > 0 ? recorded : expected_[unit]);
 }
 
 void SegmentCursor::issue_next(CursorActions& actions) {

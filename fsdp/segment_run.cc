@@ -8,7 +8,6 @@
 
 #include "absl/strings/str_cat.h"
 #include "brigade/comm/errors/error_texts.h"
-#include "brigade/comm/errors/peer_error.h"
 #include "brigade/comm/streams/streams.h"
 
 namespace brigade {

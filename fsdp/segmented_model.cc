@@ -158,14 +158,10 @@ void SegmentedModel::check_neighbours() const {
 // Precedes each collective call. An error of one rank is raised on all ranks.
 void SegmentedModel::prepare() {
   check_usable();
-  try {
+  or_tell_peers([this] {
     check_neighbours();
     adopt_pieces();
-  } catch (...) {
-    const std::string error = message_of(std::current_exception());
-    with_peers([&] { exchange_.fail(error); });
-    throw;
-  }
+  });
   release_stale();
 }
 

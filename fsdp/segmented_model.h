@@ -132,6 +132,18 @@ class SegmentedModel final : public ShardedModel, public ParameterOwner {
       throw;
     }
   }
+  // An error of one rank is raised on all ranks, in place of their next
+  // meeting.
+  template <typename F>
+  auto or_tell_peers(F call) {
+    try {
+      return call();
+    } catch (...) {
+      const std::string error = message_of(std::current_exception());
+      with_peers([&] { exchange_.fail(error); });
+      throw;
+    }
+  }
   [[nodiscard]] std::unique_lock<std::recursive_mutex> enter() const;
   std::vector<int64_t> ask(const std::string& text, uint64_t digest,
                            int64_t number = 0);

@@ -136,8 +136,9 @@ void SegmentedModel::reduce() {
 }
 
 void SegmentedModel::await_statuses() {
-  const auto lock = enter();
-  if (is_open() || is_broken_) return;
+  const std::lock_guard lock(mutex_);
+  if (is_cpu() || is_open()) return;
+  check_usable();
   with_peers([this] { exchange_.confirm(); });
 }
 
@@ -173,22 +174,27 @@ double SegmentedModel::clip_grad_norm(double max_norm, double p) {
   const auto lock = enter();
   check_usable();
   const at::NoGradGuard no_grad;
-  std::vector<at::Tensor> norms;
   std::vector<at::Tensor> pieces;  // of gradients
-  for (const ShardedUnit& unit : units_) {
-    for (const at::Tensor& parameter : unit.parameters) {
-      const Shard* const gradient = shard_of(parameter.grad());
-      if (gradient == nullptr || gradient->local.numel() == 0) continue;
-      pieces.push_back(gradient->local);
-      if (unit.is_first_replica)
-        norms.push_back(piece_norm(gradient->local, p));
+  const double own = or_tell_peers([&] {
+    std::vector<at::Tensor> norms;
+    for (const ShardedUnit& unit : units_) {
+      for (const at::Tensor& parameter : unit.parameters) {
+        const Shard* const gradient = shard_of(parameter.grad());
+        if (gradient == nullptr || gradient->local.numel() == 0) continue;
+        pieces.push_back(gradient->local);
+        if (unit.is_first_replica) {
+          norms.push_back(piece_norm(gradient->local, p));
+        }
+      }
     }
-  }
+    return norms.empty() ? 0 : piece_norm(at::stack(norms), p).item<double>();
+  });
+  const std::vector<uint64_t> arguments = {std::bit_cast<uint64_t>(max_norm),
+                                           std::bit_cast<uint64_t>(p)};
   std::vector<double> by_rank;
-  const double own =
-      norms.empty() ? 0 : piece_norm(at::stack(norms), p).item<double>();
   for (const int64_t bits :
-       ask("clips gradients", 0, std::bit_cast<int64_t>(own))) {
+       ask(absl::StrCat("clips gradients to ", max_norm), hash_of(arguments),
+           std::bit_cast<int64_t>(own))) {
     by_rank.push_back(std::bit_cast<double>(bits));
   }
   const auto norm =

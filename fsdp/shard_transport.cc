@@ -90,8 +90,7 @@ class CpuTransport final : public ShardTransport {
     return gathers_.at(num_ranks).all_gather(whole);
   }
 
-  // The bits of OrderedCollectives over all ranks with the row's length as
-  // group size.
+  // Rows first, each in rank order and rounded; then their sums.
   FuturePtr sum(const at::Tensor& whole, const at::Tensor& shard,
                 const Sum& sum) override {
     // The row's sum is rounded and scaled at once where it is all.

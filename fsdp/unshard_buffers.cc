@@ -145,7 +145,6 @@ struct Replay {
   void end_oldest_reduction() {
     memory.release(std::move(reducing.front()));
     reducing.pop_front();
-    --num_gradients;
   }
 
   void reshard(size_t unit) {
@@ -160,7 +159,6 @@ struct Replay {
       std::vector<std::optional<Lease>>(units.size());
   std::vector<Lease> gradients = std::vector<Lease>(units.size());
   std::deque<Lease> reducing = {};
-  size_t num_gradients = 0;
   size_t num_for_gradients = 0;  // the most at once
 };
 

@@ -78,6 +78,9 @@ std::shared_ptr<TorchReducer> make_reducer(
               "brigade.Reducer: ", bucket_indices.size(),
               " buckets, but per_bucket_size_limits has ",
               per_bucket_size_limits.size(), " entries.\nGive one per bucket.");
+  TORCH_CHECK(rebuild_buckets || !bucket_indices.empty(),
+              "brigade.Reducer: rebuild_buckets=False without bucket_indices."
+              "\nGive the buckets to keep.");
   ReducerOptions options;
   options.find_unused_parameters = find_unused_parameters;
   options.skip_all_reduce_unused_parameters = skip_all_reduce_unused_params;

@@ -164,13 +164,15 @@ at::Tensor shard_like(const at::Tensor& whole, const at::Tensor& like) {
 // `tensor`, sharded, gets the piece of `other`, perhaps of another dtype or
 // device.
 void set_piece(const at::Tensor& tensor, const at::Tensor& other) {
-  const Shard& before = sharded(tensor);
+  sharded(tensor);
+  Shard& before = *shard_of(tensor);
   if (before.owner != nullptr) before.owner->written(before.unit);
   sharded(other);
   TORCH_CHECK_VALUE(
       tensor.sizes() == other.sizes() && tensor.strides() == other.strides(),
       "fully_shard: a sharded parameter keeps its sizes and "
       "memory format.\nChange them before it is sharded.");
+  before.owner = nullptr;  // handles of the former piece may outlive the model
   const bool requires_grad = tensor.requires_grad();
   tensor.unsafeGetTensorImpl()->shallow_copy_from(
       other.detach().getIntrusivePtr());

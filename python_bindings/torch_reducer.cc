@@ -371,6 +371,9 @@ void TorchReducer::set_logging_sample_rate(int64_t rate) {
 }
 
 void TorchReducer::set_stall_report_after(std::chrono::milliseconds time) {
+  TORCH_CHECK_VALUE(time.count() >= 0,
+                    "brigade.Reducer: expected a time >= 0, found ",
+                    time.count(), " ms.\nGive 0 for no reports.");
   if (ready()) reducer_->set_stall_report_after(time);
   stall_report_after_ = time;
 }

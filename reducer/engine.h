@@ -15,17 +15,14 @@
 
 #include <ATen/core/Tensor.h>
 
-#include <chrono>
 #include <cstddef>
 #include <cstdint>
 #include <functional>
 #include <memory>
 #include <mutex>
-#include <optional>
 #include <span>
 #include <string>
 #include <string_view>
-#include <vector>
 
 #include "brigade/hooks/gradient_hooks.h"
 #include "brigade/observing/timeline.h"

@@ -28,8 +28,8 @@ const char* cure_of_missing(const ReducerOptions& options, bool all_frozen) {
   }
   if (options.find_unused_parameters) {
     return "The graph of the outputs reaches them, the loss does not: use "
-           "every output of forward() in the loss (0 * output.sum() will do), "
-           "or do not return it. A backward with inputs has to name them, "
+           "every output of forward() in the loss, or do not return it. A "
+           "backward with inputs has to name them, "
            "too.";
   }
   return "Use every output of forward() in the loss, set "

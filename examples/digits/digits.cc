@@ -13,7 +13,6 @@
 #include <chrono>
 #include <cstdio>
 #include <functional>
-#include <vector>
 
 #include "brigade/ddp/distributed_data_parallel.h"
 #include "brigade/examples/digits/dataset.h"

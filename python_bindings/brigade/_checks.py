@@ -29,12 +29,12 @@ def require(holds: object, error: type[Exception], text: str) -> None:
 def require_type(wanted: type, **arguments: Any) -> None:
     """Raises TypeError naming the first argument that is neither None nor a `wanted`."""
     for name, value in arguments.items():
-        require(
-            value is None or isinstance(value, wanted),
-            TypeError,
-            f"{name} must be a {wanted.__module__}.{wanted.__qualname__}, got "
-            f"{type(value).__name__}: {value!r:.100}.",
-        )
+        if value is not None and not isinstance(value, wanted):
+            raise TypeError(
+                f"DistributedDataParallel: {name} must be a "
+                f"{wanted.__module__}.{wanted.__qualname__}, got "
+                f"{type(value).__name__}: {value!r:.100}."
+            )
 
 
 def bytes_of_cap(name: str, mib: Any) -> int:

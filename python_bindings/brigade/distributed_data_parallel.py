@@ -276,12 +276,16 @@ class DistributedDataParallel(_TorchDistributedDataParallel):
         self.lazy_bucket_allocation = lazy_bucket_allocation
         self.mixed_precision = mixed_precision
         self.skip_all_reduce_unused_params = skip_all_reduce_unused_params
-        if check_reduction:
-            warnings.warn(
-                "DistributedDataParallel: check_reduction has no effect; leave it out.",
-                FutureWarning,
-                stacklevel=2,
-            )
+        for name, value in {
+            "check_reduction": check_reduction,
+            "lazy_bucket_allocation": lazy_bucket_allocation,
+        }.items():
+            if value:
+                warnings.warn(
+                    f"DistributedDataParallel: {name} has no effect; leave it out.",
+                    FutureWarning,
+                    stacklevel=2,
+                )
         if compares_ranks:  # the reducer compares the others
             options = [
                 f"forward_sync_buffers = {self.forward_sync_buffers}",

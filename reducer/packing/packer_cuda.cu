@@ -23,7 +23,6 @@
 #include <memory>
 #include <span>
 #include <type_traits>
-#include <utility>
 #include <vector>
 
 #include "brigade/reducer/packing/packer_devices.h"
