@@ -65,26 +65,23 @@ class Reducer {
   // not verify across ranks. DistBackendError if a peer has died or does not
   // come in time.
   //
-  // `first_buckets`: without a bucket_plan, the buckets until they are rebuilt,
-  // if they are; empty: planned by size.
+  // `first_buckets`: those until they are rebuilt; empty: planned by size.
   Reducer(std::vector<at::Tensor> parameters,
           c10::intrusive_ptr<c10d::ProcessGroup> group,
           ReducerOptions options = {},
           const std::vector<std::vector<size_t>>& first_buckets = {});
 
-  // The same for local replicas of a module, one per device for instance:
-  // `replicas[r]` lists the parameters of replica r; every rank has the same
-  // number of replicas. An iteration is a forward of each, one
-  // prepare_for_backward() on all their outputs and one backward; every replica
-  // gets the average over all. One collective runs per bucket.
+  // The same for local replicas of a module, as many on every rank: replicas[r]
+  // lists the parameters of replica r. An iteration is a forward of each, one
+  // prepare_for_backward() on all outputs and one backward; every replica gets
+  // the average over all. One collective runs per bucket.
   Reducer(std::vector<std::vector<at::Tensor>> replicas,
           c10::intrusive_ptr<c10d::ProcessGroup> group,
           ReducerOptions options = {},
           const std::vector<std::vector<size_t>>& first_buckets = {});
 
   // Does not wait for collectives in flight. Gradients that are views of
-  // buckets stay valid. REQUIRES: no backward through the parameters is
-  // running.
+  // buckets stay valid. REQUIRES: no backward through the parameters runs.
   ~Reducer();
   Reducer(const Reducer&) = delete;
   Reducer& operator=(const Reducer&) = delete;
@@ -204,8 +201,7 @@ class Reducer {
 
   // ---- Observation
 
-  // Parameters whose gradients an iteration that has begun waits for,
-  // ascending.
+  // Parameters whose gradients the iteration waits for, ascending.
   std::vector<size_t> missing_gradients() const;
 
   ReducerStatistics statistics() const;
