@@ -555,8 +555,8 @@ const RankFunction kOrderedForever("ordered_forever", [](RankContext& rank) {
   }
 });
 
-// The last rank dies while its message of 32 MB is being written; the others
-// have nothing to receive from it behind that.
+// The last rank is killed while its message of 32 MB is being written: the
+// others are stopped and read nothing. Nothing else comes from it.
 const RankFunction kDieInAMessage("die_in_a_message", [](RankContext& rank) {
   GroupScope scope(init_process_group({.timeout = std::chrono::minutes(10)}));
   const int size = scope.group()->getSize();
@@ -566,7 +566,6 @@ const RankFunction kDieInAMessage("die_in_a_message", [](RankContext& rank) {
   const bool dies = rank.rank() == size - 1;
   if (dies) rank.await();
   const FuturePtr future = collectives.reduce_scatter(input, output);
-  if (dies) raise(SIGKILL);
   rank.report("waiting");
   report_failure(rank, future);
 });
@@ -638,10 +637,15 @@ TEST_P(OrderedPeerLossTest, AKilledRankEndsWhatIsInFlight) {
 TEST_P(OrderedPeerLossTest, ADeathInTheMiddleOfAMessageIsTold) {
   ProcessRanks ranks(
       {.world_size = GetParam(), .function = "die_in_a_message"});
-  for (int rank = 0; rank < GetParam() - 1; ++rank) {
+  const int last = GetParam() - 1;
+  for (int rank = 0; rank < last; ++rank) {
     ranks.wait_for(rank, "waiting");
+    ranks.signal(rank, SIGSTOP);
   }
-  ranks.tell(GetParam() - 1, "go");
+  ranks.tell(last, "go");
+  ranks.wait_for(last, "waiting");
+  ranks.signal(last, SIGKILL);
+  for (int rank = 0; rank < last; ++rank) ranks.signal(rank, SIGCONT);
   expect_that_all_are_told(ranks);
 }
 

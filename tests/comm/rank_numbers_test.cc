@@ -34,6 +34,7 @@ TEST(RankNamesTest, OfAPartAreThoseOfTheWhole) {
       return;
     }
     const GroupScope part = make_subgroup(group, {1, 2, 3});
+    part.group()->barrier()->wait();  // a peer may still be connecting
     const RankNames names = RankNames::of(*part.group());
     EXPECT_EQ(names[0], 1);
     EXPECT_EQ(names.describe(0, 3), "rank 1, of ranks 1, 2, 3");
@@ -42,6 +43,7 @@ TEST(RankNamesTest, OfAPartAreThoseOfTheWhole) {
       return;
     }
     const GroupScope inner = make_subgroup(part.group(), {1, 2});
+    inner.group()->barrier()->wait();
     EXPECT_EQ(RankNames::of(*inner.group()).describe(1, 2),
               "rank 3, of ranks 2, 3");
   });
