@@ -100,7 +100,9 @@ struct RoundMessage {
   std::vector<char> complete = {};
   // By unit: more gradients are expected.
   std::vector<char> expects = {};
-  uint64_t accumulations = 0;  // hash of those recorded and since
+  // Hash of this rank's RecordedSchedule::accumulations, and of the gradients
+  // that it has accumulated since.
+  uint64_t accumulations = 0;
   // Of the caller's; by parameter of the model: has a gradient. Empty: none.
   std::vector<char> used = {};
   std::string error = {};  // of the caller's: has_failed

@@ -65,7 +65,7 @@ class Reducer {
   // not verify across ranks. DistBackendError if a peer has died or does not
   // come in time.
   //
-  // `first_buckets`: those until they are rebuilt; empty: planned by size.
+  // `first_buckets`: without a plan, those until a rebuild; empty: by size.
   Reducer(std::vector<at::Tensor> parameters,
           c10::intrusive_ptr<c10d::ProcessGroup> group,
           ReducerOptions options = {},
