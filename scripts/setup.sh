@@ -18,7 +18,7 @@ fail() {
 readonly packages=(
   cmake ninja-build g++ ccache
   libabsl-dev libgloo-dev zlib1g-dev libfmt-dev libcli11-dev nlohmann-json3-dev
-  libgtest-dev libgmock-dev
+  libgtest-dev libgmock-dev doxygen
 )
 
 # The first Python of a version that torch has wheels for, or nothing.
@@ -102,7 +102,7 @@ install() {
 }
 install torch "$torch_requirement and numpy (torch with CUDA's libraries is about 3 GB)" \
   "$torch_requirement" -r requirements.txt
-install tools "what builds and tests the Python package" -r requirements-python.txt
+install tools "what builds and tests the Python package and the documentation" -r requirements-python.txt -r requirements-docs.txt
 
 # A CUDA compiler of torch's major version: the machine's own, or one of exactly
 # torch's version beside torch.

@@ -7,6 +7,7 @@ first is a program of its own (tests/readme); each of its others stands alone.
 """
 
 import pathlib
+import re
 import sys
 
 from page_blocks import DOCS, README, Block, blocks_of, cpp_pages
@@ -14,6 +15,10 @@ from page_blocks import DOCS, README, Block, blocks_of, cpp_pages
 
 def code_of(block: Block) -> str:
     return f'#line {block.line} "{block.page}"\n{block.code}'
+
+
+def function_name(page: pathlib.Path) -> str:
+    return re.sub(r"\W", "_", str(page.relative_to(DOCS.parent).with_suffix("")))
 
 
 def function_of(page: pathlib.Path) -> str:
@@ -24,7 +29,7 @@ def function_of(page: pathlib.Path) -> str:
         code = "".join(f"{{\n{code_of(block)}}}\n" for block in blocks[1:])
     else:
         code = "".join(map(code_of, blocks))
-    return f"void {page.stem}(Given& given) {{\n{names}{code}}}\n"
+    return f"void {function_name(page)}(Given& given) {{\n{names}{code}}}\n"
 
 
 def main() -> None:
@@ -35,7 +40,7 @@ def main() -> None:
     text += "  const brigade::GroupScope scope(brigade::init_process_group());\n"
     for page in pages:
         name = page.relative_to(DOCS.parent)
-        text += f'  run_page("{name}", {page.stem}, scope.group());\n'
+        text += f'  run_page("{name}", {function_name(page)}, scope.group());\n'
     text += "  return 0;\n}\n"
     pathlib.Path(sys.argv[1]).write_text(text, encoding="utf-8")
 

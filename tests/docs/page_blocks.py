@@ -37,15 +37,20 @@ def blocks_of(page: pathlib.Path) -> list[Block]:
     return found
 
 
+def name_of(page: pathlib.Path) -> str:
+    """Path below docs/ without its ending, such as "guides/sharding"."""
+    return page.relative_to(DOCS).with_suffix("").as_posix()
+
+
 def pages_with(language: str) -> list[str]:
-    """Names, without their ending, of the pages that have blocks in a language."""
+    """Names of the pages that have blocks in a language."""
     return [
-        page.stem
-        for page in sorted(DOCS.glob("*.md"))
+        name_of(page)
+        for page in sorted(DOCS.rglob("*.md"))
         if any(block.language == language for block in blocks_of(page))
     ]
 
 
 def cpp_pages() -> list[pathlib.Path]:
-    """Those whose C++ blocks make_cpp.py takes."""
+    """The pages whose C++ blocks make_cpp.py takes."""
     return [*(DOCS / f"{page}.md" for page in pages_with("cpp")), README]

@@ -1,4 +1,4 @@
-"""Configures and builds projects whose list files are the CMake blocks of docs/cmake.md.
+"""Configures and builds projects whose list files are the CMake blocks of docs/guides/cmake.md.
 
     use_from_cmake.py <case> <build folder> <LibTorch> <work folder>
 
@@ -33,7 +33,7 @@ PAGE_BUILT_AGAINST, PAGE_FOUND, PAGE_FOLDER = "2.15", "2.14.1", "/opt/libtorch"
 
 def block(language: str, use: str = "") -> str:
     """The page's only block of that kind."""
-    (found,) = [b for b in blocks_of(DOCS / "cmake.md") if (b.language, b.use) == (language, use)]
+    (found,) = [b for b in blocks_of(DOCS / "guides/cmake.md") if (b.language, b.use) == (language, use)]
     return found.code
 
 

@@ -19,7 +19,7 @@ from ranks import run_ranks, torchrun
 _TESTS = pathlib.Path(__file__).parents[1]
 sys.path.insert(0, str(_TESTS / "docs"))
 
-from page_blocks import DOCS, README, Block, blocks_of, pages_with  # noqa: E402
+from page_blocks import DOCS, README, Block, blocks_of, name_of, pages_with  # noqa: E402
 
 _GIVEN = """
 import os, signal, sys, threading
@@ -122,9 +122,9 @@ def test_no_block_is_of_a_language_that_no_test_runs():
     # make_cpp.py takes the C++ blocks, use_from_cmake.py those of CMake and its error.
     elsewhere = {("cpp", ""), ("cmake", ""), ("cmake", "in-tree"), ("text", "")}
     here = {("python", ""), ("python", "late"), ("python", "dies")}
-    blocks = [block for page in DOCS.glob("*.md") for block in blocks_of(page) if block.language]
+    blocks = [block for page in DOCS.rglob("*.md") for block in blocks_of(page) if block.language]
     assert {(block.language, block.use) for block in blocks} == elsewhere | here
-    assert {block.page.stem for block in blocks if block.language in ("cmake", "text")} == {"cmake"}
+    assert {name_of(block.page) for block in blocks if block.language in ("cmake", "text")} == {"guides/cmake"}
 
 
 @pytest.mark.parametrize("page", pages_with("python"))
@@ -134,7 +134,7 @@ def test_a_page_runs_and_ranks_end_with_equal_parameters(page, tmp_path):
 
 
 def test_a_batch_that_fails_on_one_rank_is_left_out_on_all(tmp_path):
-    (first, said), (second, said_too) = run_ranks(_run_page, "recovery", tmp_path, "raises", 2)
+    (first, said), (second, said_too) = run_ranks(_run_page, "guides/failures", tmp_path, "raises", 2)
     assert first == second
     assert said.startswith("left out on all ranks: Reducer: rank 1 failed in iteration 3")
     assert said.count("left out") == 1
@@ -149,7 +149,7 @@ def _run_unbroken(rank: int) -> list:
 
 
 def test_a_resumed_training_has_the_bits_of_one_that_was_not_interrupted(tmp_path):
-    resumed = run_ranks(_run_page, "checkpoints", tmp_path, "", 3, world_size=3)
+    resumed = run_ranks(_run_page, "guides/checkpoints", tmp_path, "", 3, world_size=3)
     unbroken = run_ranks(_run_unbroken, world_size=3)
     assert [parameters for parameters, _ in resumed] == unbroken
 
@@ -162,7 +162,7 @@ def test_the_readmes_sharded_program_learns(tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize("fault", ["late", "dies"])
 def test_training_that_a_rank_broke_ends_as_if_nothing_had_been(fault, tmp_path):
-    blocks = _programs("recovery")[fault]
+    blocks = _programs("guides/failures")[fault]
     done = _run(tmp_path, blocks, _GIVEN, _END, fault)
     assert "rank 0, step 2: " in done, done
     unbroken = _run(tmp_path, [], _GIVEN + _GROUP + _UNBROKEN, _END)
