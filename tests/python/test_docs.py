@@ -19,7 +19,7 @@ from ranks import run_ranks, torchrun
 _TESTS = pathlib.Path(__file__).parents[1]
 sys.path.insert(0, str(_TESTS / "docs"))
 
-from page_blocks import DOCS, README, Block, blocks_of, name_of, pages_with  # noqa: E402
+from page_blocks import DOCS, Block, blocks_of, name_of, pages_with  # noqa: E402
 
 _GIVEN = """
 import os, signal, sys, threading
@@ -121,7 +121,7 @@ def _run_page(rank: int, page: str, folder: str, fault: str, world_size: int) ->
 def test_no_block_is_of_a_language_that_no_test_runs():
     # make_cpp.py takes the C++ blocks, use_from_cmake.py those of CMake and its error.
     elsewhere = {("cpp", ""), ("cmake", ""), ("cmake", "in-tree"), ("text", "")}
-    here = {("python", ""), ("python", "late"), ("python", "dies")}
+    here = {("python", ""), ("python", "torchrun"), ("python", "late"), ("python", "dies")}
     blocks = [block for page in DOCS.rglob("*.md") for block in blocks_of(page) if block.language]
     assert {(block.language, block.use) for block in blocks} == elsewhere | here
     assert {name_of(block.page) for block in blocks if block.language in ("cmake", "text")} == {"guides/cmake"}
@@ -154,8 +154,8 @@ def test_a_resumed_training_has_the_bits_of_one_that_was_not_interrupted(tmp_pat
     assert [parameters for parameters, _ in resumed] == unbroken
 
 
-def test_the_readmes_sharded_program_learns(tmp_path):
-    (block,) = [block for block in blocks_of(README) if block.use == "torchrun"]
+def test_the_sharded_program_of_the_start_page_learns(tmp_path):
+    (block,) = [block for block in blocks_of(DOCS / "start/python.md") if block.use == "torchrun"]
     assert _run(tmp_path, [block], "", _LEARNT).count("has learnt") == 2
 
 
