@@ -181,7 +181,7 @@ def test_experts_of_one_form_in_another_order_are_an_error_on_all(rank, has_mesh
     brigade.fully_shard(model, mesh=all_ranks)
     words = "unit 'experts.0': expected the same names, sharded in the same order"
     if has_mesh_of_all:
-        words = "in the same order on all ranks; parameters of other modules have been mixed up"
+        words = "in the same order on all ranks; parameters have been mixed up"
     with pytest.raises(ValueError, match=words):
         model(batch_of(rank, 0))
 
