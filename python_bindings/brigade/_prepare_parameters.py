@@ -50,8 +50,8 @@ def require_read_only(module: nn.Module, prefix: str, ignored: set[nn.Parameter]
         return
     if module.weight not in ignored:
         raise NotImplementedError(
-            f"fully_shard: {type(module).__name__} '{prefix.rstrip('.')}' has max_norm, so that its "
-            "forward writes its weight; resharding would drop these writes.\nLeave max_norm out, "
+            f"fully_shard: {type(module).__name__} '{prefix.rstrip('.')}' has max_norm: its "
+            "forward writes its weight, and resharding would drop the writes.\nLeave max_norm out, "
             "or name the weight in ignored_params."
         )
 

@@ -126,7 +126,7 @@ class FSDPModule(_TorchFSDPModule):
     def set_keep_unsharded_storage(self, keep: bool, *, recurse: bool = True) -> None:
         """Sets whether unsharded parameters keep their memory and addresses while sharded.
 
-        Not in torch. Default: False.
+        Default: False.
         """
         self._set(recurse, keeps_storage=keep)
 
