@@ -212,7 +212,9 @@ def test_resumes_from_a_checkpoint(rank, tmp_path):
     train(again, resumed, range(3, 6))
     for (name, a), b in zip(model.named_parameters(), again.parameters(), strict=True):
         assert torch.equal(a.to_local(), b.to_local()), name
-    with pytest.raises(NotImplementedError, match="rank 0 has those of its own meshes only"):
+    with pytest.raises(
+        NotImplementedError, match="rank 0 lacks the parameters of the other meshes"
+    ):
         model.full_state_dict(rank0_only=True)
 
 
