@@ -7,7 +7,6 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from brigade import _C
 from brigade._sharded_tensors import TensorShard, as_shard
@@ -58,7 +57,7 @@ def gather_full(state: dict[str, Any], rank0_only: bool) -> dict[str, Any]:
         shared = path if unit.group is root.outermost.group else ""
         kinds.setdefault(unit, []).append(f"{shared}, {value.dtype}")
     for unit, found in kinds.items():
-        _require_same_kinds(unit.group, found)
+        _C.require_agreement(unit.group, "sharded tensor", found)
     keeps = not rank0_only or root.outermost.group.rank() == 0
     full_tensors: dict[tuple, torch.Tensor] = {}
     for _, shard in shards:
@@ -91,16 +90,3 @@ def _copied(value: Any, full_tensors: dict[tuple, torch.Tensor]) -> Any:
     if isinstance(value, list):
         return [_copied(inner, full_tensors) for inner in value]
     return full_tensors[_alias_key(value)] if isinstance(value, TensorShard) else _copy_of(value)
-
-
-def _require_same_kinds(group: dist.ProcessGroup, kinds: list[str]) -> None:
-    of_ranks: list[Any] = [None] * group.size()
-    dist.all_gather_object(of_ranks, kinds, group=group)
-    for rank, found in enumerate(of_ranks):
-        if found != of_ranks[0]:
-            differ = sorted(set(found) ^ set(of_ranks[0]))
-            raise RuntimeError(
-                f"full state dict: expected the same sharded tensors on all ranks, found that "
-                f"ranks 0 and {rank} differ in {differ[:5]}.\nStep all ranks' optimizers the same "
-                "number of times."
-            )

@@ -86,11 +86,15 @@ class ParameterWatch:
             self._snapshot.take(self._module.modules())
 
 
+# (module._parameters, name, parameter); a tied parameter has several.
+Slot = tuple[dict[str, Any], str, nn.Parameter]
+
+
 class ParameterSlots:
     """Watches the parameters of one sharded unit.
 
     Args:
-        slots: (module._parameters, name, parameter) of each place of each parameter.
+        slots: All places where the unit's parameters are registered.
         own_modules: Returns the unit's modules.
         names: Returns the paths of all modules in the outermost one, for errors.
         ignored: Parameters that are not sharded.
@@ -98,7 +102,7 @@ class ParameterSlots:
 
     def __init__(
         self,
-        slots: list[tuple[dict[str, Any], str, nn.Parameter]],
+        slots: list[Slot],
         own_modules: Callable[[], Iterable[nn.Module]],
         names: Callable[[], dict[nn.Module, str]],
         ignored: set[nn.Parameter],

@@ -22,7 +22,7 @@ from torch.distributed.tensor import Replicate, Shard
 
 from brigade import _C
 from brigade._checks import raises_on_all_ranks, require_count, some_of
-from brigade._parameter_watch import ParameterSlots
+from brigade._parameter_watch import ParameterSlots, Slot
 from brigade._prepare_parameters import (
     destinations,
     memory_of,
@@ -70,6 +70,31 @@ def own_modules(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.M
             yield from own_modules(child, f"{prefix}{name}.")
 
 
+def _checked_parameters(
+    modules: list[nn.Module], prefixes: list[str], ignored: set[nn.Parameter]
+) -> tuple[dict[nn.Parameter, list[tuple[int, str]]], list[Slot]]:
+    """Returns the parameters of a new unit with their (index in modules, path), and their slots."""
+    paths: dict[nn.Parameter, list[tuple[int, str]]] = {}
+    slots: list[Slot] = []
+    for index, module in enumerate(modules):
+        for prefix, child in own_modules(module):
+            require_read_only(child, prefix, ignored)
+            for name, parameter in child._parameters.items():
+                if parameter is None or parameter in ignored:
+                    continue
+                where = f"'{prefixes[index]}{prefix}{name}' of {type(module).__name__}"
+                require_plain(parameter, where)
+                require_in_no_unit(parameter, where)
+                paths.setdefault(parameter, []).append((index, prefix + name))
+                slots.append((child._parameters, name, parameter))
+    return paths, slots
+
+
+def _own_buffers(modules: list[nn.Module]) -> list[torch.Tensor]:
+    children = (child for module in modules for _, child in own_modules(module))
+    return [b for child in children for b in child._buffers.values() if b is not None]
+
+
 class Unit:
     """Modules (usually one) whose parameters are sharded and unsharded together."""
 
@@ -92,7 +117,7 @@ class Unit:
             modules: The unit's modules.
             group: All ranks that hold the parameters.
             num_shards: Each `num_shards` consecutive ranks of `group` hold all parameters once.
-            mesh: The value of `device_mesh`; None: made when it is asked for.
+            mesh: The result of device_mesh(); None: made on demand.
             options: Arguments of FullyShardOptions.
             policy: dtypes.
             reshard_after_forward: None: True unless this is the outermost unit.
@@ -111,8 +136,8 @@ class Unit:
         self.creation_index = next(_creation_order)
         self.path = ""  # of the modules in the outermost one
         self.max_input_buffers: int | None = None  # the root uses the minimum of all units
-        self.manual_finalization = False  # used of the outermost unit only
-        self.post_optim_event: torch.Event | None = None  # used of the outermost unit only
+        self.manual_finalization = False  # the root uses the outermost unit's
+        self.post_optim_event: torch.Event | None = None  # the root uses the outermost unit's
         self.was_on_meta = False
         self._parent: weakref.ref[Unit] | None = None
         self.index = -1  # in the root; -1 without parameters
@@ -136,26 +161,11 @@ class Unit:
         block_numel_fn: Callable[[nn.Parameter], int] | None,
         device_type: str | None,
     ) -> None:
-        found: dict[nn.Parameter, list[tuple[int, str]]] = {}
-        slots: list[tuple[dict[str, Any], str, nn.Parameter]] = []
-        buffers: list[torch.Tensor] = []
         prefixes = [f"[{index}]." if len(modules) > 1 else "" for index in range(len(modules))]
         block_numels = dtypes = None
         with raises_on_all_ranks(self.group):
-            for index, module in enumerate(modules):
-                for prefix, child in own_modules(module):
-                    require_read_only(child, prefix, ignored)
-                    buffers += [buffer for buffer in child._buffers.values() if buffer is not None]
-                    for name, parameter in child._parameters.items():
-                        if parameter is None or parameter in ignored:
-                            continue
-                        path = prefix + name
-                        where = f"'{prefixes[index]}{path}' of {type(module).__name__}"
-                        require_plain(parameter, where)
-                        require_in_no_unit(parameter, where)
-                        found.setdefault(parameter, []).append((index, path))
-                        slots.append((child._parameters, name, parameter))
-            parameters, self._paths = list(found), list(found.values())
+            paths, slots = _checked_parameters(modules, prefixes, ignored)
+            parameters, self._paths = list(paths), list(paths.values())
             names = [prefixes[index] + path for (index, path), *_ in self._paths]
             if block_numel_fn is not None:
                 block_numels = [
@@ -165,7 +175,7 @@ class Unit:
             if (override := getattr(self.policy, "param_dtype_override_fn", None)) is not None:
                 dtypes = [override(parameter) for parameter in parameters]
             memories = memory_of(self, names, parameters)
-            moves = destinations([*parameters, *buffers], self.group, device_type)
+            moves = destinations([*parameters, *_own_buffers(modules)], self.group, device_type)
             if moves:
                 require_no_overlap(memories)
             for tensor, device in moves:
@@ -180,7 +190,7 @@ class Unit:
             lambda: module_paths(reference().outermost()),
             ignored,
         )
-        if not found:
+        if not parameters:
             if moves:  # matches raises_on_all_ranks() of a peer whose move failed
                 types = [type(module).__name__ for module in modules]
                 _C.require_agreement(self.group, "moved module", types)
@@ -301,7 +311,7 @@ class Unit:
         return in_forward or torch._C._current_graph_task_id() != -1
 
     def unshard(self) -> None:
-        """Collective."""
+        """Unshards this unit, without those inside of it. Collective."""
         root = self.require_root()
         if self.native is None or root.is_unsharded:
             return
