@@ -146,17 +146,16 @@ Shard& sharded(const at::Tensor& tensor) {
   return *shard;
 }
 
-// Returns this rank's shard of `whole`, an unsharded tensor, sharded like
+// Returns this rank's shard of `full`, an unsharded tensor, sharded like
 // `like`.
-at::Tensor shard_like(const at::Tensor& whole, const at::Tensor& like) {
+at::Tensor shard_like(const at::Tensor& full, const at::Tensor& like) {
   const Shard& shard = sharded(like);
-  TORCH_CHECK_VALUE(whole.sizes() == like.sizes(),
-                    "shard_like: expected shape ", like.sizes(), ", found ",
-                    whole.sizes(), ".");
+  TORCH_CHECK_VALUE(full.sizes() == like.sizes(), "shard_like: expected shape ",
+                    like.sizes(), ", found ", full.sizes(), ".");
   const at::NoGradGuard no_grad;
-  at::Tensor in_order = whole.detach();
+  at::Tensor in_order = full.detach();
   if (in_order.strides() != like.strides()) {
-    in_order = at::empty_strided(like.sizes(), like.strides(), whole.options())
+    in_order = at::empty_strided(like.sizes(), like.strides(), full.options())
                    .copy_(in_order);
   }
   return make_sharded_like(like,
@@ -167,7 +166,7 @@ at::Tensor shard_like(const at::Tensor& whole, const at::Tensor& like) {
 
 // Replaces the shard of `tensor` by that of `other`, which may have another
 // dtype or device.
-void set_piece(const at::Tensor& tensor, const at::Tensor& other) {
+void set_shard(const at::Tensor& tensor, const at::Tensor& other) {
   sharded(tensor);
   Shard& before = *shard_of(tensor);
   if (before.owner != nullptr) before.owner->written(before.unit);
@@ -326,7 +325,7 @@ void register_sharding(py::module_& module) {
       py::arg("tensor"),
       "Returns the index of the first local element in the unsharded tensor.");
   module.def(
-      "place_of",
+      "alias_key",
       [](const at::Tensor& tensor) {
         const Shard& shard = sharded(tensor);
         const auto* const storage =
@@ -338,16 +337,16 @@ void register_sharding(py::module_& module) {
       "Returns a key that is equal only for aliases, also without local "
       "elements. Valid while the tensor lives.");
   module.def(
-      "gather_whole",
+      "full_tensor",
       [](const at::Tensor& tensor) {
         sharded(tensor);
         return gather_whole(tensor);
       },
       NoGil(), py::arg("tensor"), "Returns the unsharded tensor. Collective.");
-  module.def("shard_like", &shard_like, NoGil(), py::arg("whole"),
+  module.def("shard_like", &shard_like, NoGil(), py::arg("full"),
              py::arg("like"),
-             "Returns this rank's shard of `whole`, sharded like `like`.");
-  module.def("set_piece", &set_piece, py::arg("tensor"), py::arg("other"),
+             "Returns this rank's shard of `full`, sharded like `like`.");
+  module.def("set_shard", &set_shard, py::arg("tensor"), py::arg("other"),
              "Gives `tensor` the shard, dtype and device of `other`.");
 
   py::class_<SegmentedModel, std::shared_ptr<SegmentedModel>>(

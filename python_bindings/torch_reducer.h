@@ -1,5 +1,6 @@
-// Adapter of Reducer to the interface of torch.distributed.Reducer, where the
-// comm hook, process group and static graph are set after construction.
+// TorchReducer: adapter of Reducer to the interface of
+// torch.distributed.Reducer, where the comm hook, process group and static
+// graph are set after construction.
 //
 // A change that Reducer does not support makes a new Reducer, without
 // collectives. All ranks make the same changes, between iterations.
@@ -46,7 +47,6 @@ class TorchReducer {
   // prepared backward left parameters without gradients.
   bool rebuild_buckets();
 
-  // As Reducer's.
   void note_local_forward(const std::vector<at::Tensor>& outputs);
   void expect_forwards();
   bool can_continue() const { return !reducer_ || reducer_->can_continue(); }
@@ -131,17 +131,15 @@ class TorchReducer {
   int64_t logging_sample_rate() const { return logging_sample_rate_; }
   void set_logging_sample_rate(int64_t rate);
 
-  // Returns the timeline of the last sampled iteration.
   Timeline timeline() const {
     return reducer_ ? reducer_->timeline() : Timeline{};
   }
 
-  // Returns the error of the last failed backward.
   std::optional<ReductionError> last_error() const {
     return reducer_ ? reducer_->last_error() : std::nullopt;
   }
 
-  // These return zeros and empty lists after reset() or remove_hooks().
+  // Zeros and empty lists after reset() or remove_hooks().
   ReducerStatistics statistics() const {
     return reducer_ ? reducer_->statistics() : ReducerStatistics{};
   }

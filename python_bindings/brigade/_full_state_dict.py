@@ -70,7 +70,7 @@ def gather_full(state: dict[str, Any], rank0_only: bool) -> dict[str, Any]:
 
 def _alias_key(shard: TensorShard) -> tuple:
     """Returns a key that tied parameters share, on all ranks: each is gathered once."""
-    return (_C.place_of(shard), shard._unit(), shard.shape)
+    return (_C.alias_key(shard), shard._unit(), shard.shape)
 
 
 def leaves(tree: Any, path: str = "") -> Iterator[tuple[str, Any]]:

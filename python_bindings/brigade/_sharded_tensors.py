@@ -95,7 +95,7 @@ class TensorShard(torch.Tensor):
             return torch.empty_strided(
                 self.shape, self.stride(), dtype=self.dtype, device=self.device
             )
-        return _C.gather_whole(self)
+        return _C.full_tensor(self)
 
     @property
     def device_mesh(self) -> Any:

@@ -431,7 +431,7 @@ def write_shard(parameter: TensorShard, value: torch.Tensor) -> None:
         full = value.full_tensor() if hasattr(value, "full_tensor") else value
         value = _C.shard_like(full, parameter)
     if parameter.is_meta and not value.is_meta:
-        _C.set_piece(parameter, value.detach().to(parameter.dtype))
+        _C.set_shard(parameter, value.detach().to(parameter.dtype))
     else:
         parameter.copy_(value)
 
@@ -487,7 +487,7 @@ def _convert_shard(
     if changed is parameter:
         return
     parameter.grad = None
-    _C.set_piece(parameter, changed)
+    _C.set_shard(parameter, changed)
     if gradient is not None:
         parameter.grad = as_shard(fn(gradient), parameter)
 

@@ -171,6 +171,6 @@ def test_a_placement_may_name_the_units_mesh(rank):
     assert model.blocks[0]._brigade_unit.group.size() == 2
     with pytest.raises(NotImplementedError, match=r"for 'norm\.weight' and .* for 'up\.weight'"):
         shard(lambda p: _Result(placement=None, mesh_info=row) if p.dim() == 1 else None)
-    with pytest.raises(NotImplementedError, match="along 0 and replicas along 1"):
+    with pytest.raises(NotImplementedError, match="shard_mesh_dim 0 and replicate_mesh_dim 1"):
         wrong = common.HSDPMeshInfo(both, shard_mesh_dim=0, replicate_mesh_dim=1)
         shard(lambda p: _Result(placement=None, mesh_info=wrong))
