@@ -106,9 +106,9 @@ class TorchReducer {
   // first iteration.
   void set_static_graph();
 
-  // Switches to manual readiness, gradient_ready(): gradients get the
-  // parameters' dtype. A user's hook that is registered already gets buckets of
-  // `dtype`, if given. Call it on all ranks before training.
+  // Switches to manual readiness, gradient_ready(). A registered hook of the
+  // user gets buckets of `dtype`, if given; gradients get the parameters'
+  // dtype. Call it on all ranks before training.
   void set_mixed_precision_dtype(std::optional<at::ScalarType> dtype);
 
   // Returns the number of ranks that used each parameter in the last reduction,
@@ -119,8 +119,8 @@ class TorchReducer {
   // Returns false if the set of unused parameters has changed.
   bool is_graph_static() const;
 
-  // Destroys the Reducer, with its iteration and plan. The next call that needs
-  // one, or set_process_group(), makes a new one.
+  // Destroys the Reducer, its iteration and plan. The next call makes a new
+  // one.
   void reset() { reducer_ = nullptr; }
   void set_process_group(c10::intrusive_ptr<c10d::ProcessGroup> group);
 

@@ -107,11 +107,10 @@ def process_group_of(
 def raises_on_all_ranks(
     group: dist.ProcessGroup | None, send: Callable[[str], None] | None = None
 ) -> Iterator[None]:
-    """Context manager: an exception in the body is also raised by the peers.
+    """Context manager without communication: the peers raise its exception, too.
 
-    The peers raise in their next require_agreement(), or in the collective that matches `send`, a
-    function of the error text. The body must not communicate. If the peers do not come within 3 s,
-    the error is printed to stderr. With `group` None, the exception stays on this rank.
+    They raise in their next require_agreement(), or in the collective that matches `send`. The
+    error is printed to stderr if they are late. With `group` None, only this rank raises.
     """
     try:
         yield
@@ -162,7 +161,7 @@ def hook_name(hook: Any) -> str:
 
 
 def some_of(names: Sequence[str], limit: int = 5) -> str:
-    """Returns the first `limit` names, quoted, and the number of the others."""
+    """Quotes the first `limit` names and counts the others."""
     shown = ", ".join(f"'{name}'" for name in names[:limit])
     more = len(names) - limit
     return f"{shown} and {more} more" if more > 0 else shown

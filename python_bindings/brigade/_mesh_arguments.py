@@ -1,8 +1,6 @@
 """Translates fully_shard()'s mesh, dp_mesh_dims and shard_placement_fn into process groups.
 
-Two values describe a unit's ranks: `group`, all ranks that hold the unit's parameters, and
-`num_shards`. Each `num_shards` consecutive ranks of the group hold all parameters once; the other
-ranks hold replicas.
+A unit's ranks are its `group`; each `num_shards` consecutive ranks of it hold one replica.
 """
 
 from __future__ import annotations
@@ -21,11 +19,7 @@ _GroupAndShards = tuple[dist.ProcessGroup, int]
 
 
 def group_and_num_shards(mesh: Any, dp_mesh_dims: Any = None) -> _GroupAndShards:
-    """Returns the group of a mesh's ranks and the number of shards.
-
-    Collective over the mesh's ranks when it makes a group. `dp_mesh_dims` is torch's
-    DataParallelMeshDims.
-    """
+    """Returns (group, num_shards). Collective over the mesh's ranks when it makes a group."""
     if dp_mesh_dims is not None:
         return _from_ranks(_data_parallel_ranks(mesh, dp_mesh_dims), mesh)
     if mesh is None:
@@ -68,7 +62,6 @@ def _names(dims: str | Iterable[str] | None) -> tuple[str, ...]:
 
 
 def _from_ranks(ranks: torch.Tensor, mesh: Any) -> _GroupAndShards:
-    """Returns the group of `ranks`, of shape [replicas, shards], and the number of shards."""
     flat = ranks.flatten().tolist()
     if flat != sorted(flat) and not (_KEEPS_ORDER and flat[0] == min(flat)):
         raise NotImplementedError(
@@ -87,7 +80,7 @@ _groups: dict[tuple[int, ...], dist.ProcessGroup] = {}
 
 
 def _group_of_ranks(ranks: tuple[int, ...]) -> dist.ProcessGroup:
-    """Returns one group for all meshes of these ranks. Collective when it makes the group."""
+    """Returns the same group for all meshes of these ranks."""
     group = _groups.get(ranks)
     if group is None or group not in dist.distributed_c10d._world.pg_map:  # destroyed since
         order = {"sort_ranks": False} if _KEEPS_ORDER else {}

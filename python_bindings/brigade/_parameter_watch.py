@@ -37,12 +37,8 @@ class _TableSnapshot:
 class ParameterWatch:
     """Watches the parameters of a module that DistributedDataParallel reduces.
 
-    Args:
-        module: The wrapped module.
-        reduced: The reducer's parameters; None for one that may be replaced.
-        names: Returns the names of `reduced`.
-        all_parameters: Parameters that the module may have, reduced or frozen.
-        ignored: Names that are not watched.
+    `reduced` has None for a parameter that may be replaced. The module may have `all_parameters`.
+    The names `ignored` are not watched.
     """
 
     def __init__(
@@ -91,14 +87,7 @@ Slot = tuple[dict[str, Any], str, nn.Parameter]
 
 
 class ParameterSlots:
-    """Watches the parameters of one sharded unit.
-
-    Args:
-        slots: All places where the unit's parameters are registered.
-        own_modules: Returns the unit's modules.
-        names: Returns the paths of all modules in the outermost one, for errors.
-        ignored: Parameters that are not sharded.
-    """
+    """Watches the parameters of one sharded unit; `names` returns module_paths(), for errors."""
 
     def __init__(
         self,
@@ -114,10 +103,7 @@ class ParameterSlots:
         self._snapshot = _TableSnapshot()
 
     def restore_sharded(self, write: Callable[[torch.Tensor, torch.Tensor], None]) -> None:
-        """Puts parameters back where an init function registered a sharded tensor instead.
-
-        Calls write(parameter, tensor) to keep the tensor's values.
-        """
+        """Writes and puts back a parameter that an init function replaced by a sharded tensor."""
         for where, name, parameter in self._slots:
             found = where.get(name)
             if found is parameter or not isinstance(found, torch.Tensor):

@@ -75,10 +75,7 @@ _former_memory: dict[int, list[_Memory]] = {}
 
 
 def require_in_no_unit(parameter: nn.Parameter, where: str) -> None:
-    """Raises ValueError if the parameter, or one that is tied to it, is sharded already.
-
-    `where` names the parameter in the error.
-    """
+    """Raises ValueError if the parameter, or one that is tied to it, is sharded already."""
     if isinstance(parameter, TensorShard):
         unit = parameter._unit()
         raise ValueError(
@@ -95,10 +92,7 @@ def require_in_no_unit(parameter: nn.Parameter, where: str) -> None:
 
 
 def require_untied(tensor: torch.Tensor, where: str) -> None:
-    """Raises ValueError if an unsharded tensor shared memory with a sharded parameter.
-
-    `where` names the tensor in the error, for example "buffer 'scale'".
-    """
+    """Raises ValueError if an unsharded tensor shared memory with a sharded parameter."""
     if (memory := _former_memory_of(tensor)) is not None:
         raise ValueError(
             f"fully_shard: {where} shared memory with parameter '{memory.name}' of "

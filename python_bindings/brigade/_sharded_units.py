@@ -42,11 +42,7 @@ _creation_order = itertools.count()
 
 
 def split_reshards(value: bool | int, num_shards: int) -> tuple[bool, int | None]:
-    """Translates reshard_after_forward; `num_shards` ranks share the parameters.
-
-    Returns (whether to reshard after forward, the number of ranks that then keep shards of the
-    unsharded parameters, or None for `num_shards`).
-    """
+    """Splits reshard_after_forward into a bool and the number of ranks (None: `num_shards`)."""
     if isinstance(value, bool):
         return value, None
     if not isinstance(value, int) or value < 1 or num_shards % value != 0:
@@ -73,7 +69,7 @@ def own_modules(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.M
 def _checked_parameters(
     modules: list[nn.Module], prefixes: list[str], ignored: set[nn.Parameter]
 ) -> tuple[dict[nn.Parameter, list[tuple[int, str]]], list[Slot]]:
-    """Returns the parameters of a new unit with their (index in modules, path), and their slots."""
+    """Returns a new unit's parameters with their (index in modules, path), and their slots."""
     paths: dict[nn.Parameter, list[tuple[int, str]]] = {}
     slots: list[Slot] = []
     for index, module in enumerate(modules):
@@ -113,17 +109,9 @@ class Unit:
     ) -> None:
         """Shards the modules' parameters that are in no unit yet. Collective.
 
-        Args:
-            modules: The unit's modules.
-            group: All ranks that hold the parameters.
-            num_shards: Each `num_shards` consecutive ranks of `group` hold all parameters once.
-            mesh: The result of device_mesh(); None: made on demand.
-            options: Arguments of FullyShardOptions.
-            policy: dtypes.
-            reshard_after_forward: None: True unless this is the outermost unit.
-            ignored: Parameters that are not sharded.
-            block_numel_fn: As of fully_shard().
-            device_type: The mesh's; None without a mesh.
+        `group` and `num_shards`: see _mesh_arguments.py. `mesh`: None makes one on demand.
+        `options`: arguments of FullyShardOptions. `reshard_after_forward`: None means True unless
+        this is the outermost unit. `device_type`: the mesh's; None without a mesh.
         """
         self._modules = [weakref.ref(module) for module in modules]
         self.group = group
@@ -257,7 +245,7 @@ class Unit:
         return next((path for each, ((_, path), *_) in named if each is parameter), "")
 
     def rename(self, names: dict[nn.Module, str]) -> None:
-        """Sets the names in error texts. `names` are module_paths() of the outermost unit."""
+        """Sets the names in error texts; `names` are the outermost unit's module_paths()."""
         self.path = ", ".join(self._module_names(names))
         if self.native is not None:
             self.native.rename(self.path, self.parameter_names(names))
@@ -276,7 +264,7 @@ class Unit:
         return [f"{own[i]}.{path}" if own[i] else path for i, path in firsts]
 
     def device_mesh(self) -> DeviceMesh:
-        """Returns the unit's mesh: 1-D, or 2-D (replicas, shards)."""
+        """Returns a 1-D mesh, or a 2-D mesh (replicas, shards)."""
         if self._mesh is None:
             kind = self.parameters[0].device.type if self.parameters else "cpu"
             ranks = torch.tensor(dist.get_process_group_ranks(self.group))
@@ -292,7 +280,7 @@ class Unit:
     # ---- Settings.
 
     def settings(self) -> _C.UnitSettings | None:
-        """Returns the settings, or None if the unit has no parameters."""
+        """Returns None if the unit has no parameters."""
         if self.native is None:
             return None
         return self.native.settings if self.root is None else self.root.native.settings(self.index)
@@ -396,7 +384,7 @@ def _require_no_transform() -> None:
 
 
 def _without_user_hooks(output: torch.Tensor) -> torch.Tensor:
-    """Returns a view without the user's tensor hooks: the root's hook must run before them."""
+    """Returns a view without the user's tensor hooks: the root's hook runs before them."""
     return output.view_as(output) if output._backward_hooks else output
 
 
@@ -407,10 +395,7 @@ def _await_statuses(module: nn.Module, *_: Any) -> None:
 
 
 def _write_shards(module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
-    """Load-state-dict pre-hook: writes this rank's shards of sharded, DTensor and full values.
-
-    Replaces the values in `state` by the parameters, which torch then copies onto themselves.
-    """
+    """Load-state-dict pre-hook: writes this rank's shards, and puts the parameters into `state`."""
     for path, child in own_modules(module):
         for name, parameter in child._parameters.items():
             key = prefix + path + name
@@ -604,7 +589,7 @@ def _require_memory(outermost: Unit, units: list[Unit], names: dict[nn.Module, s
 
 
 def _mesh_in(outermost: Unit, unit: Unit) -> tuple[list[int], int] | None:
-    """Returns the unit's (ranks in the outermost unit's group, num_shards); None: the same mesh."""
+    """Returns (ranks in the outermost unit's group, num_shards); None: the same mesh."""
     if unit.group is outermost.group and unit.num_shards == outermost.num_shards:
         return None  # checked first: torch may not know the group
     of_root, ranks = map(dist.get_process_group_ranks, (outermost.group, unit.group))

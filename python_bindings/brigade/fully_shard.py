@@ -2,9 +2,9 @@
 
 Each argument of fully_shard() is translated in:
     mesh, dp_mesh_dims, shard_placement_fn: _mesh_arguments.py
-    module, ignored_params, block_numel_fn, reshard_after_forward, mp_policy: _sharded_units.py
-    checks and device moves of parameters: _prepare_parameters.py
+    module, ignored_params, block_numel_fn, reshard_after_forward: _sharded_units.py
     the others: fully_shard() itself
+_prepare_parameters.py checks parameters and moves them to the mesh's device.
 """
 
 from __future__ import annotations
