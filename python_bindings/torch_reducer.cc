@@ -217,7 +217,7 @@ void TorchReducer::meet_peers() {
   if (!ready()) return;
   // A forward without gradients between two backwards of an iteration.
   if (!at::GradMode::is_enabled() && !missing_gradients().empty()) return;
-  reducer_->meet_peers("came to a forward");
+  reducer_->barrier("came to a forward");
 }
 
 bool TorchReducer::send_buffers(std::vector<at::Tensor> buffers) {

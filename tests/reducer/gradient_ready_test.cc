@@ -84,7 +84,7 @@ class GradientReadyTest
  protected:
   ReducerOptions options(const Group& group) const {
     ReducerOptions options = {
-        .bucket_caps_bytes = {40},
+        .bucket_cap_bytes = {40},
         .gradient_as_bucket_view = std::get<0>(GetParam())};
     if (std::get<1>(GetParam())) options.comm_hook = fp16_hook(group);
     return options;

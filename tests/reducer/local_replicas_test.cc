@@ -86,7 +86,7 @@ class LocalReplicasTest
     : public ::testing::TestWithParam<std::tuple<int, bool, int64_t>> {
  protected:
   ReducerOptions options() const {
-    return {.bucket_caps_bytes = {std::get<2>(GetParam())},
+    return {.bucket_cap_bytes = {std::get<2>(GetParam())},
             .gradient_as_bucket_view = std::get<1>(GetParam())};
   }
 

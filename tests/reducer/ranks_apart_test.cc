@@ -234,12 +234,12 @@ TEST(RanksApartTest, ARankThatMeetsPeersInAnIterationLaunchesZerosForThem) {
           expect_trains(reducer, model, group, 1);
           const bool fails = group->getRank() == 1;
           for (const int iteration : {2, 4}) {
-            reducer.meet_peers("came to a forward");
+            reducer.barrier("came to a forward");
             const at::Tensor loss = model.loss(group->getRank());
             if (!fails || prepared) reducer.prepare_for_backward(loss);
             EXPECT_THAT(
                 text_of<c10::Error>([&] {
-                  fails ? reducer.meet_peers("came to a forward")
+                  fails ? reducer.barrier("came to a forward")
                         : loss.backward();
                 }),
                 AllOf(HasSubstr("ranks 0, 2 ended iteration " +
@@ -252,7 +252,7 @@ TEST(RanksApartTest, ARankThatMeetsPeersInAnIterationLaunchesZerosForThem) {
             std::vector<at::Tensor> tensors = {at::ones({7})};
             group->allreduce(tensors)->wait();
             EXPECT_TRUE(at::equal(tensors[0], at::full({7}, 3.0)));
-            reducer.meet_peers("came to a forward");
+            reducer.barrier("came to a forward");
             expect_trains(reducer, model, group, 1);
           }
         },
@@ -267,7 +267,7 @@ TEST(RanksApartTest, RanksThatMeetToDoDifferentThingsAllRaise) {
         const ToyModel model(kSizes);
         Reducer reducer(model.parameters, group, {.bucket_plan = kOneEach});
         const std::string deed = group->getRank() == 0 ? "came" : "saw";
-        EXPECT_THAT(text_of<c10::Error>([&] { reducer.meet_peers(deed); }),
+        EXPECT_THAT(text_of<c10::Error>([&] { reducer.barrier(deed); }),
                     HasSubstr("rank 0 came, rank 1 saw"));
         expect_trains(reducer, model, group);
       },
@@ -282,7 +282,7 @@ TEST(RanksApartTest, MeetingPeersLeavesWhatIsPreparedPrepared) {
         Reducer reducer(model.parameters, group, {.bucket_plan = kOneEach});
         const at::Tensor loss = model.loss(group->getRank());
         reducer.prepare_for_backward(loss);
-        reducer.meet_peers("came to the end of a forward");
+        reducer.barrier("came to the end of a forward");
         loss.backward();
         EXPECT_EQ(reducer.statistics().reduced, 1);
       },

@@ -163,7 +163,7 @@ TEST(BackwardFailureTest, InTheFirstIterationLeavesTheRebuildInStep) {
   for (const int throws_late : {0, 1}) {
     run_ranks(2, [&](const Group& group) {
       const ToyModel model({{2}, {3}});
-      Reducer reducer(model.parameters, group, {.bucket_caps_bytes = {1}});
+      Reducer reducer(model.parameters, group, {.bucket_cap_bytes = {1}});
       const int rank = group->getRank();
       const at::Tensor input = at::ones({1}).requires_grad_();
       const at::Tensor first = input * 0;  // its gradient comes last
@@ -247,8 +247,8 @@ TEST(MisuseTest, ForwardInsideOfItsOwnBackward) {
     if (rank == 1) {
       EXPECT_THAT(text_of<c10::Error>([&] { loss.backward(); }),
                   AllOf(HasSubstr("outside of the backward of iteration 1 on "
-                                  "rank 1, found one inside of it"),
-                        HasSubstr("Checkpoint inside of what is wrapped")));
+                                  "rank 1, found a forward inside of it"),
+                        HasSubstr("Put checkpoints inside the wrapped module")));
     } else {
       EXPECT_THAT(text_of<c10::DistBackendError>([&] { loss.backward(); }),
                   HasSubstr("rank 1 failed in iteration 1"));
@@ -292,7 +292,7 @@ TEST(OneBackwardTest, MissingGradientsAreNamedAtItsEnd) {
     const int rank = group->getRank();
     const ToyModel model({{2}, {3}, {1}});
     Reducer reducer(model.parameters, group,
-                    {.bucket_caps_bytes = {4},
+                    {.bucket_cap_bytes = {4},
                      .parameter_names = model.names,
                      .one_backward_per_forward = true});
     for (int s = 0; s < 2; ++s) {

@@ -51,7 +51,7 @@ class ReducerOnRanksTest
  protected:
   int world_size() const { return std::get<0>(GetParam()); }
   ReducerOptions options() const {
-    return {.bucket_caps_bytes = {std::get<2>(GetParam())},
+    return {.bucket_cap_bytes = {std::get<2>(GetParam())},
             .gradient_as_bucket_view = std::get<1>(GetParam())};
   }
 };
@@ -602,7 +602,7 @@ TEST(ReducerTest, KeepsAnExplicitPlanAndRebuildsFirstBuckets) {
   const Buckets given = {{0, 1, 2}};
   for (const bool is_plan : {true, false}) {
     const ToyModel model({{2}, {3}, {4}});
-    ReducerOptions options = {.bucket_caps_bytes = {1}};
+    ReducerOptions options = {.bucket_cap_bytes = {1}};
     if (is_plan) options.bucket_plan = given;
     Reducer reducer(model.parameters, single_process_group(), options,
                     is_plan ? Buckets() : given);

@@ -94,7 +94,7 @@ TEST_P(ReproducibleTest, CapsViewsGraphsAndOrdersDoNotShow) {
     for (const int64_t cap : {1 << 10, 1 << 20, 25 << 20}) {
       for (const bool is_static : {false, true}) {
         expect_ordered_averages(group,
-                                {.bucket_caps_bytes = {cap},
+                                {.bucket_cap_bytes = {cap},
                                  .static_graph = is_static,
                                  .gradient_as_bucket_view = !is_static},
                                 at::kFloat,
@@ -113,7 +113,7 @@ TEST_P(ReproducibleTest, BucketsOfTheOrderedHookDoNotShow) {
     for (const at::ScalarType dtype : {at::kFloat, at::kHalf}) {
       for (const auto& plan : plans) {
         expect_ordered_averages(group,
-                                {.bucket_caps_bytes = {2048},
+                                {.bucket_cap_bytes = {2048},
                                  .bucket_plan = plan,
                                  .comm_hook = hook},
                                 dtype, Uses::kInOrder);
@@ -125,7 +125,7 @@ TEST_P(ReproducibleTest, BucketsOfTheOrderedHookDoNotShow) {
 TEST_P(ReproducibleTest, UnusedParametersCountAsZeros) {
   run_ranks(GetParam(), [](const Group& group) {
     expect_ordered_averages(
-        group, {.bucket_caps_bytes = {2048}, .find_unused_parameters = true},
+        group, {.bucket_cap_bytes = {2048}, .find_unused_parameters = true},
         at::kFloat, Uses::kAllButOne);
   });
 }
@@ -134,7 +134,7 @@ TEST_P(ReproducibleTest, UnusedParametersCountAsZeros) {
 TEST_P(ReproducibleTest, RanksThatAreNotComparedConnectLater) {
   run_ranks(GetParam(), [](const Group& group) {
     expect_ordered_averages(
-        group, {.bucket_caps_bytes = {2048}, .verify_across_ranks = false},
+        group, {.bucket_cap_bytes = {2048}, .verify_across_ranks = false},
         at::kFloat, Uses::kInOrder);
   });
 }
@@ -193,7 +193,7 @@ TEST(ReproducibleRefusalTest, WhatCannotBeSummedInOrderOnEveryRank) {
     EXPECT_THAT(refusal_of(group, {.comm_hook = is_odd ? all_reduce_hook(group)
                                                        : nullptr,
                                    .reproducible = true}),
-                HasSubstr("the comm hook must be null"));
+                HasSubstr("expected no comm hook"));
     EXPECT_THAT(refusal_of(group, {.expect_sparse_gradients = {false, is_odd},
                                    .reproducible = true}),
                 HasSubstr("parameter 1 has a sparse gradient"));

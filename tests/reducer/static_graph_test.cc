@@ -67,7 +67,7 @@ TEST(StaticGraphTest, ReducesGradientsThatComeInSeveralParts) {
   run_ranks(2, [](const Group& group) {
     const ToyModel model({{2}, {3}, {4}});
     ReducerOptions options = static_graph();
-    options.bucket_caps_bytes = {1};
+    options.bucket_cap_bytes = {1};
     Reducer reducer(model.parameters, group, options);
     const int rank = group->getRank();
     for (int s = 0; s < 4; ++s) {
@@ -113,7 +113,7 @@ TEST(StaticGraphTest, ReducesTheFirstIterationWhenItsBackwardEnds) {
 TEST(StaticGraphTest, PlansFromTheOrderInWhichGradientsWereComplete) {
   const ToyModel model({{2}, {3}, {4}});
   ReducerOptions options = static_graph();
-  options.bucket_caps_bytes = {1};
+  options.bucket_cap_bytes = {1};
   Reducer reducer(model.parameters, single_process_group(), options);
   const Reentrant::Parts parts = {[&] {
                                     return model.loss_in_order({1, 0}, 0);

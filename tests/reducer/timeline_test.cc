@@ -201,7 +201,7 @@ TEST(TimelineTest, RecordsNothingAtRateZero) {
 TEST(TimelineTest, LeavesOutUnusedParametersAndFollowsARebuiltPlan) {
   const ToyModel model(kSizes);
   Reducer reducer(model.parameters, single_process_group(),
-                  {.bucket_caps_bytes = {45}, .static_graph = true});
+                  {.bucket_cap_bytes = {45}, .static_graph = true});
   for (int iteration = 1; iteration <= 3; ++iteration) {
     step(reducer, model.loss_in_order({0, 2}, /*rank=*/0));
     const Timeline timeline = reducer.timeline();

@@ -79,7 +79,7 @@ class UnusedOnRanksTest
  protected:
   int world_size() const { return std::get<0>(GetParam()); }
   ReducerOptions options() const {
-    return {.bucket_caps_bytes = {std::get<2>(GetParam())},
+    return {.bucket_cap_bytes = {std::get<2>(GetParam())},
             .find_unused_parameters = true,
             .skip_all_reduce_unused_parameters = std::get<3>(GetParam()),
             .gradient_as_bucket_view = std::get<1>(GetParam())};
@@ -272,7 +272,7 @@ TEST(UnusedParametersTest, OfAnEarlierForwardIsNamedAsSuch) {
   EXPECT_THAT(text, HasSubstr("backward reached parameter 0 ('p0') in "
                               "iteration 1 on rank 0, which the outputs of the "
                               "last forward do not depend on"));
-  EXPECT_THAT(text, HasSubstr("under no_sync() all but the last"));
+  EXPECT_THAT(text, HasSubstr("all but the last under no_sync()"));
   EXPECT_THAT(text, HasSubstr("mark a variable ready only once: Parameter at "
                               "index 0 with name p0"));
   model.zero_grad();
@@ -420,7 +420,7 @@ class Passes : public torch::autograd::Function<Passes> {
 class UndefinedGradientsTest : public ::testing::TestWithParam<bool> {
  protected:
   ReducerOptions options() const {
-    return {.bucket_caps_bytes = {1},
+    return {.bucket_cap_bytes = {1},
             .find_unused_parameters = true,
             .gradient_as_bucket_view = GetParam()};
   }

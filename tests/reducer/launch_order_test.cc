@@ -1,4 +1,4 @@
-#include "brigade/planning/launch_order.h"
+#include "brigade/reducer/iteration.h"
 
 #include <algorithm>
 #include <cstdint>
