@@ -24,7 +24,7 @@ using testing::ToyModel;
 
 using Group = c10::intrusive_ptr<c10d::ProcessGroup>;
 
-// Each mistake by type and text; on one rank of two, both raise.
+// A mistake on one rank of two is an error on both.
 TEST(BadConstructionTest, IsAnErrorOnAllRanks) {
   struct Mistake {
     std::vector<at::Tensor> parameters;
@@ -87,7 +87,7 @@ TEST(BadConstructionTest, IsAnErrorOnAllRanks) {
                              : Reducer(own.parameters, group);
                   }),
                   AllOf(HasSubstr(text), HasSubstr("rank 1")));
-      // The group is as usable as before.
+      // The group is still usable.
       Reducer reducer(own.parameters, group);
       expect_trains(reducer, own, group->getRank(), 2);
     });
@@ -116,7 +116,7 @@ TEST(DifferentModelsTest, NamesRankParameterAndDifferenceOnEveryRank) {
   });
 }
 
-TEST(DifferentModelsTest, TellsCountsStridesAndDtypesApart) {
+TEST(DifferentModelsTest, ComparesCountsStridesAndDtypes) {
   const std::vector<std::vector<at::Tensor>> others = {
       {at::ones({2, 2})},
       {at::ones({2, 2}).t(), at::ones({1})},

@@ -1,4 +1,5 @@
-// What a comm hook sees and what becomes of what it returns.
+// Arguments and thread-local state of comm hooks, and delivery of their
+// results.
 
 #include <ATen/autocast_mode.h>
 #include <torch/torch.h>
@@ -25,7 +26,7 @@ using testing::ToyModel;
 
 using Group = c10::intrusive_ptr<c10d::ProcessGroup>;
 
-TEST(CommHookContractTest, GetsRawGradientsWithTheirPlaces) {
+TEST(CommHookContractTest, GetsRawGradientsAndTheirParameters) {
   run_ranks(2, [](const Group& group) {
     const ToyModel model({{2, 2}, {3}, {5}});
     std::vector<size_t> indices;
@@ -38,7 +39,7 @@ TEST(CommHookContractTest, GetsRawGradientsWithTheirPlaces) {
       for (size_t k = 0; k < parameters.size(); ++k) {
         for (size_t i = 0; i < 3; ++i) {
           if (!parameters[k].is_same(model.parameters[i])) continue;
-          // Undivided, in the parameter's shape.
+          // Not divided by the world size.
           EXPECT_TRUE(
               at::equal(gradients[k], model.gradient(i, group->getRank())));
         }
@@ -49,7 +50,7 @@ TEST(CommHookContractTest, GetsRawGradientsWithTheirPlaces) {
                     {.bucket_plan = {{2, 0}, {1}}, .comm_hook = hook});
     step(reducer, model.loss(group->getRank()));
     EXPECT_THAT(indices, ::testing::ElementsAre(0, 1));
-    // The hook reduced nothing, so neither did the reducer.
+    // The hook reduced nothing.
     EXPECT_TRUE(at::equal(model.parameters[1].grad(),
                           model.gradient(1, group->getRank())));
   });
@@ -128,8 +129,7 @@ TEST(CommHookContractTest, MayReplaceTheBucketsBuffer) {
   }
   EXPECT_EQ(seen[0], seen[1]);
 }
-// The compressed hooks divide before the cast, and the sum of two halves of
-// these integers is exact in both formats.
+// Sums of two halves of these integers are exact in both formats.
 TEST(CompressionTest, AveragesInHalfPrecision) {
   for (const bool views : {true, false}) {
     for (const bool fp16 : {true, false}) {
@@ -162,8 +162,8 @@ TEST(CompressionTest, DividesBeforeTheCast) {
     EXPECT_EQ(weight.grad().item<float>(), 65504);
   });
 }
-// Hooks run where backward runs, with the state of the thread that prepared.
-TEST(ThreadLocalStateTest, HasGradModeAndAutocastOffWhateverForwardHad) {
+// Hooks run on the thread of backward, with the state of the preparing thread.
+TEST(ThreadLocalStateTest, HasGradModeAndAutocastOff) {
   const ToyModel model({{2}, {3}});
   bool grad_mode = true;
   bool autocast = true;
@@ -196,7 +196,7 @@ TEST(ThreadLocalStateTest, HasGradModeAndAutocastOffWhateverForwardHad) {
   }
 }
 
-// An optimizer that steps inside of the hook needs nothing back.
+// For an optimizer that steps inside the hook.
 TEST(CommHookContractTest, AFutureOfNoneDeliversNothing) {
   const ToyModel model({{2}, {3}});
   Reducer reducer(
@@ -248,7 +248,7 @@ TEST(CommHookContractTest, TheHookMayBeReplacedBetweenIterations) {
     reducer.set_comm_hook(make_comm_hook([group](c10d::GradBucket& bucket) {
       return testing::all_reduced(group, bucket);
     }));
-    step(reducer, model.loss(rank, 1));  // on top of the averages of step 0
+    step(reducer, model.loss(rank, 1));  // adds to the averages of step 0
     EXPECT_TRUE(
         at::equal(model.parameters[1].grad(),
                   2 * model.average(1, 2, 0) + 2 * model.average(1, 2, 1)));
@@ -261,7 +261,7 @@ TEST(CommHookContractTest, TheHookMayBeReplacedBetweenIterations) {
   });
 }
 
-TEST(CommHookContractTest, AHookThatWantsTheSameTakesOverTheBuckets) {
+TEST(CommHookContractTest, AHookWithTheSameWireFormatKeepsTheBuckets) {
   run_ranks(2, [](const Group& group) {
     const ToyModel model({{2}, {3}});
     Reducer reducer(model.parameters, group);
@@ -276,14 +276,14 @@ TEST(CommHookContractTest, AHookThatWantsTheSameTakesOverTheBuckets) {
     step(reducer, model.loss(group->getRank(), 1));
     EXPECT_EQ(buckets, 1);
     EXPECT_TRUE(model.parameters[1].grad().is_same(view));
-    reducer.set_comm_hook(nullptr);  // scales what it gets
+    reducer.set_comm_hook(nullptr);  // divides by the world size
     model.zero_grad();
     step(reducer, model.loss(group->getRank(), 2));
     EXPECT_TRUE(at::equal(model.parameters[1].grad(), model.average(1, 2, 2)));
   });
 }
 
-TEST(CommHookContractTest, AHookThatWantsAnotherDtypeGetsBucketsOfIt) {
+TEST(CommHookContractTest, AHookWithAnotherWireDtypeGetsNewBuckets) {
   run_ranks(2, [](const Group& group) {
     const ToyModel model({{2}, {3}});
     Reducer reducer(model.parameters, group);
@@ -293,12 +293,13 @@ TEST(CommHookContractTest, AHookThatWantsAnotherDtypeGetsBucketsOfIt) {
     const at::Tensor loss = (model.parameters[0] * (1 + 1.0 / 4096)).sum() +
                             model.parameters[1].sum();
     step(reducer, loss);
-    // 1 + 2^-12 has no place in 11 bits.
+    // float16 rounds 1 + 2^-12 to 1.
     EXPECT_TRUE(at::equal(model.parameters[0].grad(), at::ones({2})));
   });
 }
 
-// What one hook lets go of becomes gradients, what another may have kept not.
+// Built-in hooks let gradients take a bucket's memory; a user's hook may keep
+// it.
 TEST(CommHookContractTest, AHookThatKeepsBuffersGetsItsOwn) {
   const int64_t numel = 1 << 16;
   const at::Tensor weight = at::ones({numel}).requires_grad_();
@@ -309,7 +310,7 @@ TEST(CommHookContractTest, AHookThatKeepsBuffersGetsItsOwn) {
     step(reducer, (weight * gradient).sum());
   };
   train(1);
-  train(2);  // its memory is the bucket's now
+  train(2);  // the gradient takes the bucket's memory
   at::Tensor kept;
   reducer.set_comm_hook(make_comm_hook([&](c10d::GradBucket& bucket) {
     kept = bucket.getBuffer();

@@ -1,5 +1,4 @@
-// What tests of failures have in common: an error of the user's own, and the
-// text of what was thrown.
+// Helpers for tests of failures: a user's error, and the texts of errors.
 
 #ifndef BRIGADE_TESTS_REDUCER_FAILING_H_
 #define BRIGADE_TESTS_REDUCER_FAILING_H_
@@ -25,8 +24,8 @@ struct UserError : std::runtime_error {
   using std::runtime_error::runtime_error;
 };
 
-// A step whose backward throws UserError. `throws_at`: the parameter whose
-// gradient is due then; 3: before any gradient; -1: after all of them.
+// Runs a step whose backward throws UserError before the gradient of parameter
+// `throws_at`. 3: before all gradients; -1: after all of them.
 inline void throw_in_backward(Reducer& reducer, const ToyModel& model, int rank,
                               int throws_at) {
   const auto thrower = [](const at::Tensor&) { throw UserError("no disk"); };
@@ -43,8 +42,8 @@ inline void throw_in_backward(Reducer& reducer, const ToyModel& model, int rank,
   loss.backward();
 }
 
-// Runs `action`, expects it to throw an Error (c10::Error: no subclass of it),
-// and returns its text.
+// Expects `action` to throw an Error (for c10::Error: not a subclass), and
+// returns its text.
 template <typename Error>
 std::string text_of(const std::function<void()>& action) {
   try {
@@ -63,7 +62,7 @@ std::string text_of(const std::function<void()>& action) {
   return "";
 }
 
-// One step, after which every gradient is the average over all ranks.
+// Runs one step, and expects every gradient to be the average over all ranks.
 inline void expect_trains(Reducer& reducer, const ToyModel& model, int rank,
                           int world_size, int s = 5) {
   model.zero_grad();

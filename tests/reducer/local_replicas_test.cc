@@ -34,7 +34,8 @@ class Copies {
         models_(make_models(per_rank_)),
         reducer_(parameters_of(models_), group, std::move(options)) {}
 
-  // One backward over the losses of all replicas here.
+  // Runs one backward over the losses of this rank's replicas. `uses`: the
+  // parameters that each copy uses.
   void step(int step, const std::vector<std::vector<size_t>>& uses) {
     std::vector<at::Tensor> losses;
     for (int r = 0; r < per_rank_; ++r) {
@@ -80,8 +81,8 @@ class Copies {
   Reducer reducer_;
 };
 
-// Ranks x gradients as views x bucket cap in bytes. 1 rank of 4 replicas, 2 of
-// 2 and 4 of 1 must give the same bits: those of ToyModel::average().
+// Ranks x gradient_as_bucket_view x bucket cap in bytes. 1 rank of 4 replicas,
+// 2 of 2 and 4 of 1 give the bits of ToyModel::average().
 class LocalReplicasTest
     : public ::testing::TestWithParam<std::tuple<int, bool, int64_t>> {
  protected:
@@ -129,7 +130,7 @@ TEST_P(LocalReplicasTest, OneCollectiveRunsPerBucket) {
     int64_t filled = 0;
     for (const std::vector<size_t>& bucket :
          copies.reducer().plan().buckets()) {
-      filled += bucket != std::vector<size_t>{4};  // of no elements
+      filled += bucket != std::vector<size_t>{4};  // without elements
     }
     EXPECT_EQ(copies.reducer().statistics().buckets_launched - before, filled);
   });
@@ -204,7 +205,7 @@ INSTANTIATE_TEST_SUITE_P(
                       std::tuple(2, true, 1), std::tuple(2, false, 1 << 20),
                       std::tuple(4, true, 1), std::tuple(4, false, 1)));
 
-TEST(LocalReplicasErrorTest, RanksMustHaveEquallyMany) {
+TEST(LocalReplicasErrorTest, RanksMustHaveTheSameNumber) {
   run_ranks(2, [](const Group& group) {
     std::vector<std::vector<at::Tensor>> replicas;
     for (int r = 0; r <= group->getRank(); ++r) {

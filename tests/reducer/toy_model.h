@@ -1,9 +1,8 @@
-// A model whose gradients are known integers and become ready in an order of
-// the test's choosing.
+// Model with known integer gradients, which become ready in a given order.
 //
-// The gradient of every element depends on rank, parameter, element and step,
-// so that swapped ranks or slots show; all are multiples of 12, so that
-// averages over 1 to 4 ranks are exact in float32.
+// A gradient's elements depend on rank, parameter, element and step, so tests
+// detect swapped ranks and slots. All are multiples of 12, so averages over 1
+// to 4 ranks are exact in float32.
 
 #ifndef BRIGADE_TESTS_REDUCER_TOY_MODEL_H_
 #define BRIGADE_TESTS_REDUCER_TOY_MODEL_H_
@@ -33,7 +32,7 @@ class ToyModel {
     }
   }
 
-  // What backward of this rank's loss gives parameter i.
+  // Returns the gradient of parameter i of `rank`.
   at::Tensor gradient(size_t i, int rank, int step = 0) const {
     const at::Tensor& p = parameters[i];
     return (12 * ((at::arange(p.numel(), at::kLong) + 7 * i + 3 * step + 1) %
@@ -42,7 +41,7 @@ class ToyModel {
         .to(p.options());
   }
 
-  // The average over ranks.
+  // Returns the average of gradient() over ranks.
   at::Tensor average(size_t i, int world_size, int step = 0) const {
     at::Tensor sum = at::zeros_like(parameters[i]);
     for (int rank = 0; rank < world_size; ++rank) {
@@ -51,7 +50,7 @@ class ToyModel {
     return (sum / world_size).detach();
   }
 
-  // Gradients of a backward through it become ready in `ready_order`.
+  // Returns a loss whose gradients become ready in `ready_order`.
   at::Tensor loss_in_order(const std::vector<size_t>& ready_order, int rank,
                            int step = 0) const {
     at::Tensor loss = at::zeros(
@@ -86,7 +85,7 @@ class ToyModel {
 
 using FuturePtr = c10::intrusive_ptr<c10::ivalue::Future>;
 
-// For comm hooks: a complete future, and the group's sum of a bucket.
+// Results of comm hooks: a complete future, and the all-reduce of a bucket.
 inline FuturePtr completed(c10::IValue value) {
   auto future = c10::make_intrusive<c10::ivalue::Future>(value.type());
   future->markCompleted(std::move(value));
@@ -99,13 +98,13 @@ inline FuturePtr all_reduced(
   return group->allreduce(tensors)->getFuture();
 }
 
-// One iteration, whose backward goes through `loss`.
+// Runs one iteration with `loss`.
 inline void step(Reducer& reducer, const at::Tensor& loss) {
   reducer.prepare_for_backward(loss);
   loss.backward();
 }
 
-// Every gradient is the average over all ranks.
+// Expects every gradient to be the average over all ranks.
 inline void expect_averaged(const ToyModel& model, int world_size,
                             int step = 0) {
   for (size_t i = 0; i < model.parameters.size(); ++i) {

@@ -40,7 +40,7 @@ bool contains(const Order& order, size_t parameter) {
   return std::find(order.begin(), order.end(), parameter) != order.end();
 }
 
-// The average over ranks, of which `uses[rank]` says what it used.
+// Returns the average over ranks. `uses`: the parameters that each rank used.
 at::Tensor average(const ToyModel& model, size_t parameter,
                    const std::vector<Order>& uses, int step) {
   at::Tensor sum = at::zeros_like(model.parameters[parameter]);
@@ -73,7 +73,8 @@ void expect_averages(const ToyModel& model, const std::vector<Order>& uses,
   }
 }
 
-// World size x gradients as views x bucket cap in bytes x skipping.
+// World size x gradient_as_bucket_view x bucket cap in bytes x
+// skip_all_reduce_unused_parameters.
 class UnusedOnRanksTest
     : public ::testing::TestWithParam<std::tuple<int, bool, int64_t, bool>> {
  protected:
@@ -86,7 +87,7 @@ class UnusedOnRanksTest
   }
 };
 
-TEST_P(UnusedOnRanksTest, CountsWhatARankDidNotUseAsZero) {
+TEST_P(UnusedOnRanksTest, CountsUnusedParametersAsZero) {
   run_ranks(world_size(), [&](const Group& group) {
     const ToyModel model(kSizes);
     Reducer reducer(model.parameters, group, options());
@@ -132,7 +133,7 @@ TEST_P(UnusedOnRanksTest, KeepsGradientsThatAreGloballyUnused) {
     Reducer reducer(model.parameters, group, options());
     const int rank = group->getRank();
     step(reducer, model.loss(rank));
-    // No multiple of 1/3 survives being divided by 3 and summed bit for bit.
+    // Division by 3 and a sum would change the bits of these.
     for (const at::Tensor& p : model.parameters) p.mutable_grad().div_(3);
     std::vector<at::Tensor> before;
     for (const at::Tensor& p : model.parameters) {
@@ -147,7 +148,7 @@ TEST_P(UnusedOnRanksTest, KeepsGradientsThatAreGloballyUnused) {
   });
 }
 
-TEST_P(UnusedOnRanksTest, RemembersWhatUnreducedBackwardsUsed) {
+TEST_P(UnusedOnRanksTest, RemembersTheParametersOfUnreducedBackwards) {
   run_ranks(world_size(), [&](const Group& group) {
     const ToyModel model(kSizes);
     Reducer reducer(model.parameters, group, options());
@@ -234,9 +235,10 @@ TEST(UnusedParametersTest, BucketsThatNoRankUsedCanBeSkipped) {
   EXPECT_EQ(reducer.statistics().buckets_skipped, 1);
 }
 
-// A launch has the same place among its group's collectives whatever the
-// iterations before were like.
-TEST(UnusedParametersTest, TravelAtTheSamePlaceAfterIterationsThatUsedAll) {
+// A launch has the same position among its group's collectives, whether earlier
+// iterations used all parameters or not.
+TEST(UnusedParametersTest,
+     AreLaunchedAtTheSamePlaceAfterIterationsThatUsedAll) {
   std::vector<size_t> launched_before;
   for (const int num_full_iterations : {0, 3}) {
     const ToyModel model({{2}, {3}, {4}});
@@ -280,7 +282,7 @@ TEST(UnusedParametersTest, OfAnEarlierForwardIsNamedAsSuch) {
   EXPECT_EQ(reducer.missing_gradients().size(), 0u);
 }
 
-// Writes the parameter's gradient itself, as fused kernels do.
+// Function that writes `.grad` itself, as fused kernels do.
 class WritesGradient : public torch::autograd::Function<WritesGradient> {
  public:
   static at::Tensor forward(torch::autograd::AutogradContext* context,
@@ -401,7 +403,7 @@ TEST(UnusedParametersTest, AnOutputOutsideTheLossIsNamed) {
   step(reducer, model.loss(0));  // goes on
 }
 
-// Multiplies by 1; its backward has a gradient only if told so.
+// Multiplies by 1. Its backward returns an undefined gradient unless `passes`.
 class Passes : public torch::autograd::Function<Passes> {
  public:
   static at::Tensor forward(torch::autograd::AutogradContext* context,
@@ -426,7 +428,7 @@ class UndefinedGradientsTest : public ::testing::TestWithParam<bool> {
   }
 };
 
-TEST_P(UndefinedGradientsTest, CountAsNone) {
+TEST_P(UndefinedGradientsTest, CountAsUnused) {
   run_ranks(2, [&](const Group& group) {
     const ToyModel model(kSizes);
     Reducer reducer(model.parameters, group, options());
@@ -447,7 +449,7 @@ TEST_P(UndefinedGradientsTest, CountAsNone) {
   });
 }
 
-TEST_P(UndefinedGradientsTest, AreReachedAllTheSame) {
+TEST_P(UndefinedGradientsTest, CountAsReached) {
   const ToyModel model({{2}, {3}});
   RecordingGroup recording(2);
   Reducer reducer(model.parameters, recording.group(), options());
@@ -460,7 +462,7 @@ TEST_P(UndefinedGradientsTest, AreReachedAllTheSame) {
               HasSubstr("parameter 0 became ready twice"));
 }
 
-// A function that writes the gradient itself looks no different.
+// The reducer can't distinguish this from a function that writes `.grad`.
 TEST_P(UndefinedGradientsTest, AverageAGradientThatWasKept) {
   run_ranks(2, [&](const Group& group) {
     const ToyModel model(kSizes);
@@ -496,7 +498,7 @@ TEST(UnusedParametersTest, AreCountedOverRanks) {
   });
 }
 
-TEST(UnusedParametersTest, AreNotCountedUnlessLookedFor) {
+TEST(UnusedParametersTest, AreNotCountedWithoutTheOption) {
   const ToyModel model(ToyModel::Sizes{{2}});
   Reducer reducer(model.parameters, single_process_group());
   EXPECT_FALSE(reducer.used_parameter_counts().defined());
