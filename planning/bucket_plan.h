@@ -85,8 +85,7 @@ struct ParameterSpec {
 absl::Status check_bucket_kinds(const BucketPlan& plan,
                                 std::span<const ParameterSpec> parameters);
 
-// A small first bucket starts communication early in backward; the larger
-// ones after it pay the latency less often.
+// A small first bucket starts communication early in backward.
 inline constexpr std::array<int64_t, 2> kDefaultBucketCapsBytes = {
     int64_t{1} << 20, int64_t{25} << 20};
 

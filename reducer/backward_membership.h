@@ -1,9 +1,6 @@
 // Assignment of backwards to the prepared iteration, to a finished one, or to a
-// local forward. The outputs of a forward report here when a backward reaches
-// them.
-//
-// A backward is known by its id. A reentrant backward has a later id than the
-// backward that it runs in.
+// local forward. A reentrant backward has a later id than the backward that it
+// runs in.
 //
 // Thread safety: none; the engine's lock covers it.
 
@@ -35,7 +32,7 @@ struct EarlyGradient {
 class BackwardMembership {
  public:
   // An iteration is prepared: any backward may belong to it.
-  // `outputs_are_watched`: the outputs of its forward report here.
+  // `outputs_are_watched`: output_reached() will be called.
   void prepared(bool outputs_are_watched);
 
   // A local forward has run, which is not reduced. If the prepared outputs are
@@ -44,7 +41,7 @@ class BackwardMembership {
   void note_local_forward();
 
   // The backward has reached an output of a local forward. Returns true for the
-  // first one; the caller then calls local_backward_ended() at its end.
+  // first output; local_backward_ended() is called later then.
   bool local_output_reached(int backward_id);
   void local_backward_ended(int backward_id);
 

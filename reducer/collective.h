@@ -38,8 +38,8 @@ class Collective {
   // bucket, in neither, and not delivered at the end of the iteration.
   virtual std::optional<size_t> unit() const = 0;
 
-  // Returns the number of gradients, over all local replicas, that must be
-  // ready before launch().
+  // Returns the number of gradients, over all local replicas, that it waits
+  // for.
   virtual size_t num_awaited() const = 0;
 
   // Returns whether all ranks skip it in this iteration. REQUIRES: all entries
@@ -73,8 +73,7 @@ class Collective {
 
   virtual c10::Device device() const = 0;
 
-  // Returns true if no user code runs in the collective: then only a peer or
-  // the network makes it fail.
+  // Returns true if no user code can fail in it: a failure is a peer's.
   virtual bool fails_by_network_only() const = 0;
 
   // "bucket 1 of 3 (parameter 4 ('head.weight'))".

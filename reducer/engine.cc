@@ -48,8 +48,7 @@ Engine::~Engine() {
   if (iteration_) end_.release_in_flight(*iteration_);
 }
 
-// The plan needs no comparison: it follows from parameters and options, which
-// ranks have compared.
+// Ranks have compared parameters and options, which determine the plan.
 void Engine::connect() {
   const std::lock_guard<std::mutex> lock(mutex_);
   if (!policy_.options().verify_across_ranks) return;  // ranks connect later
@@ -146,7 +145,6 @@ void Engine::require_no_running_backward() const {
               "run this forward under no_sync().");
 }
 
-// Fails an iteration that has begun: no more gradients will come.
 void Engine::end_unfinished_iteration() {
   if (!has_begun()) return;
   Iteration& iteration = *iteration_;
@@ -274,7 +272,7 @@ void Engine::on_output_reached(Preparation preparation) {
     observations_.timeline.backward_begins();
     enter_backward(backward_id);
     try {
-      // Entries that wait for no gradient are launched before backward runs a
+      // Launches entries that wait for no gradient before backward runs a
       // collective of the program. Otherwise a rank that uses only the last
       // parameters would launch them after it, and its peers before it.
       if (policy_.begins_at_outputs() && accumulates_all_gradients()) {
@@ -335,7 +333,6 @@ void Engine::gradient_ready(VariableIndex variable, bool is_defined) {
   });
 }
 
-// For example, the program called the wrapped module instead of its wrapper.
 void Engine::report_gradient_without_forward(VariableIndex variable) {
   const std::string text = describe_gradient_without_forward(
       policy_.table(), variable.parameter,
@@ -407,7 +404,6 @@ void Engine::begin_reduction() {
   launch_ready();
 }
 
-// Marks the parameters that are known to be unused as ready.
 void Engine::mark_at_begin() {
   const bool is_shadow = iteration_->is_shadow;
   policy_.mark_used_at_begin(is_shadow);
@@ -417,8 +413,7 @@ void Engine::mark_at_begin() {
       is_shadow, [this](size_t variable, Slot slot) { mark(variable, slot); });
 }
 
-// Launches the all-reduce of the used-parameter map, the first entry, and waits
-// for it.
+// The used-parameter map is the first entry.
 void Engine::await_used_map() {
   launch_ready();
   const WaitForPeers waiting(*observations_.progress);
@@ -498,8 +493,7 @@ void Engine::on_backward_end(int64_t preparation, int backward_id) {
     } else if (policy_.options().one_backward_per_forward) {
       end_unfinished_iteration();
     }
-    // Otherwise another backward may bring the missing gradients. Waiting for
-    // the launches could block: a peer may have failed before its own.
+    // Does not wait for the launches: a peer may have failed before its own.
   });
 }
 
@@ -557,8 +551,7 @@ void Engine::require_not_reducing(std::string_view caller) const {
 void Engine::set_hook(std::shared_ptr<c10d::CommHookInterface> hook) {
   noting_errors([&] {
     require_not_reducing("Reducer::set_comm_hook");
-    // All ranks set the hook, also where a late failure is reported here: they
-    // must launch the same collectives below.
+    // A late failure must not keep this rank from the collective below.
     std::exception_ptr late_failure;
     try {
       end_.confirm_ends();
@@ -576,8 +569,7 @@ void Engine::set_hook(std::shared_ptr<c10d::CommHookInterface> hook) {
   });
 }
 
-// Called where a sequence changes, which all ranks do at the same point. Later
-// a peer may be inside another collective.
+// Called where the sequence changes: later a peer may be in another collective.
 void Engine::agree_on_sequence(Iteration& iteration) {
   if (!peers_.is_connected()) connect_ranks();
   if (peers_.is_agreed(policy_.fingerprint())) return;
@@ -598,7 +590,6 @@ void Engine::call_between_iterations(std::string_view action,
   }
 }
 
-// Does not wait for mutex_, which is held during waits for peers.
 std::string Engine::describe_progress() const {
   const std::unique_lock<std::mutex> lock(mutex_, std::try_to_lock);
   const Progress& progress = *observations_.progress;

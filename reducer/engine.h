@@ -2,15 +2,12 @@
 // collectives in one order on all ranks, and ends it on all ranks together
 // (iteration_end.h): either all deliver the results, or all throw.
 //
-// DataParallelPolicy owns the buckets and the used-parameter map. The engine
-// owns the phases of an iteration and decides which backward belongs to it.
-// docs/protocol.md says when each collective is launched, and what follows from
-// a failure.
+// DataParallelPolicy owns the buckets and the used-parameter map. See
+// docs/protocol.md for the order of launches and the consequences of a failure.
 //
 // Thread safety: any thread, one call at a time; gradients may arrive on
 // several threads at once. Lock order: the engine's mutex, then Python's GIL,
-// then the mutex of a future or store. The stall watch's thread never blocks on
-// the engine's mutex.
+// then the mutex of a future or store.
 
 #ifndef BRIGADE_REDUCER_ENGINE_H_
 #define BRIGADE_REDUCER_ENGINE_H_
@@ -52,15 +49,13 @@ class Engine {
   Engine& operator=(const Engine&) = delete;
 
   // Connects the ranks for statuses. Called once, after construction.
-  // Collective. Does nothing without verify_across_ranks; the first prepare()
-  // connects then.
+  // Collective. Without verify_across_ranks the first prepare() connects.
   void connect();
 
   // Implement Reducer's methods, with the same contracts and errors.
   void prepare(std::span<const at::Tensor> outputs);
   void note_local_forward(std::span<const at::Tensor> outputs);
-  // `is_defined`: false for an undefined gradient. REQUIRES: a backward runs on
-  // this thread.
+  // REQUIRES: a backward runs on this thread.
   void gradient_ready(VariableIndex variable, bool is_defined);
   void shadow();
   void set_manual_finalization(bool required);
@@ -92,8 +87,7 @@ class Engine {
     }
   }
 
-  // Records the exception that is being handled. Does not throw. REQUIRES:
-  // mutex_ is not held.
+  // Records the current exception. REQUIRES: mutex_ is not held.
   void note_error();
 
   // All methods below REQUIRE: mutex_ is held, unless they say otherwise.
@@ -131,7 +125,7 @@ class Engine {
   // Compares `own` with all ranks' statuses. Drops the prepared iteration if
   // they differ.
   void agree(Iteration& iteration, const RankStatus& own);
-  // Compares the policy's sequence across ranks, unless that is already done.
+  // Compares the policy's sequence across ranks, once.
   void agree_on_sequence(Iteration& iteration);
 
   std::shared_ptr<Iteration> make_iteration(int64_t number) const;
@@ -141,7 +135,8 @@ class Engine {
   std::string describe_missing(const Iteration& iteration) const;
   bool has_begun() const { return iteration_ && iteration_->has_begun(); }
 
-  // Called without mutex_, by the stall watch's thread. Never blocks on it.
+  // Called by the stall watch's thread, without mutex_. Never blocks on it:
+  // mutex_ is held during waits for peers.
   std::string describe_progress() const;
 
   mutable std::mutex mutex_;

@@ -1,7 +1,5 @@
 // State of one iteration: its phase, the launch order of its collectives, and
-// their launches, failures and measurements.
-//
-// An iteration is made when a backward is prepared. It is dropped when the
+// their launches, failures and measurements. It lives from prepare() until the
 // results are delivered or the iteration is aborted.
 //
 // Thread safety: none; the engine's lock covers it.
@@ -40,8 +38,7 @@ namespace brigade {
 
 // ---- Observation
 
-// A range that profilers show while the object lives. Almost free while no
-// profiler is active.
+// A range in profiles for the object's lifetime.
 class ProfilerRange {
  public:
   // REQUIRES: `name` outlives this object.
@@ -53,10 +50,9 @@ class ProfilerRange {
   std::optional<at::RecordFunction> function_;
 };
 
-// Counts, timeline and progress of all iterations. Any thread may read
-// `progress`.
+// Counts, timeline and progress of all iterations.
 struct Observations {
-  // The buckets have changed. `devices`: of each, in launch order.
+  // Sets the buckets' number and devices, in launch order.
   void bind(std::vector<c10::Device> devices, size_t num_variables);
 
   void iteration_begins(int64_t iteration);
@@ -86,12 +82,12 @@ struct Failure {
   std::string where = {};  // for messages after the collective is destroyed
 };
 
-// Returns a failure with the exception that is being handled.
+// Returns a failure with the current exception.
 Failure failure_of(IterationId id, ErrorSource source, Collective& collective);
 
-// Returns true for a DistBackendError. For a collective without user code, also
-// for every other error but a wrong value or type. For a user's comm hook, also
-// for an error in its future that is no c10::Error: Gloo throws its own.
+// Returns true for a DistBackendError; without user code in the collective, for
+// all errors but a wrong value or type; with it, also for an error in the
+// future that is not a c10::Error (Gloo throws its own).
 bool is_peer_failure(const Failure& failure);
 
 // Rethrows the error with its place in the text. A c10::Error keeps its type;
@@ -103,17 +99,15 @@ std::string describe_place(const Collective& collective, IterationId id);
 
 // ---- The sequence of collectives
 
-// Cursor over the sequence. An entry may be launched when its gradients are
-// ready and all entries before it are launched, so all ranks launch in one
-// order, in whichever order their gradients become ready.
+// Cursor over the sequence. An entry is launched when its gradients are ready
+// and all entries before it are launched, so all ranks launch in one order.
 class LaunchOrder {
  public:
-  // `num_pending`: by entry, the number of marks before its launch.
+  // `num_pending`: the number of marks that each entry waits for.
   explicit LaunchOrder(std::vector<uint32_t> num_pending)
       : num_pending_(std::move(num_pending)) {}
 
-  // Counts one mark. Returns true if it was the entry's last. REQUIRES: the
-  // entry waits for a mark.
+  // Returns true for the entry's last mark. REQUIRES: it waits for one.
   bool mark(size_t entry) { return --num_pending_[entry] == 0; }
 
   void mark_all() { std::ranges::fill(num_pending_, 0); }
@@ -124,7 +118,7 @@ class LaunchOrder {
     return next_;
   }
 
-  // Advances the cursor. REQUIRES: next() returns an entry.
+  // REQUIRES: next() returns an entry.
   void launched() { ++next_; }
 
   bool is_launched(size_t entry) const { return entry < next_; }
@@ -147,7 +141,7 @@ inline bool is_pending(const Launch& launch) {
   return launch.future && !launch.future->completed();
 }
 
-// These count buckets; the used-parameter map is none.
+// Count the buckets, without the used-parameter map.
 int64_t num_units(std::span<Collective* const> sequence);
 int64_t num_units(std::span<const Launch> launches);
 
@@ -200,9 +194,8 @@ std::vector<size_t> missing(const Iteration& iteration);
 // Returns the bucket that is launched next, or the number of buckets.
 int64_t next_unit(const Iteration& iteration);
 
-// Thread-local state in which a collective is packed, launched and delivered:
-// the preparing thread's (profilers, dispatch modes) without autograd and
-// autocast. Source: torch runs comm hooks in this state.
+// Thread-local state of packs, launches and deliveries: the preparing thread's
+// (profilers, dispatch modes) without autograd and autocast, as in torch.
 class HookScope {
  public:
   explicit HookScope(const at::ThreadLocalState& preparer)
@@ -216,7 +209,7 @@ class HookScope {
   const c10::impl::ExcludeDispatchKeyGuard no_autocast_;
 };
 
-// Packs an entry. REQUIRES: its gradients are ready; a HookScope. Throws as
+// REQUIRES: the entry's gradients are ready; a HookScope. Throws as
 // Collective::pack().
 void pack(const Iteration& iteration, size_t entry, Observations& observations);
 
@@ -225,20 +218,18 @@ void pack(const Iteration& iteration, size_t entry, Observations& observations);
 std::optional<Failure> launch_ready(Iteration& iteration, PeerStatus& peers,
                                     Observations& observations);
 
-// Launches all remaining entries of a failed iteration on zeros, without
-// waiting. Throws as Collective::launch_substitute().
+// Launches the remaining entries of a failed iteration on zeros. Throws as
+// Collective::launch_substitute().
 void launch_rest(Iteration& iteration, PeerStatus& peers,
                  Observations& observations);
 
-// Launches the second collectives that comm hooks have chained to their first
-// ones (comm_hooks/comm_hooks.h), on this thread, in the order of the
-// sequence. Waits for each first one, `timeout` at most.
+// Launches the collectives given to then_collective() (comm_hooks/comm_hooks.h)
+// in the order of the sequence. Waits `timeout` at most for each first one.
 std::optional<Failure> launch_chained(Iteration& iteration, PeerStatus& peers,
                                       std::chrono::milliseconds timeout);
 
-// Returns a failure if a user's hook launched collectives in a continuation of
-// its future: these run in a different order on each rank. With a single bucket
-// only one order exists.
+// Returns a failure if a user's hook launched collectives in continuations,
+// which run in a different order on each rank. A single bucket has one order.
 std::optional<Failure> find_unordered_collectives(const Iteration& iteration,
                                                   const HookTraits& hook);
 

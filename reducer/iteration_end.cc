@@ -22,9 +22,8 @@
 namespace brigade {
 namespace {
 
-// Time in which peers must receive the failure of this rank's backward; at most
-// the group's timeout. Then the group is closed, which ends collectives that
-// block a peer.
+// Time in which peers must receive a failure. Then the group is closed, which
+// ends collectives that block a peer.
 constexpr std::chrono::seconds kFailureTimeout(5);
 
 bool has_ended(const RankStatus& rank_status) {
@@ -55,7 +54,6 @@ uint64_t hash_of_launched(const Iteration& iteration) {
   return hash;
 }
 
-// Owns `kept` until the collectives in flight are complete.
 void keep_until_done(const std::shared_ptr<void>& kept,
                      const Iteration& iteration) {
   for (const Launch& launch : iteration.launches) {
@@ -80,9 +78,8 @@ at::Tensor result_of(const Launch& launch) {
   return launch.collective->result_of(launch.future->value());
 }
 
-// Returns the failure of a delivery with the exception that is being handled.
-// If the used-parameter map failed, which deliveries wait for, the failure is
-// the map's.
+// Returns the failure of a delivery with the current exception. Deliveries wait
+// for the used-parameter map: if that failed, the failure is the map's.
 Failure failed_delivery(const Iteration& iteration, Collective& collective) {
   for (const Launch& launch : iteration.launches) {
     if (!launch.collective->unit() && launch.future &&
@@ -93,9 +90,9 @@ Failure failed_delivery(const Iteration& iteration, Collective& collective) {
   return failure_of(iteration.id, ErrorSource::kDelivery, collective);
 }
 
-// Waits for all results, also after an error: nothing may write to a bucket's
-// memory later. Calls `await` before the wait for each launch, and `take` with
-// each result up to the first error. `delivers`: `take` delivers the result.
+// Waits for all results, also after an error, so that nothing writes to a
+// bucket later. Calls `await` before each wait, and `take` with each result up
+// to the first error. `delivers`: `take` delivers the result.
 template <typename Await, typename Take>
 std::optional<Failure> take_results(Iteration& iteration,
                                     TimelineRecorder& timeline, bool delivers,
@@ -122,8 +119,8 @@ std::optional<Failure> take_results(Iteration& iteration,
   return failure;
 }
 
-std::optional<Failure> deliver_as_results_come(Iteration& iteration,
-                                               TimelineRecorder& timeline) {
+std::optional<Failure> deliver_as_completed(Iteration& iteration,
+                                            TimelineRecorder& timeline) {
   return take_results(
       iteration, timeline, /*delivers=*/true, [](Launch&) {},
       [&](Collective& collective, const at::Tensor& result) {
@@ -133,8 +130,7 @@ std::optional<Failure> deliver_as_results_come(Iteration& iteration,
 
 using Results = std::vector<std::pair<Collective*, at::Tensor>>;
 
-// Waits for the results of a user's hook, `timeout` each. Also fails if the
-// hook's continuations launched collectives.
+// Waits for the results of a user's hook, `timeout` each.
 std::optional<Failure> collect(Iteration& iteration, const HookTraits& hook,
                                TimelineRecorder& timeline,
                                std::chrono::milliseconds timeout,
@@ -154,7 +150,6 @@ std::optional<Failure> collect(Iteration& iteration, const HookTraits& hook,
   return failure;
 }
 
-// Delivers `results`, up to the first error.
 std::optional<Failure> deliver(const Iteration& iteration,
                                const Results& results) {
   if (iteration.is_shadow) return std::nullopt;
@@ -168,8 +163,8 @@ std::optional<Failure> deliver(const Iteration& iteration,
   return std::nullopt;
 }
 
-// Waits for all launches of an aborted iteration, `timeout` each, so that none
-// writes to the user's memory later.
+// Waits for all launches, `timeout` each, so that none writes to the user's
+// memory later.
 void drain(Iteration& iteration, std::chrono::milliseconds timeout) {
   iteration.chained.cancel(timeout);
   for (Launch& launch : iteration.launches) {
@@ -344,10 +339,8 @@ std::string IterationEnd::launch_substitutes(Iteration& iteration) {
 }
 
 // Launches zeros for the entries that this rank has not launched, and exchanges
-// whether that succeeded. Called after the exchange of statuses: earlier zeros
-// could meet another collective of the program. With
-// skip_all_reduce_unused_parameters only ranks that have begun the iteration
-// launch zeros.
+// whether that succeeded. With skip_all_reduce_unused_parameters only ranks
+// that have begun the iteration launch zeros.
 void IterationEnd::catch_up(Iteration& iteration, const RankStatus& own,
                             StatusComparison& found, Timeout timeout) {
   if (found.status.ok() ||
@@ -379,14 +372,16 @@ void IterationEnd::catch_up(Iteration& iteration, const RankStatus& own,
 }
 
 void IterationEnd::abort(Iteration& iteration) {
-  const bool peers_know = iteration.phase == Phase::kOver;
   int64_t& begun = observations_.counts.begun;
   begun = std::max(begun, iteration.number);
+  if (iteration.phase == Phase::kOver) {
+    return record(iteration, Outcome::kAborted);
+  }
   if (iteration.failure.empty()) {
     iteration.failure = "an exception ended backward";
   }
-  // On devices peers deliver this iteration, and receive the status later.
   const bool is_alone = policy_.group()->getSize() == 1;
+  // On devices peers deliver this iteration, and receive the status later.
   const bool is_late = !is_alone && may_defer_status(iteration);
   RankStatus status = {.kind = StatusKind::kFailed,
                        .cannot_continue = is_late ? 1 : 0,
@@ -397,7 +392,7 @@ void IterationEnd::abort(Iteration& iteration) {
   const bool is_launched_by_peers =
       !policy_.skips_unused_buckets() || iteration.has_compared_begin;
   std::string problem;
-  if (!peers_know && !is_alone && is_launched_by_peers) {
+  if (!is_alone && is_launched_by_peers) {
     if (!peers_.can_continue()) {
       problem = "a collective has failed after it was launched";
     } else if (is_late) {
@@ -408,7 +403,6 @@ void IterationEnd::abort(Iteration& iteration) {
   }
   if (!problem.empty()) peers_.set_cannot_continue();
   record(iteration, Outcome::kAborted);
-  if (peers_know) return;
   try {
     if (is_late) {
       const RankStatus sent = send(iteration, status);
@@ -462,8 +456,7 @@ void IterationEnd::finish(const std::shared_ptr<Iteration>& iteration) {
   observations_.timeline.finalized();
   record(*iteration, Outcome::kDelivered);
   if (!is_deferred) return;
-  // Launches hold results, and the policy may replace its entries before the
-  // end is confirmed.
+  // The policy may replace its entries before the end is confirmed.
   iteration->launches.clear();
   iteration->sequence = {};
 }
@@ -475,7 +468,7 @@ void IterationEnd::deliver_together(Iteration& iteration) {
   if (policy_.hook_traits().fails_by_network_only) {
     policy_.on_end_confirmed();
     return require_delivered(
-        iteration, deliver_as_results_come(iteration, observations_.timeline));
+        iteration, deliver_as_completed(iteration, observations_.timeline));
   }
   const std::chrono::milliseconds timeout = group_timeout(*policy_.group());
   if (!iteration.chained.empty()) {
@@ -491,8 +484,8 @@ void IterationEnd::deliver_together(Iteration& iteration) {
   require_delivered(iteration, deliver(iteration, results));
 }
 
-// Sends `end` and delivers, without waiting for the peers' statuses. Waits for
-// the results of a user's hook first; if one fails, sends that and throws.
+// Sends `end` and delivers, without waiting for the peers' statuses. A user's
+// hook may fail on one rank alone, so its results are awaited first.
 void IterationEnd::deliver_unconfirmed(
     const std::shared_ptr<Iteration>& iteration, const RankStatus& end) {
   const HookTraits& hook = policy_.hook_traits();
@@ -512,10 +505,10 @@ void IterationEnd::deliver_unconfirmed(
     record(*iteration, Outcome::kAborted);
     throw;
   }
-  require_delivered(*iteration, hook.fails_by_network_only
-                                    ? deliver_as_results_come(
-                                          *iteration, observations_.timeline)
-                                    : deliver(*iteration, results));
+  require_delivered(
+      *iteration, hook.fails_by_network_only
+                      ? deliver_as_completed(*iteration, observations_.timeline)
+                      : deliver(*iteration, results));
 }
 
 // Throws on all ranks if one passes a failure.
@@ -567,13 +560,13 @@ void IterationEnd::confirm_oldest_end() {
     found.must_close = true;
     peers_.close(std::string(found.status.message()));
     throw_unless_agreed(
-        found,
-        absl::StrCat(
-            "Reducer: iteration ", end.iteration->number,
-            num_later == 0 ? ""
-                           : absl::StrCat(", and ", num_later, " after it"),
-            ", whose results were delivered before this was known.\nLoad a "
-            "checkpoint on all ranks"));
+        found, absl::StrCat("Reducer: iteration ", end.iteration->number,
+                            num_later == 0 ? ""
+                                           : absl::StrCat(", and ", num_later,
+                                                          " after it"),
+                            ", whose results were delivered before the failure "
+                            "was known.\nLoad "
+                            "a checkpoint on all ranks"));
   } catch (...) {
     if (!peers_.is_closed()) {
       peers_.close(message_of(std::current_exception()));

@@ -1,13 +1,11 @@
 // End of an iteration on all ranks: they exchange statuses, and all deliver or
 // all drop the results.
 //
-// On the CPU a failed rank sends its status, and waits for the statuses of all
-// ranks. Then it launches zeros for the rest of its sequence. Earlier zeros
-// could meet a collective of the program (batch norm over ranks). If a rank
-// can't launch its zeros, all ranks close the group.
+// On the CPU a failed rank sends its status and awaits all statuses. Then it
+// launches zeros for the rest of its sequence; earlier they could meet a
+// collective of the program. If a rank can't launch zeros, all close the group.
 //
-// On devices a failed rank launches its zeros at once. Each rank sends its
-// status at the end of an iteration, and awaits the others' up to
+// On devices a failed rank launches zeros at once. Statuses are awaited up to
 // max_unconfirmed_iterations later. The results are delivered by then, so a
 // failure closes the group.
 //
@@ -37,32 +35,29 @@ class IterationEnd {
                Observations& observations)
       : policy_(policy), peers_(peers), observations_(observations) {}
 
-  // Takes over the policy's new sequence. `iteration`, if not null, continues
-  // with it; if it has begun, its entries wait for the same gradients.
+  // Takes over the policy's new sequence, also in `iteration` unless null. If
+  // that has begun, the entries must wait for the same gradients.
   void adopt_sequence(Iteration* iteration);
 
   // ---- Comparisons. Throw on all ranks, and drop the iteration's results:
   // RuntimeError if ranks differ, PeerError if one has failed or does not
   // answer.
 
-  // Called in a backward, before the first launch of the iteration.
+  // REQUIRES: a backward runs; nothing is launched.
   void compare_begin(Iteration& iteration);
 
-  // Called elsewhere. Aborts the iteration if it throws.
+  // Aborts the iteration if it throws.
   void agree(Iteration& iteration, const RankStatus& own);
 
-  // Returns the status of a rank that begins an iteration or has changed its
-  // sequence.
   RankStatus begin_status() const;
 
   // ---- Ends.
 
-  // Ends the iteration with all ranks, and delivers its results. REQUIRES: all
-  // entries are launched. Throws as agree(), and the errors of collectives and
-  // deliveries.
+  // Ends the iteration and delivers its results. REQUIRES: all is launched.
+  // Throws as agree(), and the errors of collectives and deliveries.
   void finish(const std::shared_ptr<Iteration>& iteration);
 
-  // Ends a failed iteration: sends the failure, unless peers know. Does not
+  // Ends a failed iteration: sends the failure unless peers know it. Does not
   // throw.
   void abort(Iteration& iteration);
 
@@ -70,17 +65,16 @@ class IterationEnd {
   // group. REQUIRES: its collective exists.
   [[noreturn]] void raise(Iteration& iteration, const Failure& failure);
 
-  // Keeps the buffers until the collectives in flight are complete. Called by
-  // the engine's destructor.
+  // Keeps the buffers alive until the collectives in flight are complete.
   void release_in_flight(const Iteration& iteration);
 
   // ---- Unconfirmed ends: statuses that are sent and not yet awaited.
 
-  // Returns true if the host does not wait for results: all are on devices.
+  // Returns true if all buckets are on devices: the host does not wait.
   bool runs_ahead() const;
 
-  // Awaits all of them. If an iteration has failed on a peer, closes the group
-  // and throws PeerError or RuntimeError.
+  // Awaits all. Closes the group and throws PeerError or RuntimeError if an
+  // iteration has failed on a peer.
   void confirm_ends();
 
   // Awaits all but the last max_unconfirmed_iterations, and takes those that
@@ -106,21 +100,19 @@ class IterationEnd {
 
   RankStatus send(const Iteration& iteration, RankStatus own);
 
-  // Sends `own` and awaits all. If ranks differ, either all have launched the
-  // same entries on return, or `must_close` is set. If peers do not answer,
-  // closes the group and throws PeerError.
+  // Sends `own` and awaits all. If ranks differ, then on return all have
+  // launched the same entries, or `must_close` is set. If a peer does not
+  // answer, closes the group and throws PeerError.
   StatusComparison exchange(Iteration& iteration, const RankStatus& own,
                             Timeout timeout);
   void catch_up(Iteration& iteration, const RankStatus& own,
                 StatusComparison& found, Timeout timeout);
 
-  // As exchange(); if ranks differ, also waits for the launches and drops their
-  // results.
+  // As exchange(); if ranks differ, also drops the results.
   StatusComparison compare(Iteration& iteration, RankStatus own,
                            Timeout timeout = std::nullopt);
 
-  // Launches zeros for the rest of the sequence. Returns an error's text;
-  // empty: none.
+  // Calls launch_rest(). Returns its error's text; empty: none.
   std::string launch_substitutes(Iteration& iteration);
 
   void deliver_together(Iteration& iteration);
@@ -135,8 +127,7 @@ class IterationEnd {
   void record(const Iteration& iteration, Outcome outcome);
 
   void drop_results(Iteration& iteration);
-  // Moves gradients to new buckets: collectives in flight may never end, and
-  // keep the old ones.
+  // Moves gradients to new buckets: collectives in flight keep the old ones.
   void abandon_buffers(Iteration& iteration);
   void confirm_oldest_end();
 

@@ -28,8 +28,7 @@ class ReadyOrder {
     if (is_observing()) order_.clear();
   }
 
-  // Notes that the parameter's gradient is ready. No-op once an order is
-  // observed.
+  // The parameter's gradient is ready. No-op once an order is observed.
   void note(size_t parameter) {
     if (is_observing()) order_.push_back(parameter);
   }
@@ -47,14 +46,13 @@ class ReadyOrder {
     return stage_ == Stage::kObserved || stage_ == Stage::kAgreed;
   }
 
-  // Takes rank 0's order on all ranks, by one broadcast. Collective. A repeated
-  // call after a success does nothing. REQUIRES: is_pending(). Throws the
-  // broadcast's errors; may be called again then.
+  // Broadcasts rank 0's order, once. Collective. REQUIRES: is_pending(). Throws
+  // the broadcast's errors; a later call tries again.
   void agree(const c10::intrusive_ptr<c10d::ProcessGroup>& group);
 
   const std::vector<size_t>& order() const { return order_; }
 
-  // The order is adopted: drops it, and observes no more.
+  // Drops the order, and observes no more.
   void freeze() {
     order_.clear();
     stage_ = Stage::kFrozen;
@@ -88,8 +86,7 @@ class HookCounts {
   void restart();
 
   // Counts a run of the variable's hook. Returns true for its last run in the
-  // iteration; false while learning. REQUIRES: it has not returned true for it
-  // in this iteration.
+  // iteration; false while learning. REQUIRES: that run has not been counted.
   bool count_run(size_t variable);
 
   // Keeps the counts at the end of the first backward. Returns the variables

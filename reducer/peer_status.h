@@ -40,8 +40,8 @@ class PeerStatus {
  public:
   explicit PeerStatus(c10::intrusive_ptr<c10d::ProcessGroup> group);
 
-  // Connects the ranks. Collective, once, before the first exchange. Not in a
-  // backward, where peers may be in another collective. Throws PeerError.
+  // Collective, once, before the first exchange and outside of backwards.
+  // Throws PeerError.
   void connect();
   bool is_connected() const { return channel_ != nullptr; }
 
@@ -52,12 +52,11 @@ class PeerStatus {
   // ---- Collectives of the program between the reducer's, in a backward. Zeros
   // for a failed iteration would meet them.
 
-  // Resets the counts. Called when an iteration's backward begins.
+  // Resets the counts.
   void backward_begins();
 
-  // Calls `launch`, which launches collectives of the reducer, and counts them.
-  // If it launches one and then throws, can_continue() becomes false: zeros
-  // can't replace that launch.
+  // Calls `launch`, and counts the reducer's collectives that it launches. If
+  // it launches one and then throws, can_continue() becomes false.
   template <typename Launch>
   void count(const Launch& launch) {
     const std::optional<int64_t> before = group_count();
@@ -85,10 +84,10 @@ class PeerStatus {
 
   // ---- Statuses
 
-  // Fills in the remaining fields of `own`, sends it, and returns it without
-  // waiting. `ends_iteration`: with the hash of the program's collectives.
-  // Throws PeerError if the channel has failed before; RuntimeError in a forked
-  // child. Sends nothing before connect().
+  // Completes `own`, sends it, and returns it without waiting.
+  // `ends_iteration`: with the hash of the program's collectives. Sends nothing
+  // before connect(). Throws PeerError if the channel has failed before;
+  // RuntimeError in a forked child.
   RankStatus send(RankStatus own, bool ends_iteration);
 
   // Blocks until all ranks have sent. REQUIRES: is_connected(). Throws

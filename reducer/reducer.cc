@@ -59,8 +59,8 @@ void check_reproducible(c10d::CommHookInterface* hook,
                         const ParameterTable& table) {
   TORCH_CHECK_VALUE(
       hook == nullptr || traits_of(*hook).sums_in_order,
-      "reproducible: expected no comm hook, since a hook decides how gradients "
-      "are summed; remove the hook or reproducible");
+      "reproducible: expected no comm hook, or one that sums in rank order; "
+      "remove the hook or reproducible");
   for (size_t i = 0; i < table.size(); ++i) {
     TORCH_CHECK_VALUE(
         !table.is_sparse(i), "reproducible: expected dense gradients, but ",
@@ -77,7 +77,7 @@ std::string describe_hook(c10d::CommHookInterface& hook,
   std::set<std::string> formats;
   for (const at::Tensor& parameter : table.tensors()) {
     const at::ScalarType dtype = parameter.scalar_type();
-    formats.insert(absl::StrCat(c10::toString(dtype), " travels as ",
+    formats.insert(absl::StrCat(c10::toString(dtype), " is sent as ",
                                 c10::toString(traits.wire_dtype(dtype))));
   }
   return absl::StrJoin(formats, ", ");

@@ -19,11 +19,10 @@
 //
 // Move and cast parameters before construction. With gradient_as_bucket_view a
 // tensor taken from `.grad` changes in the next step. An exception in one
-// rank's backward is an error on all ranks. docs/protocol.md says when each
-// collective is launched, and what follows from a failure.
+// rank's backward is an error on all ranks (docs/protocol.md).
 //
-// Thread safety: methods may be called from any thread, one at a time;
-// gradients may become ready on several threads at once.
+// Thread safety: any thread may call a method, one at a time; gradients may
+// become ready on several threads at once.
 
 #ifndef BRIGADE_REDUCER_REDUCER_H_
 #define BRIGADE_REDUCER_REDUCER_H_
@@ -74,7 +73,7 @@ class Reducer {
   // For local replicas of a module, the same number on every rank: replicas[r]
   // lists the parameters of replica r. An iteration is a forward of each, one
   // prepare_for_backward() on all outputs, and one backward. Each replica gets
-  // the average over all replicas of all ranks, by one collective per bucket.
+  // the average over all replicas of all ranks.
   Reducer(std::vector<std::vector<at::Tensor>> replicas,
           c10::intrusive_ptr<c10d::ProcessGroup> group,
           ReducerOptions options = {},
@@ -89,10 +88,9 @@ class Reducer {
   // ---- An iteration
 
   // Prepares the next backward to be reduced. `outputs`: of the forward; any
-  // nest of tensors. Every rank calls it the same number of times. May be
-  // called again without a backward in between. Several backwards may share one
-  // call, if each parameter gets its gradient once; the last one completes the
-  // reduction.
+  // nest of tensors. Every rank runs the same number of prepared backwards. May
+  // be called again without a backward in between. Several backwards may share
+  // one call, if each parameter gets its gradient once.
   //
   // Errors: RuntimeError if the previous backward left parameters without
   // gradients or was not finalized, or a parameter was moved, cast or resized;
@@ -108,20 +106,18 @@ class Reducer {
   void note_local_forward(const std::vector<at::Tensor>& outputs);
 
   // For wrappers whose forwards all call one of the two methods above. Warns
-  // once about a gradient without such a call since the last reduction: the
-  // program called the wrapped module itself. With one_backward_per_forward
-  // that backward throws RuntimeError.
+  // once about a gradient without such a call since the last reduction; with
+  // one_backward_per_forward that backward throws RuntimeError.
   void expect_forwards();
 
-  // For a rank that has run out of data: launches the collectives of the peers'
-  // iteration on zeros, and drops the results. Gradients stay as they are;
-  // marks of used parameters are lost. Errors: those of prepare_for_backward()
-  // and of the peers' backward.
+  // For a rank without data: launches the collectives of the peers' iteration
+  // on zeros, and drops the results. Gradients stay; marks of used parameters
+  // are lost. Errors: those of prepare_for_backward() and of a backward.
   void shadow_iteration();
 
-  // Ends an iteration that has begun and is not complete, and sends the failure
-  // to the peers. Errors: RuntimeError that names the missing gradients, or if
-  // finalize_backward() was not called. No error after a backward that threw.
+  // Fails an iteration that has begun and is not complete. Errors: RuntimeError
+  // that names the missing gradients, or if finalize_backward() was not called.
+  // No error after a backward that threw.
   void end_iteration();
 
   // ---- Between iterations
@@ -137,9 +133,9 @@ class Reducer {
   // and can_continue() is false then.
   void broadcast_before_forward(std::vector<at::Tensor> tensors, int source);
 
-  // Blocks until the statuses of all iterations so far have come from all ranks
-  // (max_unconfirmed_iterations). Call it before a checkpoint is saved. Throws
-  // DistBackendError if an iteration has failed: the last steps are wrong then.
+  // Awaits the statuses of all iterations so far (max_unconfirmed_iterations).
+  // Call it before a checkpoint is saved. Throws DistBackendError if an
+  // iteration has failed: the last steps are wrong then.
   void await_statuses();
 
   // Rebuilds the plan if the next prepare_for_backward() would; collective
@@ -162,9 +158,9 @@ class Reducer {
   // ---- Manual readiness and finalization
 
   // Removes the gradient hooks: the caller calls gradient_ready() instead. For
-  // parameters whose data is replaced around each forward, as in mixed
-  // precision. Gradients are cast to the dtype of construction. Errors:
-  // ValueError with find_unused_parameters; RuntimeError during an iteration.
+  // parameters whose data is replaced around each forward (mixed precision).
+  // Gradients are cast to the dtype of construction. Errors: ValueError with
+  // find_unused_parameters; RuntimeError during an iteration.
   void stop_watching_gradients();
 
   // Marks a gradient of the running backward, in `.grad`, as ready. Errors:
@@ -172,7 +168,7 @@ class Reducer {
   // ValueError if there is no such parameter; those of a watched gradient.
   void gradient_ready(size_t parameter, size_t replica = 0);
 
-  // If set, an iteration ends in finalize_backward(), so that other work can
+  // If set, an iteration ends in finalize_backward(), and other work can
   // overlap the last collectives. Equal on all ranks. Errors: RuntimeError
   // between a forward and the end of its iteration.
   void set_manual_finalization(bool required);
@@ -188,8 +184,8 @@ class Reducer {
 
   // ---- Failures
 
-  // Returns false once the group is closed: a peer has died, left or not
-  // answered. Training then needs a new group and a new reducer.
+  // Returns false once the group is closed. Training then needs a new group and
+  // a new reducer.
   bool can_continue() const;
 
   // Closes the group after a collective of the caller has failed.
@@ -216,7 +212,7 @@ class Reducer {
   // (default 100); 0: none. Errors: ValueError if it is negative.
   void set_timeline_sample_rate(int64_t sample_rate);
 
-  // Sets the waiting time after which a rank warns and names the late ranks
+  // Sets the waiting time after which a rank warns and names late ranks
   // (docs/timeline.md). Default: half of the group's timeout, at most 60 s. 0:
   // never. Errors: ValueError if it is negative.
   void set_stall_report_after(std::chrono::milliseconds time);
@@ -235,8 +231,8 @@ class Reducer {
   // throws its errors.
   at::Tensor used_parameter_counts();
 
-  // Returns true if static_graph is set, or if all iterations so far left the
-  // same parameters unused: static_graph would then save the graph search.
+  // Returns true with static_graph, and if all iterations so far left the same
+  // parameters unused.
   bool is_graph_static() const;
 
  private:

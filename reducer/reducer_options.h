@@ -49,9 +49,9 @@ struct ReducerOptions {
   bool skip_all_reduce_unused_parameters = false;
 
   // Declares that each iteration uses the same parameters the same number of
-  // times. Needed for reentrant checkpoints. The first iteration counts the
-  // runs of each gradient hook, and is reduced when its backward ends.
-  // Parameters may be unused; the two options above have no effect.
+  // times. Needed for reentrant checkpoints. The first iteration is reduced
+  // when its backward ends. Allows unused parameters; the two options above
+  // have no effect.
   bool static_graph = false;
 
   // If true, a backward that ends without some of the iteration's gradients
@@ -61,7 +61,7 @@ struct ReducerOptions {
 
   // If true, gradients are views of their bucket, and are not copied back. If
   // false, the tensors in `.grad` are kept, and buckets have memory of their
-  // own. A large gradient on the CPU takes its bucket's memory instead
+  // own, unless a large CPU gradient takes over the bucket's
   // (buffer_donation.h).
   bool gradient_as_bucket_view = true;
 
@@ -72,9 +72,8 @@ struct ReducerOptions {
 
   // With all buckets on devices: the number of iterations, 0 to 32, whose
   // statuses may still be missing when the next iteration begins. A rank's
-  // failure is reported to the others at most that many iterations later; the
-  // group is closed then, and training resumes from a checkpoint. On the CPU
-  // ranks always await the statuses before delivery.
+  // failure reaches the others at most that many iterations later. Then the
+  // group is closed, and training resumes from a checkpoint.
   int max_unconfirmed_iterations = 1;
 
   // Null: averages by all-reduce in the gradients' dtype. On the CPU, with Gloo
