@@ -49,7 +49,7 @@ class PeerStatus {
   // REQUIRES: is_connected().
   const std::string& store_prefix() const { return channel_->store_prefix(); }
 
-  // ---- Collectives of the program between the reducer's, in a backward. Zeros
+  // ---- "Others": the program's collectives between the reducer's. Zeros
   // for a failed iteration would meet them.
 
   // Resets the counts.

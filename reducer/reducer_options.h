@@ -73,7 +73,8 @@ struct ReducerOptions {
   // With all buckets on devices: the number of iterations, 0 to 32, whose
   // statuses may still be missing when the next iteration begins. A rank's
   // failure reaches the others at most that many iterations later. Then the
-  // group is closed, and training resumes from a checkpoint.
+  // group is closed, and training resumes from a checkpoint. On the CPU
+  // statuses are awaited before delivery.
   int max_unconfirmed_iterations = 1;
 
   // Null: averages by all-reduce in the gradients' dtype. On the CPU, with Gloo

@@ -1,5 +1,4 @@
-// Arguments and thread-local state of comm hooks, and delivery of their
-// results.
+// Arguments of comm hooks and the delivery of their results.
 
 #include <ATen/autocast_mode.h>
 #include <torch/torch.h>
@@ -26,7 +25,7 @@ using testing::ToyModel;
 
 using Group = c10::intrusive_ptr<c10d::ProcessGroup>;
 
-TEST(CommHookContractTest, GetsRawGradientsAndTheirParameters) {
+TEST(CommHookContractTest, GetsRawGradientsByParameter) {
   run_ranks(2, [](const Group& group) {
     const ToyModel model({{2, 2}, {3}, {5}});
     std::vector<size_t> indices;
@@ -39,7 +38,7 @@ TEST(CommHookContractTest, GetsRawGradientsAndTheirParameters) {
       for (size_t k = 0; k < parameters.size(); ++k) {
         for (size_t i = 0; i < 3; ++i) {
           if (!parameters[k].is_same(model.parameters[i])) continue;
-          // Not divided by the world size.
+          // Not divided by the world size, in the parameter's shape.
           EXPECT_TRUE(
               at::equal(gradients[k], model.gradient(i, group->getRank())));
         }
@@ -50,7 +49,7 @@ TEST(CommHookContractTest, GetsRawGradientsAndTheirParameters) {
                     {.bucket_plan = {{2, 0}, {1}}, .comm_hook = hook});
     step(reducer, model.loss(group->getRank()));
     EXPECT_THAT(indices, ::testing::ElementsAre(0, 1));
-    // The hook reduced nothing.
+    // The hook reduced nothing, so neither did the reducer.
     EXPECT_TRUE(at::equal(model.parameters[1].grad(),
                           model.gradient(1, group->getRank())));
   });
@@ -129,7 +128,9 @@ TEST(CommHookContractTest, MayReplaceTheBucketsBuffer) {
   }
   EXPECT_EQ(seen[0], seen[1]);
 }
-// Sums of two halves of these integers are exact in both formats.
+
+// The compressed hooks divide before the cast, and the sum of two halves of
+// these integers is exact in both formats.
 TEST(CompressionTest, AveragesInHalfPrecision) {
   for (const bool views : {true, false}) {
     for (const bool fp16 : {true, false}) {
@@ -162,8 +163,9 @@ TEST(CompressionTest, DividesBeforeTheCast) {
     EXPECT_EQ(weight.grad().item<float>(), 65504);
   });
 }
-// Hooks run on the thread of backward, with the state of the preparing thread.
-TEST(ThreadLocalStateTest, HasGradModeAndAutocastOff) {
+
+// Hooks run on the thread that calls backward.
+TEST(ThreadLocalStateTest, GradModeAndAutocastAreOffInHooks) {
   const ToyModel model({{2}, {3}});
   bool grad_mode = true;
   bool autocast = true;
@@ -196,8 +198,8 @@ TEST(ThreadLocalStateTest, HasGradModeAndAutocastOff) {
   }
 }
 
-// For an optimizer that steps inside the hook.
-TEST(CommHookContractTest, AFutureOfNoneDeliversNothing) {
+// A hook that runs the optimizer returns no gradients.
+TEST(CommHookContractTest, AResultOfNoneDeliversNothing) {
   const ToyModel model({{2}, {3}});
   Reducer reducer(
       model.parameters, single_process_group(),
@@ -213,7 +215,7 @@ TEST(CommHookContractTest, AFutureOfNoneDeliversNothing) {
   }
 }
 
-TEST(CommHookContractTest, AFutureOfNoneKeepsUnusedGradients) {
+TEST(CommHookContractTest, AResultOfNoneKeepsUnusedGradients) {
   run_ranks(2, [](const Group& group) {
     const ToyModel model({{2}, {3}});
     const auto all_reduce = all_reduce_hook(group);
@@ -248,7 +250,7 @@ TEST(CommHookContractTest, TheHookMayBeReplacedBetweenIterations) {
     reducer.set_comm_hook(make_comm_hook([group](c10d::GradBucket& bucket) {
       return testing::all_reduced(group, bucket);
     }));
-    step(reducer, model.loss(rank, 1));  // adds to the averages of step 0
+    step(reducer, model.loss(rank, 1));  // on top of the averages of step 0
     EXPECT_TRUE(
         at::equal(model.parameters[1].grad(),
                   2 * model.average(1, 2, 0) + 2 * model.average(1, 2, 1)));
@@ -261,7 +263,7 @@ TEST(CommHookContractTest, TheHookMayBeReplacedBetweenIterations) {
   });
 }
 
-TEST(CommHookContractTest, AHookWithTheSameWireFormatKeepsTheBuckets) {
+TEST(CommHookContractTest, AHookWithTheSameTraitsKeepsTheBuckets) {
   run_ranks(2, [](const Group& group) {
     const ToyModel model({{2}, {3}});
     Reducer reducer(model.parameters, group);
@@ -276,7 +278,7 @@ TEST(CommHookContractTest, AHookWithTheSameWireFormatKeepsTheBuckets) {
     step(reducer, model.loss(group->getRank(), 1));
     EXPECT_EQ(buckets, 1);
     EXPECT_TRUE(model.parameters[1].grad().is_same(view));
-    reducer.set_comm_hook(nullptr);  // divides by the world size
+    reducer.set_comm_hook(nullptr);  // the default hook scales gradients
     model.zero_grad();
     step(reducer, model.loss(group->getRank(), 2));
     EXPECT_TRUE(at::equal(model.parameters[1].grad(), model.average(1, 2, 2)));
@@ -293,14 +295,14 @@ TEST(CommHookContractTest, AHookWithAnotherWireDtypeGetsNewBuckets) {
     const at::Tensor loss = (model.parameters[0] * (1 + 1.0 / 4096)).sum() +
                             model.parameters[1].sum();
     step(reducer, loss);
-    // float16 rounds 1 + 2^-12 to 1.
+    // 1 + 2^-12 rounds to 1 in float16.
     EXPECT_TRUE(at::equal(model.parameters[0].grad(), at::ones({2})));
   });
 }
 
-// Built-in hooks let gradients take a bucket's memory; a user's hook may keep
-// it.
-TEST(CommHookContractTest, AHookThatKeepsBuffersGetsItsOwn) {
+// Buffers of the default hook are donated to gradients; a user's hook may keep
+// its buffers.
+TEST(CommHookContractTest, AHookThatMayKeepBuffersGetsNewBuckets) {
   const int64_t numel = 1 << 16;
   const at::Tensor weight = at::ones({numel}).requires_grad_();
   Reducer reducer({weight}, single_process_group(),
@@ -310,7 +312,7 @@ TEST(CommHookContractTest, AHookThatKeepsBuffersGetsItsOwn) {
     step(reducer, (weight * gradient).sum());
   };
   train(1);
-  train(2);  // the gradient takes the bucket's memory
+  train(2);  // donates the bucket's memory
   at::Tensor kept;
   reducer.set_comm_hook(make_comm_hook([&](c10d::GradBucket& bucket) {
     kept = bucket.getBuffer();

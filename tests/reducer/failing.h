@@ -1,4 +1,4 @@
-// Helpers for tests of failures: a user's error, and the texts of errors.
+// Helpers of failure tests: a user's error, and the text of a thrown error.
 
 #ifndef BRIGADE_TESTS_REDUCER_FAILING_H_
 #define BRIGADE_TESTS_REDUCER_FAILING_H_
@@ -24,13 +24,13 @@ struct UserError : std::runtime_error {
   using std::runtime_error::runtime_error;
 };
 
-// Runs a step whose backward throws UserError before the gradient of parameter
-// `throws_at`. 3: before all gradients; -1: after all of them.
+// Runs a step whose backward throws UserError at the gradient of parameter
+// `throws_at`; 3: before the first gradient; -1: after the last.
 inline void throw_in_backward(Reducer& reducer, const ToyModel& model, int rank,
                               int throws_at) {
   const auto thrower = [](const at::Tensor&) { throw UserError("no disk"); };
   const at::Tensor input = at::ones({1}).requires_grad_();
-  const at::Tensor last = input * 0;  // its gradient comes after all others
+  const at::Tensor last = input * 0;  // its gradient is the last
   const at::Tensor first = model.loss(rank);
   const at::Tensor at = throws_at == -1  ? last
                         : throws_at == 3 ? first
@@ -42,7 +42,7 @@ inline void throw_in_backward(Reducer& reducer, const ToyModel& model, int rank,
   loss.backward();
 }
 
-// Expects `action` to throw an Error (for c10::Error: not a subclass), and
+// Expects `action` to throw an Error (c10::Error itself, not a subclass) and
 // returns its text.
 template <typename Error>
 std::string text_of(const std::function<void()>& action) {
@@ -62,7 +62,7 @@ std::string text_of(const std::function<void()>& action) {
   return "";
 }
 
-// Runs one step, and expects every gradient to be the average over all ranks.
+// Runs one step and expects every gradient to be the average over all ranks.
 inline void expect_trains(Reducer& reducer, const ToyModel& model, int rank,
                           int world_size, int s = 5) {
   model.zero_grad();

@@ -1,5 +1,5 @@
-// The default comm hook with all ranks on one host: buckets are summed through
-// shared memory.
+// Reduction in shared memory by a reducer's default hook, with all ranks on one
+// host.
 
 #include "brigade/comm/ordered/host_sums.h"
 
@@ -30,8 +30,8 @@ using Group = c10::intrusive_ptr<c10d::ProcessGroup>;
 const ToyModel::Sizes kSizes = {{2}, {3}, {5}};
 const std::vector<std::vector<size_t>> kOneEach = {{2}, {1}, {0}};
 
-// Returns the number of buckets summed in shared memory in `num_steps` steps.
-int64_t num_host_sums(Reducer& reducer, const ToyModel& model,
+// Returns the number of buckets reduced in shared memory in `num_steps` steps.
+int64_t num_in_memory(Reducer& reducer, const ToyModel& model,
                       const Group& group, int num_steps = 2) {
   const int64_t before = HostSums::num_launches(*group);
   for (int s = 0; s < num_steps; ++s) {
@@ -40,34 +40,35 @@ int64_t num_host_sums(Reducer& reducer, const ToyModel& model,
   return HostSums::num_launches(*group) - before;
 }
 
-TEST(HostSumsOfReducersTest, TheDefaultHookSumsInSharedMemory) {
+TEST(HostSumsOfReducersTest, DefaultHookReducesInSharedMemory) {
   for (const int world_size : {2, 3}) {
     run_ranks(world_size, [](const Group& group) {
       const ToyModel model(kSizes);
       Reducer reducer(model.parameters, group, {.bucket_plan = kOneEach});
-      EXPECT_EQ(num_host_sums(reducer, model, group), 6);
+      EXPECT_EQ(num_in_memory(reducer, model, group), 6);
     });
   }
 }
 
-TEST(HostSumsOfReducersTest, ComplexAndHalfGradientsToo) {
+TEST(HostSumsOfReducersTest, SupportsComplexAndHalfGradients) {
   for (const at::ScalarType dtype : {at::kComplexFloat, at::kBFloat16}) {
     run_ranks(2, [dtype](const Group& group) {
       const ToyModel model({{2}}, dtype);
       Reducer reducer(model.parameters, group);
-      EXPECT_EQ(num_host_sums(reducer, model, group), 2);
+      EXPECT_EQ(num_in_memory(reducer, model, group), 2);
     });
   }
 }
 
-// Ranks compare the wire format of their hooks, not whether one was passed.
-TEST(HostSumsOfReducersTest, AHookOnOneRankMakesAllUseTheGroup) {
+// Both hooks have the same wire format, so comparing options finds no
+// difference.
+TEST(HostSumsOfReducersTest, AHookOnOneRankDisablesSharedMemory) {
   run_ranks(2, [](const Group& group) {
     const ToyModel model(kSizes);
     ReducerOptions options = {.bucket_plan = kOneEach};
     if (group->getRank() == 1) options.comm_hook = all_reduce_hook(group);
     Reducer reducer(model.parameters, group, options);
-    EXPECT_EQ(num_host_sums(reducer, model, group), 0);
+    EXPECT_EQ(num_in_memory(reducer, model, group), 0);
   });
 }
 
@@ -77,34 +78,34 @@ TEST(HostSumsOfReducersTest, OtherHooksUseTheGroup) {
     Reducer reducer(
         model.parameters, group,
         {.bucket_plan = kOneEach, .comm_hook = all_reduce_hook(group)});
-    EXPECT_EQ(num_host_sums(reducer, model, group), 0);
+    EXPECT_EQ(num_in_memory(reducer, model, group), 0);
     Reducer reproducible(model.parameters, group,
                          {.bucket_plan = kOneEach, .reproducible = true});
     EXPECT_EQ(HostSums::num_launches(*group), 0);
   });
 }
 
-TEST(HostSumsOfReducersTest, TheDefaultHookCanBeSetAgain) {
+TEST(HostSumsOfReducersTest, WorksAgainAfterAHookIsRemoved) {
   run_ranks(2, [](const Group& group) {
     const ToyModel model(kSizes);
     Reducer reducer(model.parameters, group, {.bucket_plan = kOneEach});
     reducer.set_comm_hook(all_reduce_hook(group));
-    EXPECT_EQ(num_host_sums(reducer, model, group), 0);
+    EXPECT_EQ(num_in_memory(reducer, model, group), 0);
     reducer.set_comm_hook(nullptr);
-    EXPECT_EQ(num_host_sums(reducer, model, group), 6);
+    EXPECT_EQ(num_in_memory(reducer, model, group), 6);
   });
 }
 
-TEST(HostSumsOfReducersTest, WithoutVerificationRanksUseTheGroup) {
+TEST(HostSumsOfReducersTest, NeedsComparedRanks) {
   run_ranks(2, [](const Group& group) {
     const ToyModel model(kSizes);
     Reducer reducer(model.parameters, group,
                     {.bucket_plan = kOneEach, .verify_across_ranks = false});
-    EXPECT_EQ(num_host_sums(reducer, model, group), 0);
+    EXPECT_EQ(num_in_memory(reducer, model, group), 0);
   });
 }
 
-TEST(HostSumsOfReducersTest, StepInBackwardKeepsHostSums) {
+TEST(HostSumsOfReducersTest, SupportsOptimizersThatStepInBackward) {
   run_ranks(2, [](const Group& group) {
     const ToyModel model(kSizes);
     const auto nothing = [](const at::Tensor&) {};
@@ -117,8 +118,8 @@ TEST(HostSumsOfReducersTest, StepInBackwardKeepsHostSums) {
   });
 }
 
-// Buckets do not use the group, so its collectives may come in another order.
-TEST(HostSumsOfReducersTest, CollectivesOfTheProgramMayLieElsewhere) {
+// Shared memory does not use the group, so the ranks' orders may differ.
+TEST(HostSumsOfReducersTest, OrderWithTheGroupsCollectivesMayDiffer) {
   run_ranks(2, [](const Group& group) {
     const ToyModel model(kSizes);
     Reducer reducer(model.parameters, group, {.bucket_plan = kOneEach});

@@ -20,7 +20,7 @@ using testing::ToyModel;
 
 using Group = c10::intrusive_ptr<c10d::ProcessGroup>;
 
-constexpr int kCopies = 4;  // of the model, on all ranks together
+constexpr int kCopies = 4;  // of the model, over all ranks
 
 const ToyModel::Sizes kSizes = {{3, 2}, {5}, {}, {2, 2, 2}, {0}, {7}};
 
@@ -34,8 +34,7 @@ class Copies {
         models_(make_models(per_rank_)),
         reducer_(parameters_of(models_), group, std::move(options)) {}
 
-  // Runs one backward over the losses of this rank's replicas. `uses`: the
-  // parameters that each copy uses.
+  // One backward through the losses of all local replicas.
   void step(int step, const std::vector<std::vector<size_t>>& uses) {
     std::vector<at::Tensor> losses;
     for (int r = 0; r < per_rank_; ++r) {
@@ -81,8 +80,8 @@ class Copies {
   Reducer reducer_;
 };
 
-// Ranks x gradient_as_bucket_view x bucket cap in bytes. 1 rank of 4 replicas,
-// 2 of 2 and 4 of 1 give the bits of ToyModel::average().
+// Ranks x gradients as views x bucket cap in bytes. 1 rank of 4 replicas, 2 of
+// 2 and 4 of 1 must give the same bits: those of ToyModel::average().
 class LocalReplicasTest
     : public ::testing::TestWithParam<std::tuple<int, bool, int64_t>> {
  protected:
@@ -130,13 +129,13 @@ TEST_P(LocalReplicasTest, OneCollectiveRunsPerBucket) {
     int64_t filled = 0;
     for (const std::vector<size_t>& bucket :
          copies.reducer().plan().buckets()) {
-      filled += bucket != std::vector<size_t>{4};  // without elements
+      filled += bucket != std::vector<size_t>{4};  // of no elements
     }
     EXPECT_EQ(copies.reducer().statistics().buckets_launched - before, filled);
   });
 }
 
-TEST_P(LocalReplicasTest, EachReplicaHasAUsedMap) {
+TEST_P(LocalReplicasTest, EachReplicaMarksUsedParameters) {
   ReducerOptions finding = options();
   finding.find_unused_parameters = true;
   run(finding, [](Copies& copies) {
@@ -181,7 +180,7 @@ TEST_P(LocalReplicasTest, AStaticGraphCountsEachReplica) {
   });
 }
 
-TEST_P(LocalReplicasTest, AUsersHookGetsTheAverageOverTheReplicas) {
+TEST_P(LocalReplicasTest, AUsersHookGetsTheAverageOfTheReplicas) {
   run_ranks(std::get<0>(GetParam()), [&](const Group& group) {
     ReducerOptions summing = options();
     const int64_t ranks = group->getSize();

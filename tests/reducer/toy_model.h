@@ -1,7 +1,7 @@
-// Model with known integer gradients, which become ready in a given order.
+// Model with known integer gradients that become ready in a given order.
 //
-// A gradient's elements depend on rank, parameter, element and step, so tests
-// detect swapped ranks and slots. All are multiples of 12, so averages over 1
+// A gradient's elements depend on rank, parameter, element and step, so swapped
+// ranks or slots give other values. All are multiples of 12, so averages over 1
 // to 4 ranks are exact in float32.
 
 #ifndef BRIGADE_TESTS_REDUCER_TOY_MODEL_H_
@@ -32,7 +32,7 @@ class ToyModel {
     }
   }
 
-  // Returns the gradient of parameter i of `rank`.
+  // The gradient of parameter i in a backward through loss(rank, step).
   at::Tensor gradient(size_t i, int rank, int step = 0) const {
     const at::Tensor& p = parameters[i];
     return (12 * ((at::arange(p.numel(), at::kLong) + 7 * i + 3 * step + 1) %
@@ -41,7 +41,7 @@ class ToyModel {
         .to(p.options());
   }
 
-  // Returns the average of gradient() over ranks.
+  // The average over ranks.
   at::Tensor average(size_t i, int world_size, int step = 0) const {
     at::Tensor sum = at::zeros_like(parameters[i]);
     for (int rank = 0; rank < world_size; ++rank) {
@@ -85,7 +85,7 @@ class ToyModel {
 
 using FuturePtr = c10::intrusive_ptr<c10::ivalue::Future>;
 
-// Results of comm hooks: a complete future, and the all-reduce of a bucket.
+// Results of comm hooks: a complete future, and the sum of a bucket over ranks.
 inline FuturePtr completed(c10::IValue value) {
   auto future = c10::make_intrusive<c10::ivalue::Future>(value.type());
   future->markCompleted(std::move(value));
@@ -98,7 +98,7 @@ inline FuturePtr all_reduced(
   return group->allreduce(tensors)->getFuture();
 }
 
-// Runs one iteration with `loss`.
+// Runs one iteration with a backward through `loss`.
 inline void step(Reducer& reducer, const at::Tensor& loss) {
   reducer.prepare_for_backward(loss);
   loss.backward();
