@@ -61,8 +61,7 @@ struct ReducerOptions {
 
   // If true, gradients are views of their bucket, and are not copied back. If
   // false, the tensors in `.grad` are kept, and buckets have memory of their
-  // own, unless a large CPU gradient takes over the bucket's
-  // (buffer_donation.h).
+  // own, unless a large CPU gradient takes over its bucket's.
   bool gradient_as_bucket_view = true;
 
   // Compares parameters and options across ranks at construction. If false,
