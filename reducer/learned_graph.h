@@ -41,7 +41,7 @@ class ReadyOrder {
   // Returns true until an order is observed.
   bool is_observing() const { return stage_ == Stage::kObserving; }
 
-  // Returns true from then until freeze().
+  // Returns true from the observation until freeze().
   bool is_pending() const {
     return stage_ == Stage::kObserved || stage_ == Stage::kAgreed;
   }
