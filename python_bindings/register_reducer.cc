@@ -94,7 +94,7 @@ std::shared_ptr<TorchReducer> make_reducer(
   options.one_backward_per_forward = one_backward_per_forward;
   options.max_unconfirmed_iterations = max_unconfirmed_iterations;
   options.reproducible = reproducible;
-  options.bucket_caps_bytes =
+  options.bucket_cap_bytes =
       bucket_bytes_cap_list.empty()
           ? std::vector<int64_t>{first_bucket_bytes_cap, bucket_bytes_cap}
           : std::move(bucket_bytes_cap_list);

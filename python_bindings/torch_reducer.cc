@@ -218,7 +218,7 @@ void TorchReducer::meet_peers() {
   if (!ready()) return;
   // This is a forward without gradients between two backwards of an iteration.
   if (!at::GradMode::is_enabled() && !missing_gradients().empty()) return;
-  reducer_->meet_peers("came to a forward");
+  reducer_->barrier("came to a forward");
 }
 
 bool TorchReducer::send_buffers(std::vector<at::Tensor> buffers) {
