@@ -6,7 +6,6 @@
 #include <array>
 #include <vector>
 
-#include "brigade/reducer/packing/pack_loops.h"
 #include "brigade/tests/reducer/packer_checks.h"
 #include "gtest/gtest.h"
 
@@ -92,11 +91,13 @@ TEST(PackerTest, WidensEveryFloat16AndBfloat16Exactly) {
 TEST(PackerTest, PortableLoopsGiveTheBitsOfThisProcessorsLoops) {
   for (auto [gradient, wire] : all_wire_pairs()) {
     if (c10::isComplexType(gradient)) continue;
-    const PackLoops native = native_pack_loops(gradient, wire);
+    const packing::PackLoops native =
+        packing::native_pack_loops(gradient, wire);
     if (native.pack == nullptr) {
       GTEST_SKIP() << "this processor has no loops of its own";
     }
-    const PackLoops portable = portable_pack_loops(gradient, wire);
+    const packing::PackLoops portable =
+        packing::portable_pack_loops(gradient, wire);
     const std::vector<SlotRange> slots = {{1, 1000}, {1001, 13}, {1014, 2}};
     const at::Tensor values =
         testing::values_of_every_kind(1000, gradient, /*seed=*/5);
