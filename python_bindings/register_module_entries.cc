@@ -7,7 +7,7 @@
 
 #include "absl/functional/function_ref.h"
 #include "brigade/python_bindings/registrations.h"
-#include "brigade/reducer/parameter_changes.h"
+#include "brigade/reducer/parameter_table.h"
 
 namespace brigade {
 namespace {

@@ -62,7 +62,7 @@ struct ReducerOptions {
   // Gradients are views of their bucket, and are not copied back. If false,
   // the tensors in `.grad` stay, and buckets take memory on top of theirs;
   // large ones on the CPU get their bucket's memory instead
-  // (buffer_donation.h).
+  // (bucket_memory.h).
   bool gradient_as_bucket_view = true;
 
   // Compares parameters and options across ranks at construction. If false,

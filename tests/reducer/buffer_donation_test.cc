@@ -1,4 +1,4 @@
-#include "brigade/reducer/buffer_donation.h"
+#include "brigade/reducer/bucket_memory.h"
 
 #include <torch/torch.h>
 
@@ -112,7 +112,7 @@ TEST(BufferDonationTest, LeavesMemoryToWhoeverStillSeesIt) {
         expect_averaged(model, kRanks, s);
         const at::Tensor& gradient = model.parameters[0].grad();
         // So many buckets are kept for the sake of a gradient.
-        EXPECT_EQ(lies_in_bucket(gradient), s < BufferDonation::kMaxLeft);
+        EXPECT_EQ(lies_in_bucket(gradient), s < BufferDonation::kMaxReallocations);
         kept.push_back(keeper.keep(gradient));
         memory.push_back(gradient.const_data_ptr<float>());
         for (int before = 0; before <= s; ++before) {

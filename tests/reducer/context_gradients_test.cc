@@ -1,4 +1,4 @@
-#include "brigade/reducer/context_gradients.h"
+#include "brigade/reducer/data_parallel_policy.h"
 
 #include <torch/csrc/distributed/autograd/context/container.h>
 #include <torch/csrc/distributed/autograd/engine/dist_engine.h>

@@ -96,15 +96,14 @@ TEST(ParameterTableTest, ReplicasMustBeAlike) {
     return text_of<c10::ValueError>(
         [&] { ParameterTable(std::move(replicas), {}, {}); });
   };
-  EXPECT_EQ(
-      text({{tensor(2)}, {tensor(3)}}),
-      "parameter 0 of replica 1 must be like that of replica 0, Float [2] "
-      "strides [1] on cpu; it is Float [3] strides [1] on cpu");
+  EXPECT_EQ(text({{tensor(2)}, {tensor(3)}}),
+            "parameter 0 of replica 1 must match that of replica 0, Float [2] "
+            "strides [1] on cpu; found Float [3] strides [1] on cpu");
   EXPECT_EQ(text({{tensor(2)}, {}}),
             "replica 1 must have the 1 parameters of replica 0, it has 0");
   EXPECT_EQ(text({{shared}, {shared}}),
             "parameter 0 of replica 1 is the same tensor as parameter 0 of "
-            "replica 0; list it once");
+            "replica 0.\nList it once.");
 }
 TEST(ErrorTextsTest, NameWhatWasFrozenMeanwhile) {
   const ParameterTable table = table_of(3, true);

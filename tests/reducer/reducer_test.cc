@@ -533,7 +533,7 @@ TEST(ReducerTest, RebuildsOnceAndNotWhereUnusedParametersAreSearched) {
     EXPECT_EQ(reducer.statistics().rebuilds, rebuild ? 1 : 0);
     EXPECT_THAT(reducer.plan().buckets().front(),
                 rebuild ? ElementsAre(1, 2, 0) : ElementsAre(2, 1, 0));
-    // One bucket a step; and the order, or each step's map of used parameters.
+    // One bucket a step; and the order, or each step's used-parameter bitmap.
     EXPECT_EQ(recording.log().size() - before, rebuild ? 5 : 8);
   }
 }
