@@ -25,7 +25,7 @@ using testing::Source;
 
 constexpr std::array kScales = {1.0, 1.0 / 3, 0.25, -1e-3};
 
-// Restores the number of threads of the tests around.
+// Sets the number of threads for one test.
 class ThreadsScope {
  public:
   explicit ThreadsScope(int num_threads) { at::set_num_threads(num_threads); }
@@ -55,7 +55,7 @@ TEST(PackerTest, PacksAndUnpacksEveryPairAsAten) {
 }
 
 TEST(PackerTest, RoundsEveryFloat16AndBfloat16NeighbourhoodToEven) {
-  // All upper halves of a float32, with lower halves at and beside ties.
+  // All upper halves of a float32, with lower halves at ties and next to them.
   const at::Tensor upper =
       at::arange(-32768, 32768, at::kInt).mul(65536).unsqueeze(1);
   const at::Tensor lower =
@@ -88,13 +88,13 @@ TEST(PackerTest, WidensEveryFloat16AndBfloat16Exactly) {
   }
 }
 
-TEST(PackerTest, PortableLoopsGiveTheBitsOfThisProcessorsLoops) {
+TEST(PackerTest, PortableAndNativeLoopsGiveTheSameBits) {
   for (auto [gradient, wire] : all_wire_pairs()) {
     if (c10::isComplexType(gradient)) continue;
     const packing::PackLoops native =
         packing::native_pack_loops(gradient, wire);
     if (native.pack == nullptr) {
-      GTEST_SKIP() << "this processor has no loops of its own";
+      GTEST_SKIP() << "this processor has no native loops";
     }
     const packing::PackLoops portable =
         packing::portable_pack_loops(gradient, wire);
@@ -120,6 +120,7 @@ TEST(PackerTest, PortableLoopsGiveTheBitsOfThisProcessorsLoops) {
     EXPECT_TRUE(same_bits(x, y)) << wire << " to " << gradient;
   }
 }
+
 TEST(PackerTest, ScaleOfOneKeepsTheBitsOfNan) {
   const at::Tensor bits =
       at::tensor({0x7f800001, 0x7fc12345, -1, 0x7fa00000, 5}, at::kInt);
@@ -151,6 +152,7 @@ TEST(PackerTest, LargeSlotsOnManyThreadsHaveTheSameBits) {
     }
   }
 }
+
 TEST(PackerTest, RejectsDtypesAndDevices) {
   for (const auto& dtype : {at::kLong, at::kBool}) {
     EXPECT_THROW(make_packer(at::kCPU, dtype, {{0, 1}}), c10::ValueError);
@@ -158,7 +160,7 @@ TEST(PackerTest, RejectsDtypesAndDevices) {
   EXPECT_THROW(make_packer(at::kMeta, at::kFloat, {{0, 1}}), c10::ValueError);
 }
 
-TEST(PackerTest, RejectsBuffersThatDoNotFit) {
+TEST(PackerTest, RejectsUnsuitableBuffers) {
   auto packer = make_packer(at::kCPU, at::kFloat, {{0, 4}, {4, 2}});
   const at::Tensor gradient = at::ones({4});
   const std::array from = {gradient.const_data_ptr(),

@@ -42,7 +42,7 @@ TEST(ParameterTableTest, ListsFiveNamesAndACount) {
             "more");
 }
 
-TEST(ParameterTableTest, DescribesWhatMustBeEqualOnAllRanks) {
+TEST(ParameterTableTest, DescribesParametersForComparison) {
   const ParameterTable table({{at::ones({2, 3}).t().requires_grad_(),
                                at::ones({1}, at::kHalf).requires_grad_()}},
                              {"w", "b"}, {true, false});
@@ -89,7 +89,7 @@ TEST(ParameterTableTest, NumbersVariablesReplicaByReplica) {
   EXPECT_TRUE(table[variable].is_same(table.replicas()[1][2]));
 }
 
-TEST(ParameterTableTest, ReplicasMustBeAlike) {
+TEST(ParameterTableTest, RejectsReplicasThatDiffer) {
   const auto tensor = [](int64_t n) { return at::ones({n}).requires_grad_(); };
   const at::Tensor shared = tensor(2);
   const auto text = [](std::vector<std::vector<at::Tensor>> replicas) {
@@ -105,6 +105,7 @@ TEST(ParameterTableTest, ReplicasMustBeAlike) {
             "parameter 0 of replica 1 is the same tensor as parameter 0 of "
             "replica 0.\nList it once.");
 }
+
 TEST(ErrorTextsTest, NameWhatWasFrozenMeanwhile) {
   const ParameterTable table = table_of(3, true);
   const Occasion occasion = {.iteration = 2, .rank = 0};
@@ -124,5 +125,6 @@ TEST(ErrorTextsTest, NameWhatWasFrozenMeanwhile) {
                       "('b').\n"),
             HasSubstr("Use every output")));
 }
+
 }  // namespace
 }  // namespace brigade
