@@ -113,22 +113,22 @@ class Bucket final : public Collective {
   void make_grad_bucket();
 
   const ParameterTable& table_;
-  const size_t index_;                 // in the plan
-  const size_t num_buckets_;           // of the plan
+  const size_t index_;
+  const size_t num_buckets_;
   const std::vector<size_t> members_;  // parameters, by slot
   UsedParameters* const used_;         // null: all are used
   HookTraits hook_;
   const std::vector<c10::Device> devices_;  // by replica
-  const at::ScalarType dtype_;              // of the gradients
+  const at::ScalarType dtype_;
   const bool sparse_;
   const at::ScalarType wire_dtype_;
   const bool gradients_as_views_;
   std::vector<std::unique_ptr<BucketReplica>> replicas_;  // never empty
   std::span<const SlotRange> ranges_;  // by slot, in replica 0; none if sparse
-  DimsList shapes_of_reals_;           // of complex gradients, for the hook
+  DimsList shapes_of_reals_;           // for the hook; complex only
   std::vector<StreamUses> streams_;    // by replica; produced gradients
-  std::optional<c10d::GradBucket>
-      grad_bucket_;                   // large; made by the first launch
+  // Large, so the first launch makes it.
+  std::optional<c10d::GradBucket> grad_bucket_;
   std::optional<c10::Event> packed_;  // null on the CPU
 };
 

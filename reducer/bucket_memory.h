@@ -68,7 +68,7 @@ class BucketMemory {
            tensor.is_alias_of(flat_);
   }
 
-  // Returns a new tensor like view().
+  // Returns a new tensor equal to view().
   at::Tensor make_view(size_t slot) const;
 
   // The slot of another tensor, 1D, [numel].
@@ -84,7 +84,6 @@ class BucketMemory {
            std::less<>()(elements, base_ + numel() * item_bytes_);
   }
 
-  // Of a slot's gradient, as at construction.
   at::IntArrayRef shape(size_t slot) const {
     return table_.shape(parameters_[slot]);
   }
@@ -123,22 +122,9 @@ class BucketMemory {
 // Donation of a bucket's memory to reduced gradients, in place of a copy back.
 // CPU only: on devices, streams may still read the memory.
 //
-// A gradient gets its slot only if it is as autograd made it and nobody else
-// holds it or its memory. It stays the same tensor. If somebody still holds
-// donated memory when the bucket is packed again, the bucket must take new
-// memory; after kMaxReallocations donation stops. Python keeps a storage that
-// it has seen once, which counts as holding it.
-//
-// Example:
-//
-//   BufferDonation donation(flat);  // after its views have been made
-//   ...                             // pack and reduce flat
-//   if (!donation.donate(gradient, views[slot])) copy(flat, gradient);
-//   ...
-//   if (donation.is_held()) {
-//     flat = at::empty_like(flat);  // and its views
-//     donation.start_again(flat);
-//   }
+// If somebody still holds donated memory when the bucket is packed again, the
+// bucket must take new memory; after kMaxReallocations donation stops. Python
+// keeps a storage that it has seen once, which counts as holding it.
 class BufferDonation {
  public:
   // A copy of fewer bytes costs less than a donation.
@@ -157,9 +143,10 @@ class BufferDonation {
     return own_references_ > 0 && bytes >= kMinBytes;
   }
 
-  // Moves `gradient` into the memory of `view`, with its values. Returns false
-  // without effect if somebody else holds the gradient or its memory, or has
-  // written to it since autograd made it.
+  // Moves `gradient`, which stays the same tensor, into the memory of `view`.
+  // It gets the values of `view`. Returns false without effect if somebody else
+  // holds the gradient or its memory, or has written to it since autograd made
+  // it.
   //
   // REQUIRES: both have the same sizes, memory order, dtype and device; the
   // gradient's bytes are worthwhile.

@@ -18,8 +18,7 @@
 namespace brigade {
 namespace {
 
-// True if `tensor` has these sizes and strides. Strides of dimensions of size 1
-// do not matter.
+// Ignores strides of dimensions of size 1.
 bool is_laid_out_as(const at::Tensor& tensor, at::IntArrayRef sizes,
                     at::IntArrayRef strides) {
   const at::IntArrayRef own_sizes = tensor.sizes();
@@ -32,15 +31,12 @@ bool is_laid_out_as(const at::Tensor& tensor, at::IntArrayRef sizes,
   return true;
 }
 
-// True if both have the same dtype, device, layout and dispatch keys, which
-// excludes lazy conjugation and subclasses.
+// Equal dispatch keys exclude other layouts, lazy conjugation and subclasses.
 bool same_kind(const at::Tensor& a, const at::Tensor& b) {
   return a.key_set() == b.key_set() && a.dtype() == b.dtype() &&
          a.device() == b.device();
 }
 
-// Throws RuntimeError that names the parameter unless its gradient is dense and
-// has its dtype, shape and device.
 void check_gradient(const ParameterTable& table, size_t parameter,
                     const at::Tensor& gradient) {
   const at::Tensor& expected = table[parameter];
@@ -60,7 +56,7 @@ void check_gradient(const ParameterTable& table, size_t parameter,
               ".\nSet it to None before the next backward.");
 }
 
-// Thousands of tiny parameters are out of the cache when their bucket is full.
+// Tiny parameters are often out of the cache when their bucket is full.
 constexpr size_t kPrefetchedSlots = 8;
 
 void prefetch(const at::Tensor& tensor) {

@@ -37,7 +37,7 @@ class BucketReplica {
   // layout, dtype, shape or device than expected.
   virtual void pack(double scale, std::span<const size_t> unused_slots) = 0;
 
-  // Records `stream` for all gradients; another stream has produced them.
+  // Records `stream`, which has not produced the gradients, for all of them.
   virtual void record_stream(c10::Stream stream) const = 0;
 
   // Adds the buffer of another local replica, on any device.
@@ -65,7 +65,7 @@ class BucketReplica {
   // Moves defined gradients into the bucket, if gradients are views.
   virtual void adopt_gradients() {}
 
-  // Zeros like buffer().
+  // Returns zeros in the shape and dtype of buffer().
   virtual at::Tensor zeros() const = 0;
 
   // The buffer that gradients are views of; undefined if they are not views.
@@ -153,10 +153,10 @@ class DenseReplica final : public BucketReplica {
   std::optional<c10::Stream> delivered_on_;  // last
 
   // This iteration only.
-  std::vector<at::Tensor*> gradients_;  // by slot: the parameters' .grad
+  std::vector<at::Tensor*> gradients_;  // by slot: the parameter's `.grad`
   std::vector<const void*> sources_;    // by slot
   std::vector<void*> destinations_;     // by slot
-  std::vector<char> requires_grad_;     // by slot: its gradient (create_graph)
+  std::vector<char> requires_grad_;     // by slot: true with create_graph
   std::vector<at::Tensor> reordered_;   // copies in the slot's memory order
   std::vector<SavedGradient> saved_;    // of unused parameters
 };
@@ -185,8 +185,8 @@ class SparseReplica final : public BucketReplica {
   const ParameterTable& table_;
   const VariableIndex variable_;
   at::Tensor buffer_;
-  // Of the last gradient; before the first, 1, as in an embedding's gradient.
-  // Must be equal on all ranks, also on those without a gradient.
+  // That of the last gradient; 1, an embedding's, before the first. Must be
+  // equal on all ranks, also on those without a gradient.
   int64_t sparse_dim_ = 1;
 };
 

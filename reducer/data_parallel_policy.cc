@@ -239,10 +239,9 @@ void DataParallelPolicy::on_prepared(std::span<const at::Tensor> outputs) {
   if (hook_counts_) hook_counts_->restart();
 }
 
-// Searches the graph of every forward, so that buckets do not wait for unused
-// parameters. To skip searches while all parameters are used would make the
-// time of a launch depend on earlier iterations: a rank with a newly unused
-// parameter would launch later than its peers.
+// Searches the graph of every forward. To skip searches while all parameters
+// are used would make the time of a launch depend on earlier iterations: a rank
+// with a newly unused parameter would launch later than its peers.
 void DataParallelPolicy::predict_unused(std::span<const at::Tensor> outputs) {
   if (unused_search_) {
     // Torch's name, which tools search for.
@@ -371,7 +370,6 @@ std::shared_ptr<void> DataParallelPolicy::abandon(
   return keep(std::move(old));
 }
 
-// Replaces gradients that are views of the bucket by zeros.
 void DataParallelPolicy::zero_views(const Bucket& bucket, size_t index) const {
   const std::vector<size_t>& members = bound_.plan.buckets()[index];
   for (size_t r = 0; r < table_.num_replicas(); ++r) {
@@ -397,7 +395,6 @@ std::shared_ptr<void> DataParallelPolicy::keep(BoundPlan bound) {
       std::tuple(std::move(bound), std::move(sum), options_.comm_hook));
 }
 
-// Moves gradients from the old buckets to the new ones.
 void DataParallelPolicy::adopt(BoundPlan bound) {
   for (Bucket& bucket : bound.buckets) bucket.adopt_gradients();
   bound_ = std::move(bound);

@@ -137,7 +137,7 @@ class DataParallelPolicy {
 
   // ---- An iteration, in this order.
 
-  // False if no parameter requires a gradient: nothing is prepared.
+  // False if no parameter requires a gradient.
   bool expects_gradients() const;
 
   // Errors: RuntimeError if a variable was moved, cast or resized.
@@ -164,10 +164,11 @@ class DataParallelPolicy {
   // Marks the gradient of a variable ready.
   using Mark = c10::function_ref<void(size_t variable, Slot slot)>;
 
-  // At the begin of a backward: marks used parameters before the bitmap's
-  // launch, then marks unused ones ready. `is_shadow`: this rank launches
-  // substitutes only.
+  // A backward begins. Marks used parameters; call before the bitmap's launch.
+  // `is_shadow`: this rank launches substitutes only.
   void mark_used_at_begin(bool is_shadow);
+
+  // A backward begins. Marks unused parameters ready.
   void on_backward_begins(bool is_shadow, Mark mark);
 
   // Notes a gradient that was accumulated outside of an iteration, or before it
@@ -204,11 +205,12 @@ class DataParallelPolicy {
   // ---- Failure.
 
   // Replaces all buckets by new ones, since collectives in flight may still
-  // write to their memory; gradients in these buckets become zeros. Returns the
-  // owner of the old memory, to keep until the collectives are complete.
+  // write to the old memory. Gradients in the buckets of `in_flight` become
+  // zeros. Returns the owner of the old memory, to keep until the collectives
+  // are complete.
   std::shared_ptr<void> abandon(std::span<Collective* const> in_flight);
 
-  // Returns the owner of all buckets at destruction.
+  // Returns the owner of all buckets, likewise. Call at destruction.
   std::shared_ptr<void> let_go();
 
   // Throws RuntimeError for a gradient that was ready already.
@@ -229,8 +231,8 @@ class DataParallelPolicy {
 
   const c10::intrusive_ptr<c10d::ProcessGroup> group_;
   const ParameterTable table_;
-  ReducerOptions options_;  // constant except comm_hook, which is never null
-  HookTraits hook_;         // of options_.comm_hook
+  ReducerOptions options_;               // comm_hook is never null
+  HookTraits hook_;                      // of options_.comm_hook
   std::shared_ptr<HostSums> host_sums_;  // for default hooks; null: use group_
   const GradientHooks* hooks_ = nullptr;
 
@@ -246,7 +248,7 @@ class DataParallelPolicy {
   MemoryRanges memory_;  // of gradients that are views
   BoundPlan bound_;
 
-  // Of the prepared iteration.
+  // Valid for the prepared iteration.
   std::vector<size_t> unused_;  // variables outside the graph; ascending
   bool none_reached_ = false;   // the graph contains no parameter
   std::optional<ContextGradients> context_gradients_;

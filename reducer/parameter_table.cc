@@ -59,7 +59,6 @@ void check_matches_replica_0(const at::Tensor& first, const at::Tensor& tensor,
                     describe_tensor("", tensor));
 }
 
-// Searches replica by replica.
 template <typename Predicate>
 std::optional<VariableIndex> first_variable(const ParameterTable& table,
                                             const Predicate& holds) {

@@ -35,7 +35,7 @@ class DimsList {
   }
 
   void add(c10::IntArrayRef dims) {
-    // A loop is faster than insert(), since dimensions are few.
+    // Faster than insert(), since dimensions are few.
     for (const int64_t dim : dims) dims_.push_back(dim);
     ends_.push_back(dims_.size());
   }
@@ -95,13 +95,12 @@ class ParameterTable {
 
   bool is_sparse(size_t i) const { return specs_[i].sparse; }
 
-  // As at construction. The tensor's own dtype may differ later: a caller may
+  // The dtype at construction. The tensor's own may differ later: a caller may
   // assign `data` of lower precision for a forward.
   at::ScalarType dtype(size_t i) const { return dtypes_[i]; }
 
-  // As at construction.
+  // At construction; comm_hooks/gradient_layout.h defines gradient strides.
   at::IntArrayRef shape(size_t i) const { return shapes_[i]; }
-  // As at construction; see comm_hooks/gradient_layout.h.
   at::IntArrayRef gradient_strides(size_t i) const {
     return gradient_strides_[i];
   }

@@ -9,6 +9,8 @@
 // made through pinned memory so that the host does not wait. Variables are
 // given by their number in the ParameterTable.
 //
+// Functions that wait for the all-reduce throw its errors.
+//
 // Thread safety: none; the engine's lock covers it.
 
 #ifndef BRIGADE_REDUCER_USED_PARAMETERS_H_
@@ -53,16 +55,15 @@ class UsedParameters final : public Collective {
 
   // Returns the slots, ascending, of parameters that got no gradient on any
   // replica of any rank. Waits for the all-reduce if some are unused here.
-  // Errors: those of the collective.
   std::vector<size_t> globally_unused_slots(std::span<const size_t> members);
 
-  // Waits for the all-reduce. Errors: those of the collective.
+  // Waits for the all-reduce.
   bool is_any_used_anywhere(std::span<const size_t> members);
 
   // Returns, for each parameter, the number of replicas of all ranks that had
   // marked it at the last launch; zeros before the first. Int32,
   // [num_parameters], on the CPU; valid until the next launch(). Waits for the
-  // all-reduce. Errors: those of the collective.
+  // all-reduce.
   const at::Tensor& counts();
 
   // Gives up an all-reduce that may never complete. Returns the memory that it

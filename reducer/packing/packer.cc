@@ -50,14 +50,13 @@ class GenericPacker final : public Packer {
     const at::Tensor reals = as_reals(flat);
     for (size_t i = 0; i < slots_.size(); ++i) {
       if (slots_[i].numel == 0) continue;
-      const at::Tensor place = place_in(reals, i);
+      const at::Tensor slot = slot_of(reals, i);
       if (gradients[i] == nullptr) {
-        place.zero_();
-      } else if (gradients[i] != place.const_data_ptr()) {
-        copy_scaled(tensor_at(const_cast<void*>(gradients[i]), i), place,
-                    scale);
+        slot.zero_();
+      } else if (gradients[i] != slot.const_data_ptr()) {
+        copy_scaled(tensor_at(const_cast<void*>(gradients[i]), i), slot, scale);
       } else if (scale != 1.0) {
-        copy_scaled(place, place, scale);
+        copy_scaled(slot, slot, scale);
       }
     }
   }
@@ -69,12 +68,12 @@ class GenericPacker final : public Packer {
     const at::AutoDispatchBelowADInplaceOrView below_autograd;
     const at::Tensor reals = as_reals(flat);
     for (size_t i = 0; i < slots_.size(); ++i) {
-      const at::Tensor place = place_in(reals, i);
+      const at::Tensor slot = slot_of(reals, i);
       if (slots_[i].numel == 0 || gradients[i] == nullptr ||
-          gradients[i] == place.const_data_ptr()) {
+          gradients[i] == slot.const_data_ptr()) {
         continue;
       }
-      tensor_at(gradients[i], i).copy_(place);
+      tensor_at(gradients[i], i).copy_(slot);
     }
   }
 
@@ -95,7 +94,7 @@ class GenericPacker final : public Packer {
     to.copy_(from.to(product).mul(scale));
   }
 
-  at::Tensor place_in(const at::Tensor& reals, size_t slot) const {
+  at::Tensor slot_of(const at::Tensor& reals, size_t slot) const {
     return reals.narrow(0, slots_[slot].offset_numel, slots_[slot].numel);
   }
 

@@ -21,7 +21,7 @@
 
 namespace brigade {
 
-// The place of one gradient in a flat bucket buffer, in elements.
+// The slot of one gradient in a flat bucket buffer, in elements.
 struct SlotRange {
   int64_t offset_numel = 0;
   int64_t numel = 0;  // may be 0
@@ -60,7 +60,7 @@ class Packer {
   //
   // REQUIRES: gradients[i] points to numel_i contiguous elements of the
   //     gradient dtype on the packer's device. It overlaps no other gradient,
-  //     and overlaps `flat` only if it lies exactly at its own place and the
+  //     and overlaps `flat` only if it lies exactly at its own slot and the
   //     dtypes are equal; it is then scaled in place.
   // Errors: ValueError if the number of gradients is not the number of slots,
   //     or `flat` is not a contiguous tensor of a wire dtype that holds all
@@ -69,7 +69,7 @@ class Packer {
                     const at::Tensor& flat /* 1D, [numel] */, double scale) = 0;
 
   // For each slot i: gradients[i] = flat[offset_i, offset_i + numel_i). Skips
-  // null gradients and those that lie at their place in `flat`.
+  // null gradients and those that lie at their own slot.
   // REQUIRES and Errors: as pack().
   virtual void unpack(const at::Tensor& flat /* 1D, [numel] */,
                       std::span<void* const> gradients) = 0;

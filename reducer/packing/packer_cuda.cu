@@ -55,7 +55,7 @@ struct Tables {
   int64_t flat_numel;  // where the last slot ends
 };
 
-// Addresses of gradients, by slot.
+// Addresses of the gradients, by slot.
 struct InlineAddresses {
   void* at[kMaxInlineSlots];
 };
@@ -99,7 +99,6 @@ __device__ __forceinline__ bool is_aligned(const void* address) {
   return reinterpret_cast<uintptr_t>(address) % 16 == 0;
 }
 
-// Scale and cast of elements.
 template <typename Gradient, typename Wire, Direction kDirection>
 struct Mover {
   using From =
@@ -163,7 +162,7 @@ __device__ __forceinline__ bool has_nothing_to_do(
 }
 
 // Moves one chunk of `flat` per block. One thread reads and writes each
-// element, so a gradient at its place in `flat` can be scaled in place.
+// element, so a gradient can be scaled in place.
 template <typename Gradient, typename Wire, Direction kDirection,
           typename Addresses>
 __global__ void __launch_bounds__(kThreads, kMinBlocksPerMultiprocessor)
@@ -346,7 +345,7 @@ class CudaPacker final : public Packer {
   void unpack(const at::Tensor& flat,
               std::span<void* const> gradients) override {
     arguments_.check("Packer::unpack", gradients.size(), flat);
-    // The kernel reads `flat` only.
+    // The kernel only reads `flat`.
     void* const buffer = const_cast<void*>(flat.const_data_ptr());
     const std::span<const void* const> to(gradients.data(), gradients.size());
     if (flat.scalar_type() == arguments_.gradient_dtype &&
