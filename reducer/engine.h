@@ -24,7 +24,7 @@
 #include <string>
 #include <string_view>
 
-#include "brigade/hooks/gradient_hooks.h"
+#include "brigade/hooks/autograd_hooks.h"
 #include "brigade/observing/timeline.h"
 #include "brigade/reducer/backward_membership.h"
 #include "brigade/reducer/data_parallel_policy.h"

@@ -10,7 +10,7 @@
 #include "brigade/comm/errors/peer_error.h"
 #include "brigade/comm/group/group_collectives.h"
 #include "brigade/comm_hooks/hook_traits.h"
-#include "brigade/hooks/backward_events.h"
+#include "brigade/hooks/autograd_hooks.h"
 #include "brigade/reducer/engine.h"
 
 namespace brigade {

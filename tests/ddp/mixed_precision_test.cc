@@ -201,7 +201,7 @@ TEST(MixedPrecisionFailureTest, CheckpointsBesideStepsInBackwardAreRefused) {
     FAIL() << "nothing was thrown";
   } catch (const c10::Error& error) {
     EXPECT_THAT(error.what_without_backtrace(),
-                HasSubstr("Leave out the checkpoint"));
+                HasSubstr("Remove the checkpoint"));
   }
   model.reducer().set_comm_hook(nullptr);
   model(at::ones({4, 3})).sum().backward();

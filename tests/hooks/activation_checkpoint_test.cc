@@ -10,7 +10,7 @@
 #include <tuple>
 #include <vector>
 
-#include "brigade/hooks/gradient_hooks.h"
+#include "brigade/hooks/autograd_hooks.h"
 #include "brigade/hooks/graph_search.h"
 #include "gmock/gmock.h"
 #include "gtest/gtest.h"
@@ -311,7 +311,7 @@ TEST_F(CheckpointTest, RefusesAnotherNumberOfSavedTensors) {
   more = true;
   EXPECT_THAT(
       error_of([&] { loss.backward(); }),
-      HasSubstr("saved 3 tensors for backward when it ran first and 4"));
+      HasSubstr("saved 3 tensors for backward in its first run and 4"));
 }
 
 TEST_F(CheckpointTest, RefusesSavedTensorsOfAnotherShape) {
@@ -322,8 +322,8 @@ TEST_F(CheckpointTest, RefusesSavedTensorsOfAnotherShape) {
           .sum();
   size = 3;
   EXPECT_THAT(error_of([&] { loss.backward(); }),
-              HasSubstr("saved tensor 0 of 1 was Float [4] when the function "
-                        "ran first and Float [3]"));
+              HasSubstr("saved tensor 0 of 1 was Float [4] in the function's "
+                        "first run and Float [3] in its second"));
 }
 
 TEST_F(CheckpointTest, NamesACapturedTensorThatWasChangedInPlace) {
@@ -354,7 +354,7 @@ TEST_F(CheckpointTest, RefusesAChangeOfWhatBackwardNeeds) {
                               x)
                               .sum();
   EXPECT_THAT(error_of([&] { loss.backward(); }),
-              HasSubstr("that backward needs as it was"));
+              HasSubstr("changed in place a tensor that backward needs"));
 }
 
 TEST_F(CheckpointTest, DoesNotRunAgainForParametersOrForWhatIsOutside) {

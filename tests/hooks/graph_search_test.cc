@@ -9,7 +9,7 @@
 #include <string>
 #include <vector>
 
-#include "brigade/hooks/autograd_node.h"
+#include "brigade/hooks/autograd_hooks.h"
 #include "gmock/gmock.h"
 #include "gtest/gtest.h"
 

@@ -7,8 +7,7 @@
 #include <string>
 #include <vector>
 
-#include "brigade/hooks/backward_events.h"
-#include "brigade/hooks/gradient_hooks.h"
+#include "brigade/hooks/autograd_hooks.h"
 #include "brigade/tests/support/undefined_gradient.h"
 #include "gmock/gmock.h"
 #include "gtest/gtest.h"

@@ -344,7 +344,7 @@ TEST_F(ParameterCastsTest, DisabledHooksAreAnError) {
   at::SavedTensorDefaultHooks::disable("not now");
   const std::string error = error_of([&] { run([] { return at::Tensor(); }); });
   at::SavedTensorDefaultHooks::enable();
-  EXPECT_THAT(error, HasSubstr("saved tensor hooks are disabled"));
+  EXPECT_THAT(error, HasSubstr("needs saved tensor hooks, which are disabled"));
   EXPECT_EQ(weight_.scalar_type(), at::kFloat);
 }
 
