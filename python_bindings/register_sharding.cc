@@ -192,7 +192,7 @@ void register_timeline(py::module_& module) {
       .def_readonly("launch_ns", &GatherTimes::launch_ns)
       .def_readonly("complete_ns", &GatherTimes::complete_ns)
       .def_readonly("needed_ns", &GatherTimes::needed_ns)
-      .def_readonly("whole_ns", &GatherTimes::whole_ns)
+      .def_readonly("unsharded_ns", &GatherTimes::unsharded_ns)
       .def_property_readonly("exposed_ns", &GatherTimes::exposed_ns,
                              "What forward or backward waited for.");
   py::class_<ReductionTimes>(module, "ReductionTimes",
