@@ -307,7 +307,7 @@ TEST(StallWatchTest, ALateRankAnswersInTheMiddleOfItsBackward) {
       // Goes on when it has told the other rank where it is.
       model.parameters[0].register_hook([&](const at::Tensor&) {
         await_line(*group->getStore(),
-                   absl::StrCat(kFirstChannel, "progress/line/1"),
+                   absl::StrCat(kFirstChannel, "progress/answer/1"),
                    "has launched 1 of 2 buckets of iteration 1 and waits for "
                    "the gradients of parameter 0 ('p0')");
       });
