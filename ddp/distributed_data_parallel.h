@@ -78,7 +78,6 @@ struct DistributedDataParallelOptions {
   // reduced.
   std::vector<std::string> ignored = {};
 
-  // Unset: forward uses the parameters' own dtypes.
   std::optional<MixedPrecision> mixed_precision = std::nullopt;
 };
 
@@ -97,7 +96,7 @@ class ReplicatedModule {
   // Errors: ValueError on every rank if a rank has no parameter that requires a
   // gradient; if `ignored` has an unknown name; or if parameters or buffers
   // differ across ranks in number, name, shape, strides, dtype or
-  // requires_grad. Those of Reducer's constructor.
+  // requires_grad. Also throws the errors of Reducer's constructor.
   ReplicatedModule(std::shared_ptr<const torch::nn::Module> module,
                    c10::intrusive_ptr<c10d::ProcessGroup> group,
                    DistributedDataParallelOptions options);
@@ -109,17 +108,17 @@ class ReplicatedModule {
   ReplicatedModule& operator=(const ReplicatedModule&) = delete;
 
   // Calls `forward`, which returns its output tensors, and prepares the reducer
-  // for a backward through them. Collective, so every rank makes the same
-  // number of calls. Without grad mode or gradient synchronization it only
-  // calls `forward`.
+  // for a backward through them. Collective: every rank makes the same number
+  // of calls. Without grad mode or gradient synchronization it does not prepare
+  // the reducer, and is not collective.
   //
   // Errors: RuntimeError if the module's parameters have changed since
   // construction; in mixed precision also if `forward` writes, freezes or
-  // unfreezes a parameter. Those of `forward`, Reducer::barrier() and
-  // Reducer::prepare_for_backward().
+  // unfreezes a parameter. Also throws the errors of `forward`,
+  // Reducer::barrier() and Reducer::prepare_for_backward().
   void run_forward(c10::function_ref<std::vector<at::Tensor>()> forward);
 
-  // Returns the dtype that mixed precision casts floating-point arguments to.
+  // Dtype that mixed precision casts floating-point arguments to.
   std::optional<at::ScalarType> forward_dtype() const;
 
   // If false, backward accumulates gradients on this rank, without reduction.
@@ -201,8 +200,7 @@ class DistributedDataParallel {
     return forward(std::forward<Args>(args)...);
   }
 
-  // Returns a guard: while it lives, backward accumulates gradients on this
-  // rank. The next backward after that averages the sums.
+  // The next backward after the scope averages the accumulated gradients.
   [[nodiscard]] NoSync no_sync() { return NoSync(replicated_); }
 
   // Collective. See ReplicatedModule.
@@ -210,9 +208,8 @@ class DistributedDataParallel {
 
   Module& module() { return module_; }
 
-  // Gives access to the bucket plan, statistics, timeline and errors. Pass a
-  // comm hook to the constructor: after set_comm_hook(),
-  // mixed_precision.reduction has no effect and join() throws for
+  // Pass a comm hook to the constructor instead of its set_comm_hook(): after
+  // that, mixed_precision.reduction has no effect and join() throws for
   // kRanksWithData.
   Reducer& reducer() { return replicated_.reducer(); }
 
@@ -282,7 +279,7 @@ class DistributedDataParallel {
 // Errors: ValueError if there is no model, the models have different groups,
 // kRanksWithData is combined with a user's comm hook, or ranks pass different
 // divisors. RuntimeError if a model is inside another join(), or is used before
-// the first model. Those of the models.
+// the first model. Also throws the models' errors.
 void join(std::span<ReplicatedModule* const> models,
           const std::function<void()>& loop,
           JoinDivisor divisor = JoinDivisor::kWorldSize);

@@ -54,7 +54,7 @@ void set_states(std::vector<at::Generator> generators,
   }
 }
 
-// Autocast settings of this thread, for the CPU and LibTorch's accelerator.
+// This thread's settings for the CPU and LibTorch's accelerator.
 struct AutocastState {
   struct OfDevice {
     at::DeviceType type;
@@ -94,11 +94,9 @@ struct RunState {
   const AutocastState autocast;
   const std::vector<at::Generator> generators;
   const std::vector<at::Tensor> generator_states = states_of(generators);
-  const std::shared_ptr<const ParameterCasts> casts =
-      ParameterCasts::current();  // or null
+  const std::shared_ptr<const ParameterCasts> casts = ParameterCasts::current();
 };
 
-// Applies `state` to this thread; the destructor restores the previous state.
 class RunStateGuard {
  public:
   explicit RunStateGuard(const RunState& state)
@@ -136,7 +134,6 @@ std::vector<SavedVariable> save(std::span<const at::Tensor> inputs) {
   return saved;
 }
 
-// Returns leaves with the values and requires_grad of `inputs`.
 std::vector<at::Tensor> leaves_of(const std::vector<SavedVariable>& inputs) {
   std::vector<at::Tensor> leaves;
   leaves.reserve(inputs.size());
@@ -157,7 +154,7 @@ struct SavedTensor {
         dtype(tensor.scalar_type()),
         sizes(tensor.sizes().vec()) {}
 
-  at::Tensor tensor;  // may be undefined
+  at::Tensor tensor;
   uint32_t version;
   const void* memory;  // only compared
   at::ScalarType dtype;
@@ -181,7 +178,7 @@ class Recomputation : public std::enable_shared_from_this<Recomputation> {
         state_(generators_for(inputs)),
         function_(std::move(function)) {}
 
-  // Returns the new slot of a tensor that the first run saves.
+  // Returns the tensor's new slot.
   size_t add(const at::Tensor& tensor);
 
   void end_first_run() {

@@ -26,7 +26,7 @@ using torch::autograd::variable_list;
 
 constexpr size_t kCacheLineBytes = 64;
 
-// Prefetches all cache lines of an object for a write. Accepts null.
+// Prefetches an object, which may be null, for a write.
 template <typename T>
 void prefetch(const T* object) {
   const char* const begin = reinterpret_cast<const char*>(object);
@@ -103,7 +103,7 @@ class ReadyHook final : public torch::autograd::FunctionPostHook {
   const AutogradMeta* const autograd_meta_;
 
   std::atomic<ReadyHook*> next_ = nullptr;
-  bool is_taken_ = false;  // by the sink, in the current call
+  bool is_taken_ = false;  // in the current call
 };
 
 // Passes the gradient to the sink and replaces it with an undefined one: the

@@ -78,14 +78,12 @@ class GradientHooks {
       std::function<void(VariableIndex variable, const at::Tensor& gradient)>;
 
   // `replicas[r]`: the parameters of local replica r, the same number in each.
-  // `sink`: null for none.
   //
   // REQUIRES: every parameter is a leaf that requires a gradient.
   GradientHooks(std::span<const std::vector<at::Tensor>> replicas,
                 Listener listener, Sink sink = nullptr);
   ~GradientHooks();
 
-  // Removes the hooks; the listener is not called any more.
   // REQUIRES: no backward through the parameters is running.
   void remove();
   bool are_removed() const { return registrations_.empty(); }
@@ -98,8 +96,8 @@ class GradientHooks {
   std::optional<VariableIndex> first_detached(
       std::span<const std::vector<at::Tensor>> replicas) const;
 
-  // Returns the accumulators, by replica and parameter; empty after remove().
-  // This object owns them.
+  // Ordered by replica and parameter, and owned by this object; empty after
+  // remove().
   std::vector<torch::autograd::Node*> accumulators() const;
 
   GradientHooks(const GradientHooks&) = delete;

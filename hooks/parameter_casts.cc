@@ -54,8 +54,7 @@ class ParameterCasts::SaveCopies final
     if (is_copy) outer_ = nullptr;
     if (outer_) return outer_->call_pack_hook(tensor);
     tensor_ = tensor.detach();
-    // A copy's version is its parameter's: it may change while the copy's data
-    // does not.
+    // A copy has its parameter's version, which may change without the copy.
     if (!is_copy) version_ = version_of(tensor_);
   }
 
@@ -71,8 +70,8 @@ class ParameterCasts::SaveCopies final
   }
 
  private:
-  const ParameterCasts* casts_;                // null once packed
-  std::unique_ptr<SavedVariableHooks> outer_;  // null: none
+  const ParameterCasts* casts_;  // null once packed
+  std::unique_ptr<SavedVariableHooks> outer_;
   at::Tensor tensor_;
   std::optional<int64_t> version_;  // unset: not checked
 };

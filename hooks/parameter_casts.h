@@ -5,8 +5,7 @@
 // copies, so backward computes gradients at their values even if the parameters
 // change in between. A gradient is cast to the parameter's own precision before
 // accumulation over several uses. checkpoint() runs its function again with the
-// same copies. torch's native mixed precision instead leaves the copies in
-// place until backward ends.
+// same copies.
 //
 // Limits:
 // - A write to a parameter inside a scope is lost; see first_changed(). Views
@@ -89,13 +88,12 @@ class ParameterCasts {
   class SaveCopies;
 
   struct Cast {
-    size_t index;  // in the constructor's list
+    size_t index;
     at::Tensor parameter;
     at::ScalarType dtype;  // the parameter's own
     at::Tensor copy;
   };
 
-  // Returns whether `tensor` shares memory with a copy.
   bool is_copy(const at::Tensor& tensor) const;
 
   const std::shared_ptr<const ParameterCasts> outer_;

@@ -29,7 +29,6 @@ constexpr milliseconds kLongest = std::chrono::hours{24 * 365};
 constexpr int kChecksPerReport = 4;
 constexpr milliseconds kStoreTimeout{1'000};
 
-// A rank's answer in the store.
 struct Answer {
   int64_t question = 0;  // last question that the rank has read
   int64_t iteration = 0;
@@ -99,7 +98,7 @@ std::optional<std::string> StallWatch::Check::look(Time now,
 }
 
 void StallWatch::Check::answer(Time now, bool is_waiting) {
-  if (!channel_.store->check({questions_key_})) return;  // no question yet
+  if (!channel_.store->check({questions_key_})) return;
   channel_.store->set(
       answer_key(channel_.rank),
       to_line({.question = channel_.store->add(questions_key_, 0),
@@ -172,7 +171,6 @@ struct StallWatch::State {
         describe(std::move(source)),
         report_after(time) {}
 
-  // Runs on the watch's thread.
   void run() {
     std::unique_lock<std::recursive_mutex> lock(mutex);
     while (!is_over) {

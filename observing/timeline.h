@@ -62,8 +62,6 @@ struct Timeline {
   std::vector<UnitTimes> units = {};         // buckets, in launch order
 };
 
-// Durations derived from a Timeline.
-//
 // Source: torch's DDP logging data. Differs: backward begins when it reaches
 // forward's outputs, which excludes the loss; communication is the time during
 // which at least one unit is in flight.
@@ -87,7 +85,6 @@ std::string describe(const Timeline& timeline);
 
 enum class GatheredIn { kForward, kBackward, kOther };
 
-// Times of one all-gather of a unit's parameters.
 struct GatherTimes {
   std::string unit = {};
   GatheredIn pass = GatheredIn::kOther;
@@ -101,7 +98,6 @@ struct GatherTimes {
   int64_t exposed_ns() const;
 };
 
-// Times of one reduction of a unit's gradients.
 struct ReductionTimes {
   std::string unit = {};
   int64_t launch_ns = 0;

@@ -1,4 +1,4 @@
-// Recorder of the timelines (timeline.h) of sampled iterations.
+// Recorder of timelines (timeline.h).
 
 #ifndef BRIGADE_OBSERVING_TIMELINE_RECORDER_H_
 #define BRIGADE_OBSERVING_TIMELINE_RECORDER_H_
@@ -100,7 +100,6 @@ class TimelineRecorder {
   void pack_begins(size_t unit) { stamp(unit, DeviceTimes::kPackBegin); }
   void pack_ends(size_t unit) { stamp(unit, DeviceTimes::kPackEnd); }
   void launch_begins(size_t unit) { stamp(unit, DeviceTimes::kLaunch); }
-  // `future`: the launched collective's.
   void launched(size_t unit, c10::ivalue::Future& future);
   // Call after a wait for the future, whose callback may run later.
   void waited_for(size_t unit);
