@@ -243,7 +243,7 @@ class ReplicatedModule::State {
  private:
   void before_forward();
   std::vector<NamedTensor> buffers() const;
-  bool broadcasts_buffers() const;
+  bool should_broadcast_buffers() const;
   void broadcast_buffers();
   std::vector<at::Tensor> in_low_precision(
       c10::function_ref<std::vector<at::Tensor>()> forward) const;
@@ -315,7 +315,7 @@ void ReplicatedModule::State::before_forward() {
     if (is_first_) session_->begin_iteration();
     apply_divisor();
   }
-  if (!broadcasts_buffers()) return;
+  if (!should_broadcast_buffers()) return;
   if (session_ != nullptr) return broadcast_buffers();
   reducer_->broadcast_before_forward(values_of(buffers()), /*source=*/0);
 }
@@ -364,7 +364,7 @@ std::vector<NamedTensor> ReplicatedModule::State::buffers() const {
   return without(tensors_of_module(module_).buffers, options_.ignored);
 }
 
-bool ReplicatedModule::State::broadcasts_buffers() const {
+bool ReplicatedModule::State::should_broadcast_buffers() const {
   return options_.broadcast_buffers && !buffers().empty();
 }
 
@@ -421,7 +421,7 @@ void ReplicatedModule::State::begin_iteration() {
 }
 
 void ReplicatedModule::State::shadow() {
-  if (broadcasts_buffers()) broadcast_buffers();
+  if (should_broadcast_buffers()) broadcast_buffers();
   apply_divisor();
   reducer_->shadow_iteration();
 }
