@@ -13,7 +13,6 @@
 #include "brigade/comm/errors/peer_error.h"
 #include "brigade/fsdp/backward_hooks.h"
 #include "brigade/fsdp/flat_shard.h"
-#include "brigade/hooks/backward_events.h"
 
 namespace brigade {
 namespace {
