@@ -19,7 +19,6 @@
 
 // Sharding.
 #include "brigade/fsdp/fully_shard.h"
-#include "brigade/fsdp/reduction_hook.h"
 
 // Checkpoints: of models, and of activations.
 #include "brigade/checkpoint/checkpoint.h"

@@ -316,7 +316,7 @@ ShardedUnit::FuturePtr SegmentRun::launch_sum(const ShardedUnit& unit,
   ShardTransport::Sum of = {
       .scale = over_replicas ? 1.0 / unit.divisor() : 1.0,
       .over_replicas = over_replicas,
-      .of_row = over_replicas ? flat.take_row_sum() : at::Tensor()};
+      .of_row = over_replicas ? flat.take_partial_sum() : at::Tensor()};
   if (!unit.comm_hook) return transport.reduce_scatter(whole, sum, of);
   if (!transport.scales()) {
     const double scale = std::exchange(of.scale, 1);
@@ -385,7 +385,7 @@ void SegmentRun::drop_gradients() {
     for (const auto& flat : unit.flats) {
       flat->drop_gradients();
       flat->drop_sum();
-      flat->drop_row_sum();
+      flat->drop_partial_sum();
     }
     if (!unit.gradients) continue;
     model_.memory.release(std::exchange(unit.gradients, {}),

@@ -31,7 +31,7 @@ size_t count_parameters(const std::vector<ShardedUnit>& units) {
 SegmentedModel::SegmentedModel(std::vector<ShardedUnit>&& units,
                                c10::intrusive_ptr<c10d::ProcessGroup> group,
                                const FullyShardOptions& options)
-    : ShardedModel(options),
+    : ShardedModel(options.param_dtype, options.output_dtype),
       group_(group),
       options_(options),
       meshes_(connect_units(units, group, options_, *this)),
@@ -549,7 +549,7 @@ std::vector<uint32_t> SegmentedModel::expected_gradients(
 bool SegmentedModel::has_held_gradients(const ShardedUnit& unit) const {
   return is_due(unit) && std::ranges::any_of(unit.flats, [&](const auto& flat) {
            return flat->has_gradients() ||
-                  (flat->has_row_sum() && unit.settings.sums_over_replicas);
+                  (flat->has_partial_sum() && unit.settings.sums_over_replicas);
          });
 }
 
@@ -653,7 +653,7 @@ void SegmentedModel::deliver(std::vector<at::Tensor>& hooked) {
       const size_t first = flat->context().first_number;
       const size_t count = flat->parameters().size();
       if (!unit.sums_over_replicas()) {
-        flat->keep_row_sum();
+        flat->keep_partial_sum();
         continue;
       }
       const std::vector<char> of_flat(

@@ -20,7 +20,7 @@
 #include <vector>
 
 #include "brigade/comm/process_group.h"
-#include "brigade/fsdp/fully_shard_options.h"
+#include "brigade/fsdp/fully_shard.h"
 #include "brigade/fsdp/shard_transport.h"
 #include "brigade/fsdp/sharded_tensor.h"
 

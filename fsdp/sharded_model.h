@@ -35,6 +35,7 @@
 #define BRIGADE_FSDP_SHARDED_MODEL_H_
 
 #include <ATen/core/Tensor.h>
+#include <c10/core/ScalarType.h>
 
 #include <chrono>
 #include <cstddef>
@@ -46,11 +47,12 @@
 #include <vector>
 
 #include "brigade/checkpoint/checkpoint.h"
-#include "brigade/fsdp/fully_shard_options.h"
 #include "brigade/hooks/nested_tensors.h"
 #include "brigade/observing/timeline.h"
 
 namespace brigade {
+
+struct UnitSettings;  // fsdp/fully_shard.h
 
 // Since construction, on this rank.
 struct ShardedModelStatistics {
@@ -181,9 +183,9 @@ class ShardedModel {
   virtual void set_stall_report_after(std::chrono::milliseconds time) = 0;
 
  protected:
-  explicit ShardedModel(const FullyShardOptions& options)
-      : param_dtype_(options.param_dtype),
-        output_dtype_(options.output_dtype) {}
+  ShardedModel(std::optional<at::ScalarType> param_dtype,
+               std::optional<at::ScalarType> output_dtype)
+      : param_dtype_(param_dtype), output_dtype_(output_dtype) {}
   bool synchronizes() const { return synchronizes_; }
 
  private:

@@ -17,8 +17,7 @@
 
 #include "brigade/comm/streams/streams.h"
 #include "brigade/fsdp/flat_shard.h"
-#include "brigade/fsdp/fully_shard_options.h"
-#include "brigade/fsdp/reduction_hook.h"
+#include "brigade/fsdp/fully_shard.h"
 #include "brigade/fsdp/shard_meshes.h"
 #include "brigade/fsdp/unshard_buffers.h"
 

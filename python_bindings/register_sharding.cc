@@ -18,7 +18,6 @@
 #include <vector>
 
 #include "brigade/fsdp/backward_hooks.h"
-#include "brigade/fsdp/reduction_hook.h"
 #include "brigade/fsdp/segmented_model.h"
 #include "brigade/observing/timeline.h"
 #include "brigade/python_bindings/registrations.h"
@@ -121,7 +120,7 @@ std::shared_ptr<SegmentedModel> make_model(
 bool holds_gradients(const SegmentedModel& model) {
   return std::ranges::any_of(model.units(), [](const ShardedUnit& unit) {
     return std::ranges::any_of(unit.flats, [](const auto& flat) {
-      return flat->has_gradients() || flat->has_row_sum();
+      return flat->has_gradients() || flat->has_partial_sum();
     });
   });
 }
@@ -230,7 +229,7 @@ void register_sharding(py::module_& module) {
   set_error_taker(take_error);
 
   py::class_<FullyShardOptions>(module, "FullyShardOptions",
-                                "See fsdp/fully_shard_options.h.")
+                                "See fsdp/fully_shard.h.")
       .def(py::init([](std::optional<int> num_shards,
                        std::optional<int> reshard_to, size_t prefetch_depth,
                        std::optional<at::ScalarType> param_dtype,
@@ -258,7 +257,7 @@ void register_sharding(py::module_& module) {
            "`wire_dtype`: of a comm hook that compresses gradients.");
 
   py::class_<UnitSettings>(module, "UnitSettings",
-                           "See fsdp/fully_shard_options.h.")
+                           "See fsdp/fully_shard.h.")
       .def_readwrite("reshards_after_forward",
                      &UnitSettings::reshards_after_forward)
       .def_readwrite("reshards_to", &UnitSettings::reshards_to)

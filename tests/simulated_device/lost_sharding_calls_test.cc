@@ -10,7 +10,7 @@
 #include <utility>
 #include <vector>
 
-#include "brigade/fsdp/reduction_hook.h"
+#include "brigade/fsdp/fully_shard.h"
 #include "brigade/fsdp/segmented_model.h"
 #include "brigade/fsdp/unshard_buffers.h"
 #include "brigade/hooks/autograd_node.h"
