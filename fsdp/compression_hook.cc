@@ -7,7 +7,7 @@
 #include <string>
 
 #include "brigade/comm/streams/futures.h"
-#include "brigade/fsdp/fully_shard.h"
+#include "brigade/fsdp/sharded_model.h"
 
 namespace brigade {
 namespace {

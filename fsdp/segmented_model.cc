@@ -31,7 +31,7 @@ size_t count_parameters(const std::vector<ShardedUnit>& units) {
 SegmentedModel::SegmentedModel(std::vector<ShardedUnit>&& units,
                                c10::intrusive_ptr<c10d::ProcessGroup> group,
                                const FullyShardOptions& options)
-    : ShardedModel(options.param_dtype, options.output_dtype),
+    : ShardedModel(options),
       group_(group),
       options_(options),
       meshes_(connect_units(units, group, options_, *this)),

@@ -229,7 +229,7 @@ void register_sharding(py::module_& module) {
   set_error_taker(take_error);
 
   py::class_<FullyShardOptions>(module, "FullyShardOptions",
-                                "See fsdp/fully_shard.h.")
+                                "See fsdp/sharded_model.h.")
       .def(py::init([](std::optional<int> num_shards,
                        std::optional<int> reshard_to, size_t prefetch_depth,
                        std::optional<at::ScalarType> param_dtype,
@@ -257,7 +257,7 @@ void register_sharding(py::module_& module) {
            "`wire_dtype`: of a comm hook that compresses gradients.");
 
   py::class_<UnitSettings>(module, "UnitSettings",
-                           "See fsdp/fully_shard.h.")
+                           "See fsdp/sharded_model.h.")
       .def_readwrite("reshards_after_forward",
                      &UnitSettings::reshards_after_forward)
       .def_readwrite("reshards_to", &UnitSettings::reshards_to)

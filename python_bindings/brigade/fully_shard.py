@@ -461,7 +461,7 @@ def fully_shard(
         if comm_hook is not None and comm_hook not in _WIRE_DTYPES:
             raise NotImplementedError(
                 f"fully_shard: expected a comm hook of {', '.join(_WIRE_DTYPES)}, found "
-                f"{comm_hook!r}.\nOne of your own is written in C++ (fsdp/fully_shard.h)."
+                f"{comm_hook!r}.\nOne of your own is written in C++ (fsdp/sharded_model.h)."
             )
     options = {
         "reshard_to": reshards_to,

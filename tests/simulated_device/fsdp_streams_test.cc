@@ -17,7 +17,7 @@
 #include <vector>
 
 #include "brigade/comm/errors/peer_error.h"
-#include "brigade/fsdp/fully_shard.h"
+#include "brigade/fsdp/sharded_model.h"
 #include "brigade/fsdp/sharded_tensor.h"
 #include "brigade/tests/simulated_device/streamed_training.h"
 #include "brigade/tests/support/simulated_device/ordering_calls.h"

@@ -10,8 +10,8 @@
 #include <utility>
 #include <vector>
 
-#include "brigade/fsdp/fully_shard.h"
 #include "brigade/fsdp/segmented_model.h"
+#include "brigade/fsdp/sharded_model.h"
 #include "brigade/fsdp/unshard_buffers.h"
 #include "brigade/hooks/autograd_node.h"
 #include "brigade/tests/simulated_device/lost_calls.h"
