@@ -65,10 +65,13 @@ UnitSelection units_of_size(int64_t numel);
 
 // Shards the parameters of `module`, which outlives the result. Collective.
 //
-// Throws ValueError on all ranks if the module has no parameters, if an ignored
-// parameter or a buffer shares memory with a sharded one, or as
-// make_sharded_units(). A forward throws if a trainable parameter was
-// registered after this call.
+// Throws ValueError on all ranks, before any parameter changes, if:
+//   - parameters, units or options differ between ranks or are invalid;
+//   - the module has no parameters;
+//   - a parameter is sharded already, not dense or not a leaf;
+//   - a sharded parameter shares memory with a parameter of another unit, an
+//     ignored parameter or a buffer.
+// A forward throws if a trainable parameter was registered after this call.
 std::unique_ptr<ShardedModel> fully_shard(
     const torch::nn::Module& module,
     const c10::intrusive_ptr<c10d::ProcessGroup>& group,

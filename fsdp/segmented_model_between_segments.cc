@@ -183,11 +183,11 @@ double SegmentedModel::clip_grad_norm(double max_norm, double p) {
         if (gradient == nullptr || gradient->local.numel() == 0) continue;
         pieces.push_back(gradient->local);
         if (unit.is_first_replica) {
-          norms.push_back(piece_norm(gradient->local, p));
+          norms.push_back(local_norm(gradient->local, p));
         }
       }
     }
-    return norms.empty() ? 0 : piece_norm(at::stack(norms), p).item<double>();
+    return norms.empty() ? 0 : local_norm(at::stack(norms), p).item<double>();
   });
   const std::vector<uint64_t> arguments = {std::bit_cast<uint64_t>(max_norm),
                                            std::bit_cast<uint64_t>(p)};
@@ -198,7 +198,7 @@ double SegmentedModel::clip_grad_norm(double max_norm, double p) {
     by_rank.push_back(std::bit_cast<double>(bits));
   }
   const auto norm =
-      piece_norm(at::tensor(by_rank, at::kDouble), p).item<double>();
+      local_norm(at::tensor(by_rank, at::kDouble), p).item<double>();
   const double factor = max_norm / (norm + 1e-6);
   if (!(factor >= 1) && !pieces.empty()) {  // not a number is handed on
     at::_foreach_mul_(pieces, factor);

@@ -671,7 +671,7 @@ TEST(FullyShardTest, MistakesAreNamed) {
     EXPECT_THAT(error_of([&] {
                   net(random({3, 6}, 1));
                 }),
-                HasSubstr("inside of the model's forward"));
+                HasSubstr("inside the model's forward"));
   });
 }
 
