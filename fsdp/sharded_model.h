@@ -211,9 +211,9 @@ struct UnitMesh {
   std::optional<int> num_shards = std::nullopt;
 
   int size() const { return static_cast<int>(ranks.size()); }
-  int shard_group_size() const { return num_shards.value_or(size()); }
+  int row_length() const { return num_shards.value_or(size()); }
   // Position of `rank` in `ranks`; -1 if absent.
-  int index_of(int rank) const;
+  int place_of(int rank) const;
 
   friend bool operator==(const UnitMesh&, const UnitMesh&) = default;
 };

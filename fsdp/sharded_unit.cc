@@ -159,7 +159,7 @@ void check_units(const c10d::ProcessGroup& group, const Requests& requests,
                       unit.name,
                       "' has no parameters.\nChoose a module that has some.");
     check_reshard(unit.reshard_after_forward.value_or(true),
-                  unit.mesh ? unit.mesh->shard_group_size() : num_shards);
+                  unit.mesh ? unit.mesh->row_length() : num_shards);
     for (const UnitParameter& parameter : unit.parameters) {
       if (!device && parameter.tensor.defined()) {
         device = parameter.tensor.device();
@@ -397,7 +397,7 @@ std::vector<ShardedUnit> make_sharded_units(std::vector<UnitRequest> requests,
   std::vector<ShardedUnit> units;
   for (const UnitRequest& request : requests) {
     const UnitMesh& mesh = request.mesh ? *request.mesh : of_model;
-    const int place = mesh.index_of(group->getRank());
+    const int place = mesh.place_of(group->getRank());
     ShardedUnit unit;
     unit.name = request.name;
     unit.settings = settings_of(request, options);
@@ -405,17 +405,17 @@ std::vector<ShardedUnit> make_sharded_units(std::vector<UnitRequest> requests,
     unit.parent = request.parent;
     unit.mesh = request.mesh;
     unit.mesh_hash = hash_of_names(request);
-    unit.is_first_replica = place < mesh.shard_group_size();
-    const auto of_user = request.mesh ? nullptr
-                                      : std::make_shared<UserGroup>(
-                                            group, mesh.shard_group_size());
+    unit.is_first_replica = place < mesh.row_length();
+    const auto of_user =
+        request.mesh ? nullptr
+                     : std::make_shared<UserGroup>(group, mesh.row_length());
     for (auto& [kind, parameters] : flats_of(request)) {
       const auto& [dtype, is_trained, compute_dtype] = kind;
       unit.flats.push_back(std::make_unique<FlatShard>(
           std::move(parameters),
           FlatShard::Context{
-              .num_ranks = mesh.shard_group_size(),
-              .rank = place % mesh.shard_group_size(),
+              .num_ranks = mesh.row_length(),
+              .rank = place % mesh.row_length(),
               .compute_dtype = dtype_or(
                   compute_dtype ? compute_dtype : options.param_dtype, dtype),
               .reduce_dtype = dtype_or(options.reduce_dtype, dtype),
