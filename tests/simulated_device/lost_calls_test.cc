@@ -13,7 +13,6 @@
 #include "brigade/reducer/bucket_replica.h"
 #include "brigade/reducer/parameter_table.h"
 #include "brigade/reducer/reducer.h"
-#include "brigade/tests/simulated_device/streamed_model.h"
 #include "brigade/tests/simulated_device/streamed_training.h"
 #include "gtest/gtest.h"
 
