@@ -132,7 +132,7 @@ TEST_P(OtherFsdpStreamsTest, ReducesCompressedGradients) {
   compressed.comm_hook = compression_hook(at::kBFloat16);
   on_every_layout(compressed, program(), [](ShardedTraining& training) {
     train(training, 3);
-    train_by_rows(training);
+    train_with_partial_sums(training);
   });
 }
 
@@ -143,7 +143,7 @@ TEST_P(OtherFsdpStreamsTest, ReducesInRankOrder) {
     in_order.reduce_dtype = reduce;
     on_every_layout(in_order, program(), [](ShardedTraining& training) {
       train(training, 3);
-      train_by_rows(training);
+      train_with_partial_sums(training);
     });
   }
 }
