@@ -129,8 +129,7 @@ ShardLayout layout_of(const std::vector<UnitParameter>& parameters,
   return ShardLayout(std::move(specs), num_ranks);
 }
 
-// Makes a view without the dispatcher, for speed: each step makes one per
-// parameter.
+// Bypasses the dispatcher for speed: each step makes one view per parameter.
 at::Tensor view_of(const at::Tensor& flat, caffe2::TypeMeta dtype,
                    int64_t offset, int64_t numel) {
   const auto from = static_cast<int64_t>(flat.itemsize());
@@ -284,7 +283,6 @@ void FlatShard::unbind(const UnitParameter& parameter) const {
                     : shard_.dtype());
 }
 
-// Returns true if it is a view of shard_.
 bool FlatShard::is_own(const Shard& shard) const {
   return shard.owner == context_.owner &&
          shard.local.storage().unsafeGetStorageImpl() ==
@@ -415,7 +413,6 @@ void FlatShard::unbind() {
   for (const UnitParameter& parameter : parameters_) unbind(parameter);
 }
 
-// Returns true if the plain tensor assigned to the parameter can be its value.
 bool FlatShard::fits(size_t parameter) const {
   const at::Tensor& tensor = parameters_[parameter].tensor;
   return tensor.numel() == layout_.parameters()[parameter].numel &&
@@ -514,8 +511,7 @@ void FlatShard::drop_gradients() {
   gradients_.reset();
 }
 
-// On the CPU, reuses the memory and the gradients of the last step unless
-// someone else still holds them.
+// On the CPU, reuses the last step's gradients unless someone else holds them.
 at::Tensor FlatShard::make_sum() {
   const auto is_free = [](const at::Tensor& gradient) {
     return gradient.use_count() == 1 && gradient.storage().use_count() == 1;

@@ -1,9 +1,8 @@
 // Flat parameter of a unit: parameters of one dtype that are gathered and
 // reduced together, this rank's shard of them, and their gradients.
 //
-// Issues no collective. Owns the memory of the shard and of its gradient; the
-// caller owns the unsharded buffers. Sizes: W ranks in the shard group, S
-// elements in a shard, W * S in an unsharded buffer.
+// Issues no collective. The caller owns the unsharded buffers. Sizes: W ranks
+// in the shard group, S elements in a shard, W * S in an unsharded buffer.
 
 #ifndef BRIGADE_FSDP_FLAT_SHARD_H_
 #define BRIGADE_FSDP_FLAT_SHARD_H_
@@ -37,7 +36,7 @@ struct ShardSpec {
                             // block may be shorter
 };
 
-// Elements of one parameter that one rank holds; all 0 if there are none.
+// Elements of one parameter on one rank; all 0 if there are none.
 struct ShardRange {
   int64_t in_parameter = 0;  // offset of the first element
   int64_t in_shard = 0;
@@ -127,14 +126,12 @@ class FlatShard {
   void belong_to(ParameterOwner* owner, std::shared_ptr<ShardGroup> group,
                  size_t unit, size_t first_number);
 
-  // Sets whether unbound parameters report the compute dtype, as in a forward
-  // or backward.
+  // Sets whether unbound parameters report the compute dtype.
   void show_compute_dtype(bool value);
 
-  // Copies values that Module::to(), to_empty() or `.data =` gave the
-  // parameters into the shard. Returns true if dtype or device has changed.
-  // Throws RuntimeError for a parameter that is plain now, or if only some have
-  // changed dtype or device.
+  // Takes over values from Module::to(), to_empty() or `.data =`. Returns true
+  // if dtype or device has changed. Throws RuntimeError if a parameter is plain
+  // now, or if only some have changed dtype or device.
   bool adopt_pieces();
 
   // ---- Unsharded parameters.
@@ -145,15 +142,14 @@ class FlatShard {
   at::Tensor whole_in(const at::Tensor& bytes) const;
   // Copies the shard into this rank's chunk of `whole`.
   void write_own_slice(const at::Tensor& whole);
-  // Records that the current stream uses the shard. The allocator gets these
-  // streams before the memory is released.
+  // Records a use of the shard by the current stream, for the allocator.
   void note_use() { shard_uses_.note(); }
   // Makes the parameters views into `whole` until unbind().
   void bind(const at::Tensor& whole);
   void unbind();
-  // Copies this rank's chunk of the unsharded parameters into the shard,
-  // including plain tensors assigned through `.data`. Throws ValueError if one
-  // of these has another size, dtype or device. REQUIRES: bound.
+  // Copies this rank's chunk of the unsharded parameters into the shard, or of
+  // plain tensors assigned to `.data`. Throws ValueError if one of these has
+  // another size, dtype or device. REQUIRES: bound.
   void read_own_slice();
 
   // ---- Gradients.
@@ -164,29 +160,27 @@ class FlatShard {
   bool has_gradients() const { return gradients_.defined(); }
   // Writes the parameter's gradient, or adds it to an earlier one.
   void accumulate(size_t parameter, const at::Tensor& gradient);
-  // Returns the memory in which accumulate() stores the gradient, so that it
-  // need not copy. Undefined if the memory is in use or was returned before.
+  // Returns memory for the argument of accumulate(), which then need not copy.
+  // Undefined if the memory is in use or was returned before.
   at::Tensor gradient_slot(size_t parameter);
   // True if the current stream has written a gradient.
   bool is_written_here() const { return writers_.has_current(); }
-  // Returns gradients [W * S], with zeros for those not written. The current
-  // stream waits for the streams that wrote them.
+  // Returns gradients [W * S], with zeros where none was written. The current
+  // stream waits for the writers.
   at::Tensor take_gradients();
-  // Releases the gradients unread. The memory is free once the current stream
-  // reaches this point.
+  // Releases the memory, in the order of the current stream.
   void drop_gradients();
 
-  // Returns memory [S] for a reduce-scatter's result, in the reduce dtype.
+  // Returns memory [S] of the reduce dtype for a reduce-scatter.
   at::Tensor make_sum();
-  // Adds the result of a reduce-scatter to the sum that deliver() takes.
+  // Adds a reduce-scatter's result to the sum for deliver().
   void add_sum(const at::Tensor& sum);
   bool has_sum() const { return sum_.defined(); }
-  // A partial sum covers the shard group only, not its replicas. The next sum
-  // over replicas includes it.
+  // Sum over the shard group only; the next sum over replicas includes it.
   bool has_partial_sum() const { return partial_sum_.defined(); }
-  // Returns the partial sum and clears it. The current stream waits for it.
+  // Clears it. The current stream waits for it.
   at::Tensor take_partial_sum();
-  // Moves the sum into the partial sum.
+  // Adds the sum to it and clears the sum.
   void keep_partial_sum();
   void drop_partial_sum();
   // Multiplies the sum by `scale` and sets it as `.grad` of the `used`

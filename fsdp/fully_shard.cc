@@ -37,8 +37,6 @@ std::string joined(const std::string& outer, const std::string& inner) {
   return outer.empty() ? inner : absl::StrCat(outer, ".", inner);
 }
 
-// LibTorch and TorchScript modules, and the items of their lists.
-
 std::string type_of(const torch::nn::Module& module) { return module.name(); }
 std::string type_of(const torch::jit::Module& module) {
   return module.type()->name()->qualifiedName();
@@ -118,7 +116,6 @@ std::vector<char> default_units(const Tree& tree) {
   return is_unit;
 }
 
-// Returns a flag per node.
 std::vector<char> choose_units(const Tree& tree,
                                const UnitSelection& selection) {
   if (!selection.is_unit) return default_units(tree);
@@ -195,10 +192,8 @@ std::vector<UnitRequest> units_of(const Tree& tree,
   return without_empty_units(requests);
 }
 
-// Fails if an ignored parameter or a buffer shares memory with a sharded
-// parameter.
-absl::Status check_untied(const Tree& tree,
-                          const std::vector<UnitRequest>& requests) {
+absl::Status check_no_shared_memory(const Tree& tree,
+                                    const std::vector<UnitRequest>& requests) {
   ParameterMemory memory;
   std::unordered_set<const c10::TensorImpl*> sharded;
   for (const UnitRequest& unit : requests) {
@@ -267,7 +262,8 @@ std::unique_ptr<ShardedModel> shard(const Module& module, const Group& group,
     });
   }
   std::vector<UnitRequest> requests = units_of(tree, selection);
-  require_agreement(group, "tied tensor", {}, check_untied(tree, requests));
+  require_agreement(group, "tied tensor", {},
+                    check_no_shared_memory(tree, requests));
   auto model = std::make_unique<SegmentedModel>(
       make_sharded_units(std::move(requests), group, options), group, options);
   model->set_forward_check(make_registration_check(module));

@@ -99,8 +99,8 @@ bool is_elementwise(const c10::OperatorHandle& op) {
   return functional && functional->hasTag(at::Tag::pointwise);
 }
 
-// Returns true if _foreach_<base> is elementwise or a copy. Its overloads are
-// named differently from the base operator's.
+// Overload names of _foreach operators differ from those of their base
+// operator.
 bool is_foreach_of_elementwise(std::string_view name) {
   name.remove_prefix(std::string_view("_foreach_").size());
   const bool is_copy = kCopies.contains(name);
@@ -180,7 +180,7 @@ std::string name_of(const at::Tensor& sharded) {
              : "parameter '" + shard->name + "'";
 }
 
-// Returns true if both hold the same elements. They may belong to two models.
+// True if both hold the same elements, perhaps of two models.
 bool are_cut_identically(const at::Tensor& a, const at::Tensor& b) {
   const Shard& of_a = *shard_of(a);
   const Shard& of_b = *shard_of(b);
@@ -198,10 +198,9 @@ void note_written(const at::Tensor& sharded, bool bumps_version = true) {
   if (shard.owner != nullptr) shard.owner->written(shard.unit);
 }
 
-// Pairs of an argument of a call and the sharded tensor that it replaces.
+// Pairs: argument of a call, sharded tensor that it replaces.
 using Replaced = c10::SmallVector<std::pair<at::Tensor, at::Tensor>, 4>;
 
-// Returns null unless the result is one of the arguments.
 const at::Tensor* original_of(const at::Tensor& result,
                               const Replaced& replaced) {
   for (const auto& [argument, original] : replaced) {
@@ -222,13 +221,12 @@ class Call {
   c10::IValue& argument(size_t index) {
     return stack_[stack_.size() - num_arguments_ + index];
   }
-  // Returns None if there is no such argument.
   c10::IValue argument(const std::string& name) {
     const auto place = op_.schema().argumentIndexWithName(name);
     return place ? argument(static_cast<size_t>(*place)) : c10::IValue();
   }
 
-  // Visits all tensors among the arguments. `index`: position in a list, or 0.
+  // `index`: position in a list argument, or 0.
   template <typename Visit>  // (const at::Tensor&, size_t argument, size_t
                              // index)
   void visit(const Visit& visit) {
@@ -252,8 +250,7 @@ class Call {
     });
   }
 
-  // Runs the operator below autograd, with `replace(tensor, argument)` for each
-  // sharded tensor.
+  // Runs below autograd, on `replace(tensor, argument)` for sharded tensors.
   template <typename Replace>
   Replaced run_on(const Replace& replace) {
     Replaced replaced;
@@ -289,13 +286,13 @@ class Call {
   std::span<c10::IValue> results() {
     return std::span(stack_).last(op_.schema().returns().size());
   }
-  // Replaces run(): pops the arguments and pushes `result`.
+  // Replaces run().
   void give_result(c10::IValue result) {
     torch::jit::drop(stack_, num_arguments_);
     stack_.push_back(std::move(result));
   }
 
-  // Returns true if this rank holds all elements of each sharded argument.
+  // True if this rank holds all elements of each sharded argument.
   bool are_whole() {
     bool are_whole = true;
     visit_sharded([&](const at::Tensor&, const Shard& shard, size_t) {
@@ -406,8 +403,7 @@ class LocalCall {
     value = c10::IValue();
   }
 
-  // Returns true if results are new tensors, whose dtype comes from type
-  // promotion.
+  // True if type promotion chooses the dtype of the results.
   bool makes_tensors() const {
     const auto& returns = call_.op().schema().returns();
     return !returns.empty() &&
@@ -500,7 +496,7 @@ at::Tensor all_reduce(ShardGroup& group, const at::Tensor& values,
   return is_max ? all.amax(0) : all.sum(0);
 }
 
-// Returns the norms in float64, with one all-reduce per shard group.
+// Norms in float64, with one all-reduce per shard group.
 std::vector<at::Tensor> norms_of(const std::vector<at::Tensor>& sharded,
                                  double order) {
   const bool is_max = std::isinf(order);
@@ -613,8 +609,7 @@ void check_grad_mode(Call& call, const OperatorFacts& facts) {
 
 // ---- The fallback.
 
-// Prepares the parameters among the arguments. Returns the least of their
-// states; nullopt if there are none.
+// Returns the least state of the parameters; nullopt without parameters.
 std::optional<ParameterState> use_parameters(Call& call) {
   c10::SmallVector<const Shard*, 4> used;
   call.visit_sharded([&](const at::Tensor&, const Shard& shard, size_t) {

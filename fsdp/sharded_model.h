@@ -121,11 +121,10 @@ struct FullyShardOptions {
   // ranks.
   std::optional<int> num_shards = std::nullopt;
 
-  // True: units are resharded after their forward and unsharded again for their
-  // backward (ZeRO-3). False: they stay unsharded in between (ZeRO-2; as much
-  // memory as data parallelism). A number: they are resharded to this many
-  // consecutive ranks, for example those of a host. It is more than 1 and
-  // divides the number of shards. ZeRO-1: shard_optimizer_state().
+  // True: units reshard after forward and unshard for backward (ZeRO-3). False:
+  // they stay unsharded until backward (ZeRO-2). A number, which is more than 1
+  // and divides the number of shards: they reshard to this many consecutive
+  // ranks, for example those of a host. ZeRO-1: shard_optimizer_state().
   std::variant<bool, int> reshard_after_forward = true;
 
   // All-gathers issued ahead of the unit in use.
@@ -141,15 +140,14 @@ struct FullyShardOptions {
   // Dtype to which floating outputs of the model are cast. Unset: no cast.
   std::optional<at::ScalarType> output_dtype = std::nullopt;
 
-  // Sums gradients in rank order on devices too, so that bits don't depend on
-  // the backend's algorithm.
+  // Sums gradients in rank order on devices too, for reproducible bits.
   bool reproducible = false;
 
   // Replaces the reduce-scatter. Null: none.
   std::shared_ptr<ReductionHook> comm_hook = nullptr;
 
-  // True: the first rank of each mesh broadcasts its parameters. False: each
-  // rank keeps its shard of its own values.
+  // False: each rank shards its own values instead of those of the first rank
+  // of its mesh.
   bool broadcast_parameters = true;
 
   // On devices: iterations whose status may be outstanding, 0 to 16.
@@ -167,8 +165,8 @@ struct UnitSettings {
   std::optional<int> reshards_to = std::nullopt;
   // False: stays unsharded until its shards are written.
   bool reshards_after_backward = true;
-  // True: several modules in different places use the unit, so it stays
-  // unsharded from its first use to the end of a forward or backward. Constant.
+  // True: stays unsharded from its first use to the end of a forward or
+  // backward, for modules in several places. Constant.
   bool spans_segments = false;
   // False: its backward reads none of its parameters.
   bool gathers_in_backward = true;
@@ -180,8 +178,7 @@ struct UnitSettings {
   bool sums_over_replicas = true;
   // True: unsharded parameters are always in the same memory.
   bool keeps_storage = false;
-  // All-gathers issued ahead while this unit is in use. Unset: prefetch_depth
-  // of the options.
+  // All-gathers issued ahead while this unit is in use. Unset: prefetch_depth.
   std::optional<size_t> forward_prefetch_depth = std::nullopt;
   std::optional<size_t> backward_prefetch_depth = std::nullopt;
 
@@ -190,12 +187,11 @@ struct UnitSettings {
   }
 };
 
-// Ranks that hold a unit, if they are not all ranks of the model; used for
-// experts.
+// Ranks that hold a unit, if not all ranks do (experts).
 //
-// Each rank names the ranks that hold the same parameters as it does. The
-// meshes of one unit have one size, and their parameters differ only in names
-// and values:
+// Each rank names the ranks that hold the same parameters as it does. All
+// meshes of a unit have one size; their parameters differ only in names and
+// values:
 //
 //   4 ranks, expert 0 on {0, 2} and expert 1 on {1, 3}:
 //   selection.mesh_of = [rank](const std::string&) {
@@ -206,8 +202,7 @@ struct UnitMesh {
   // Ranks of the model's group, ascending.
   std::vector<int> ranks = {};
 
-  // Size of the shard group; divides the number of `ranks`. The shard groups
-  // are replicas of each other. Unset: all `ranks`.
+  // As FullyShardOptions::num_shards, among `ranks`.
   std::optional<int> num_shards = std::nullopt;
 
   int size() const { return static_cast<int>(ranks.size()); }

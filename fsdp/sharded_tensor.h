@@ -2,14 +2,12 @@
 // rank holds one contiguous part, the local tensor.
 //
 // A sharded tensor has its own dispatch key, and a storage without data whose
-// context is a Shard. Every operator on one reaches the fallback in
-// shard_operators.cc before autograd, whether a LibTorch module, a script, an
-// optimizer or Python holds the tensor. Views and detached tensors share the
-// storage, so they are sharded too. Access to the data without an operator
-// throws.
+// context is a Shard. So every operator on it, from LibTorch, scripts or
+// Python, reaches the fallback of shard_operators.cc before autograd. Views and
+// detached tensors share the storage and are sharded too. Direct access to the
+// data throws.
 //
-// While a parameter is unsharded, its storage points into its unit's buffer:
-// bind_memory().
+// While a parameter is unsharded, its storage points into its unit's buffer.
 //
 //   at::Tensor state =
 //       make_sharded({.local = zeros, .offset = 6, .group = group},

@@ -206,7 +206,6 @@ uint64_t hash_of_names(const UnitRequest& unit) {
   return hash;
 }
 
-// Broadcasts from the first rank of each unit's mesh.
 void broadcast_parameters(const Group& group, const Requests& requests,
                           const std::vector<MeshRequest>& meshes) {
   const at::NoGradGuard no_grad;
@@ -292,7 +291,6 @@ UnitSettings settings_of(const UnitRequest& request,
   return settings;
 }
 
-// Returns the memory range of a tensor; empty if it has none.
 std::span<const char> bytes_of(const at::Tensor& tensor) {
   if (!tensor.defined() || tensor.layout() != at::kStrided ||
       !tensor.has_storage()) {
@@ -324,8 +322,8 @@ const std::string* ParameterMemory::take(const at::Tensor& tensor,
 
 const std::string* ParameterMemory::owner_of(const at::Tensor& tensor) const {
   const auto bytes = bytes_of(tensor);
-  // Owned ranges are disjoint, so only the last that begins before the end of
-  // `bytes` can overlap it.
+  // Owned ranges are disjoint: only the last that begins before the end of
+  // `bytes` can overlap.
   auto last = by_begin_.lower_bound(bytes.data() + bytes.size());
   if (bytes.empty() || last == by_begin_.begin()) return nullptr;
   --last;
