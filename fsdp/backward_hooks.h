@@ -17,10 +17,10 @@
 
 namespace brigade {
 
-// Calls watch_backward_end() (hooks/backward_events.h) for the models of one
-// backward, the last one that began first. So a failed rank reports in the
-// segment in which its peers wait, and not in an outer one that they end later.
-// If `on_end` throws, earlier models are abandoned, and backward() throws.
+// Registers callbacks as watch_backward_end() does. If several models take part
+// in the backward, the last one to register ends first. So a failed rank
+// reports in the segment in which its peers wait, not in an outer one that they
+// end later. If `on_end` throws, the other models are abandoned.
 void end_with_backward(std::weak_ptr<void> owner, std::function<void()> on_end,
                        std::function<void()> on_abandoned);
 
@@ -50,9 +50,8 @@ bool has_post_accumulate_hooks(const at::Tensor& tensor);
 // the first error out of backward(). Calls none if the backward fails earlier.
 void call_hooks_after_backward(std::vector<at::Tensor> tensors);
 
-// Called with each error of a hook before the next hook. Python errors need it:
-// they must leave the interpreter's error state before the next call into
-// Python.
+// Called with each error of a hook before the next hook, to clear Python's
+// error state before the next call into Python.
 using ErrorTaker = void (*)(std::exception& error);
 void set_error_taker(ErrorTaker taker);
 

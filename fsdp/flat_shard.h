@@ -47,16 +47,16 @@ struct ShardRange {
 
 // Layout of a flat parameter: the elements of each parameter on each rank.
 //
-// The parameters, one after the other, are cut into F equal shards. Each
+// The parameters, one after the other, are cut into W equal shards. Each
 // parameter is contiguous in the unsharded buffer (all shards in rank order),
 // so it is a view into it. A rank holds the intersection of a parameter with
 // its shard, which may be empty.
 //
 // To keep blocks together, padding may precede a parameter. The block length of
 // a parameter with two or more cuts divides the shard length. Padding is less
-// than F elements with blocks of 1; otherwise less than F * (G + L). G is the
+// than W elements with blocks of 1; otherwise less than W * (G + L). G is the
 // largest block. L is the least common multiple of the blocks of parameters
-// longer than N/F, for N elements in total.
+// longer than N/W, for N elements in total.
 //
 //   const ShardLayout layout({{.numel = 12}, {.numel = 3}}, 16);
 //   layout.range(1, 12);  // {.in_parameter = 0, .in_shard = 0, .numel = 1}

@@ -76,6 +76,7 @@ class ParameterOwner {
   virtual void await_statuses() = 0;
 };
 
+// State of a sharded tensor, the context of its storage.
 struct Shard {
   at::Tensor local = {};  // 1D, plain: this rank's elements, in memory order
   int64_t offset = 0;     // of local[0] in the unsharded tensor
@@ -97,12 +98,10 @@ struct Shard {
 // Returns null if the tensor is not sharded.
 Shard* shard_of(const at::Tensor& tensor);
 
-// Makes a tensor that requires no gradient. REQUIRES: strides of a dense
-// tensor.
+// Makes a sharded tensor without gradient. REQUIRES: strides of a dense tensor.
 at::Tensor make_sharded(Shard shard, at::IntArrayRef sizes,
                         at::IntArrayRef strides);
-// Makes a tensor sharded as `sharded`, with the values `local`; not a
-// parameter.
+// Makes a tensor with other values, sharded as `sharded`; not a parameter.
 at::Tensor make_sharded_like(const at::Tensor& sharded, at::Tensor local);
 
 // Throws RuntimeError before the first forward has connected the ranks.

@@ -45,7 +45,7 @@ struct ShardedUnit {
   struct Gathered {
     Lease lease = {};
     std::vector<at::Tensor> wholes = {};  // by flat
-    std::vector<FuturePtr> futures = {};  // by flat that travels
+    std::vector<FuturePtr> futures = {};  // by flat with an all-gather
   };
 
   std::string name;
@@ -68,8 +68,7 @@ struct ShardedUnit {
   std::optional<StreamUses> uses = std::nullopt;
   Lease kept = {};  // with settings.keeps_storage, while it is sharded
 
-  // Shards after a reshard to `settings.reshards_to` ranks, by flat; else
-  // empty.
+  // By flat, after a reshard to `settings.reshards_to` ranks; else empty.
   std::vector<at::Tensor> slices = {};
   Lease gradients = {};
 
