@@ -486,7 +486,9 @@ TEST_P(ShardedRunAheadTest, CallsBetweenStepsAwaitStatuses) {
       call(training);
     };
     EXPECT_THROW(step_and_call(), PeerError);
-    if (GetParam() > 0) EXPECT_THROW(call(training), c10::Error);
+    if (GetParam() > 0) {
+      EXPECT_THROW(call(training), c10::Error);
+    }
   }
 }
 
