@@ -274,8 +274,8 @@ std::unique_ptr<ShardedModel> shard(const Module& module, const Group& group,
 
 void shard_optimizer_state(ShardedModel& model) {
   for (size_t unit = 0; unit < model.unit_names().size(); ++unit) {
-    model.settings(unit).reshards_after_forward = false;
-    model.settings(unit).reshards_after_backward = false;
+    model.settings(unit).reshard_after_forward = false;
+    model.settings(unit).reshard_after_backward = false;
   }
   model.set_max_reducing(std::numeric_limits<size_t>::max());
 }

@@ -137,7 +137,7 @@ ShardedUnit::Gathered SegmentRun::gather_into(size_t number, Lease lease) {
     if (flat.is_whole_here()) continue;
     const at::Tensor& whole = gathered.wholes[i];
     if (plan_.has_slices && !unit.slices.empty()) {
-      const int num_ranks = *unit.settings.reshards_to;
+      const int num_ranks = *unit.settings.reshard_to;
       const int64_t size = whole.numel() / num_ranks;
       whole.narrow(0, transport.shard_rank() % num_ranks * size, size)
           .copy_(unit.slices[i]);
@@ -182,7 +182,7 @@ void SegmentRun::wait_for(size_t number) {
 
 // The slice of the neighbours' share.
 void SegmentRun::keep_slices(ShardedUnit& unit) {
-  const int num_ranks = *unit.settings.reshards_to;
+  const int num_ranks = *unit.settings.reshard_to;
   const int place = unit.transport->shard_rank() % num_ranks;
   const at::NoGradGuard no_grad;
   unit.slices.clear();

@@ -278,7 +278,7 @@ PlannedSegment SegmentedModel::planned(SegmentKind kind) const {
     const size_t unit = is_forward ? k : units_.size() - 1 - k;
     const UnitSettings& settings = units_[unit].settings;
     if (is_forward ||
-        (settings.reshards_after_forward && settings.gathers_in_backward)) {
+        (settings.reshard_after_forward && settings.gathers_in_backward)) {
       add(ScheduleEntry::Kind::kAllGather, unit);
     }
     if (!is_forward && k > 0)
@@ -298,10 +298,10 @@ std::string SegmentedModel::explain() const {
         &text, "unit ", i, " '", unit.name, "': ", unit.parameters.size(),
         " parameters, unsharded ", mebibytes(unit.whole_bytes()),
         ", gradients ", mebibytes(unit.gradient_bytes()), ", ",
-        unit.settings.reshards_after_forward ? "resharded after forward"
-                                             : "kept from forward to backward",
+        unit.settings.reshard_after_forward ? "resharded after forward"
+                                            : "kept from forward to backward",
         unit.settings.keeps_slices()
-            ? absl::StrCat(", in slices on ", *unit.settings.reshards_to,
+            ? absl::StrCat(", in slices on ", *unit.settings.reshard_to,
                            " ranks in between")
             : "",
         unit.mesh ? absl::StrCat(", over ", describe(*unit.mesh)) : "", "\n");

@@ -158,13 +158,13 @@ struct FullyShardOptions {
 // ranks, except for the prefetch depths.
 struct UnitSettings {
   // False: stays unsharded from forward to backward.
-  bool reshards_after_forward = true;
+  bool reshard_after_forward = true;
   // As a number in FullyShardOptions::reshard_after_forward. Only values that
   // some unit of the mesh had at construction are valid. Unset: only shards
   // stay.
-  std::optional<int> reshards_to = std::nullopt;
+  std::optional<int> reshard_to = std::nullopt;
   // False: stays unsharded until its shards are written.
-  bool reshards_after_backward = true;
+  bool reshard_after_backward = true;
   // True: stays unsharded from its first use to the end of a forward or
   // backward, for modules in several places. Constant.
   bool spans_segments = false;
@@ -183,7 +183,7 @@ struct UnitSettings {
   std::optional<size_t> backward_prefetch_depth = std::nullopt;
 
   bool keeps_slices() const {
-    return reshards_after_forward && reshards_to && gathers_in_backward;
+    return reshard_after_forward && reshard_to && gathers_in_backward;
   }
 };
 
@@ -206,9 +206,9 @@ struct UnitMesh {
   std::optional<int> num_shards = std::nullopt;
 
   int size() const { return static_cast<int>(ranks.size()); }
-  int row_length() const { return num_shards.value_or(size()); }
+  int shard_group_size() const { return num_shards.value_or(size()); }
   // Position of `rank` in `ranks`; -1 if absent.
-  int place_of(int rank) const;
+  int index_of(int rank) const;
 
   friend bool operator==(const UnitMesh&, const UnitMesh&) = default;
 };

@@ -159,7 +159,7 @@ void check_units(const c10d::ProcessGroup& group, const Requests& requests,
                       unit.name,
                       "' has no parameters.\nChoose a module that has some.");
     check_reshard(unit.reshard_after_forward.value_or(true),
-                  unit.mesh ? unit.mesh->row_length() : num_shards);
+                  unit.mesh ? unit.mesh->shard_group_size() : num_shards);
     for (const UnitParameter& parameter : unit.parameters) {
       if (!device && parameter.tensor.defined()) {
         device = parameter.tensor.device();
@@ -283,9 +283,9 @@ UnitSettings settings_of(const UnitRequest& request,
     after_forward = true;  // the number applies to the model's mesh only
   }
   if (const int* const number = std::get_if<int>(&after_forward)) {
-    settings.reshards_to = *number;
+    settings.reshard_to = *number;
   } else {
-    settings.reshards_after_forward = std::get<bool>(after_forward);
+    settings.reshard_after_forward = std::get<bool>(after_forward);
   }
   settings.spans_segments = request.spans_segments;
   return settings;
@@ -395,7 +395,7 @@ std::vector<ShardedUnit> make_sharded_units(std::vector<UnitRequest> requests,
   std::vector<ShardedUnit> units;
   for (const UnitRequest& request : requests) {
     const UnitMesh& mesh = request.mesh ? *request.mesh : of_model;
-    const int place = mesh.place_of(group->getRank());
+    const int place = mesh.index_of(group->getRank());
     ShardedUnit unit;
     unit.name = request.name;
     unit.settings = settings_of(request, options);
@@ -403,17 +403,17 @@ std::vector<ShardedUnit> make_sharded_units(std::vector<UnitRequest> requests,
     unit.parent = request.parent;
     unit.mesh = request.mesh;
     unit.mesh_hash = hash_of_names(request);
-    unit.is_first_replica = place < mesh.row_length();
-    const auto of_user =
-        request.mesh ? nullptr
-                     : std::make_shared<UserGroup>(group, mesh.row_length());
+    unit.is_first_replica = place < mesh.shard_group_size();
+    const auto of_user = request.mesh ? nullptr
+                                      : std::make_shared<UserGroup>(
+                                            group, mesh.shard_group_size());
     for (auto& [kind, parameters] : flats_of(request)) {
       const auto& [dtype, is_trained, compute_dtype] = kind;
       unit.flats.push_back(std::make_unique<FlatShard>(
           std::move(parameters),
           FlatShard::Context{
-              .num_ranks = mesh.row_length(),
-              .rank = place % mesh.row_length(),
+              .num_ranks = mesh.shard_group_size(),
+              .rank = place % mesh.shard_group_size(),
               .compute_dtype = dtype_or(
                   compute_dtype ? compute_dtype : options.param_dtype, dtype),
               .reduce_dtype = dtype_or(options.reduce_dtype, dtype),
@@ -436,7 +436,7 @@ std::unique_ptr<ShardMeshes> connect_units(std::vector<ShardedUnit>& units,
     meshes.push_back({.unit = unit.name,
                       .mesh = unit.mesh,
                       .hash = unit.mesh_hash,
-                      .neighbours = unit.settings.reshards_to});
+                      .neighbours = unit.settings.reshard_to});
   }
   number_meshes(group, meshes);
   absl::Status status;

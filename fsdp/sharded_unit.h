@@ -68,7 +68,7 @@ struct ShardedUnit {
   std::optional<StreamUses> uses = std::nullopt;
   Lease kept = {};  // with settings.keeps_storage, while it is sharded
 
-  // By flat, after a reshard to `settings.reshards_to` ranks; else empty.
+  // By flat, after a reshard to `settings.reshard_to` ranks; else empty.
   std::vector<at::Tensor> slices = {};
   Lease gradients = {};
 

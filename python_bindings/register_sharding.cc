@@ -264,13 +264,12 @@ void register_sharding(py::module_& module) {
            py::arg("wire_dtype"), py::arg("reproducible"),
            "`wire_dtype`: dtype of compressed gradients, or None.");
 
-  py::class_<UnitSettings>(module, "UnitSettings",
-                           "See fsdp/sharded_model.h.")
-      .def_readwrite("reshards_after_forward",
-                     &UnitSettings::reshards_after_forward)
-      .def_readwrite("reshards_to", &UnitSettings::reshards_to)
-      .def_readwrite("reshards_after_backward",
-                     &UnitSettings::reshards_after_backward)
+  py::class_<UnitSettings>(module, "UnitSettings", "See fsdp/sharded_model.h.")
+      .def_readwrite("reshard_after_forward",
+                     &UnitSettings::reshard_after_forward)
+      .def_readwrite("reshard_to", &UnitSettings::reshard_to)
+      .def_readwrite("reshard_after_backward",
+                     &UnitSettings::reshard_after_backward)
       .def_readwrite("gathers_in_backward", &UnitSettings::gathers_in_backward)
       .def_readwrite("gradient_divisor", &UnitSettings::gradient_divisor)
       .def_readwrite("synchronizes", &UnitSettings::synchronizes)

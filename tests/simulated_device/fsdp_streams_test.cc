@@ -292,10 +292,10 @@ std::ostream& operator<<(std::ostream& out, const Setting& setting) {
 
 const Setting kSettings[] = {
     {"OneUnitStaysUnshardedForBackward",
-     [](UnitSettings& s) { s.reshards_after_forward = false; },
+     [](UnitSettings& s) { s.reshard_after_forward = false; },
      {1}},
     {"UnitsStayUnshardedAfterBackward",
-     [](UnitSettings& s) { s.reshards_after_backward = false; },
+     [](UnitSettings& s) { s.reshard_after_backward = false; },
      {0, 1, 2}},
     {"UnitsKeepTheirStorage",
      [](UnitSettings& s) { s.keeps_storage = true; },

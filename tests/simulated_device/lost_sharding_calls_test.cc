@@ -316,8 +316,8 @@ TEST_F(LostSumCallsTest, NewGradientsWaitForTheReductionOfTheBuffer) {
         [&](Parts& parts) {
           // Only gradient buffers are free.
           for (const size_t unit : {0, 1}) {
-            parts.model->settings(unit).reshards_after_forward = false;
-            parts.model->settings(unit).reshards_after_backward = false;
+            parts.model->settings(unit).reshard_after_forward = false;
+            parts.model->settings(unit).reshard_after_backward = false;
           }
           for (int step = 0; step < 3; ++step) parts.loss().backward();
           const at::Tensor loss = parts.loss();
