@@ -7,7 +7,6 @@
 // Process groups, and errors of peers.
 #include "brigade/comm/errors/peer_error.h"
 #include "brigade/comm/process_group.h"
-#include "brigade/comm/subgroup.h"
 
 // Data parallelism: a module, or gradients of one's own.
 #include "brigade/ddp/distributed_data_parallel.h"

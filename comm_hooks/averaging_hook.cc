@@ -6,7 +6,7 @@
 #include <vector>
 
 #include "brigade/comm/ordered/host_sums.h"
-#include "brigade/comm/streams/futures.h"
+#include "brigade/comm/streams/streams.h"
 #include "brigade/comm_hooks/comm_hooks.h"
 #include "brigade/comm_hooks/hook_traits.h"
 #include "brigade/comm_hooks/ordered_all_reduce.h"

@@ -10,7 +10,7 @@
 #include <string_view>
 #include <utility>
 
-#include "brigade/comm/streams/futures.h"
+#include "brigade/comm/streams/streams.h"
 
 namespace brigade {
 namespace {

@@ -12,7 +12,6 @@
 #include <cstdint>
 
 #include "brigade/comm/group/group_collectives.h"
-#include "brigade/comm/streams/futures.h"
 #include "brigade/comm/streams/streams.h"
 
 namespace brigade {
@@ -43,11 +42,11 @@ OrderedAllReduce::FuturePtr reduce_on_device(c10d::ProcessGroup& group,
   const at::Tensor sum = empty_sum(slice_numel, parts);
 
   if (!is_even) whole.narrow(0, 0, flat.numel()).copy_(flat);
-  join_current_stream(exchange_parts(group, parts, whole));
+  wait_on_current_stream(all_to_all_into(group, parts, whole));
   sum_in_order(parts, size, sum);
   if (scale != 1) sum.mul_(scale);
   own.copy_(sum);
-  join_current_stream(gather_into(group, whole, own));
+  wait_on_current_stream(all_gather_into(group, whole, own));
   if (!is_even) flat.copy_(whole.narrow(0, 0, flat.numel()));
   return completed_future({tensor});
 }

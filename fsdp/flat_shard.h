@@ -86,7 +86,7 @@ class FlatShard {
   void write_own_slice(const at::Tensor& whole);
   // The current stream uses the shard, or may: the allocator is told of it
   // before its memory is dropped.
-  void note_use() { shard_uses_.note(); }
+  void note_use() { shard_uses_.add_current(); }
   // Parameters read `whole` until unbind().
   void bind(const at::Tensor& whole);
   void unbind();

@@ -8,7 +8,7 @@
 #include <exception>
 #include <string>
 
-#include "brigade/comm/streams/futures.h"
+#include "brigade/comm/streams/streams.h"
 
 namespace brigade {
 namespace {

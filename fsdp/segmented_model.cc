@@ -8,9 +8,9 @@
 
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_join.h"
-#include "brigade/comm/close_group.h"
 #include "brigade/comm/errors/error_texts.h"
 #include "brigade/comm/errors/peer_error.h"
+#include "brigade/comm/process_group.h"
 #include "brigade/fsdp/backward_hooks.h"
 #include "brigade/fsdp/flat_shard.h"
 #include "brigade/hooks/backward_events.h"

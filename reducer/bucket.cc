@@ -150,7 +150,7 @@ void Bucket::pack() {
 
 void Bucket::pack_replica(size_t replica) {
   const c10::DeviceGuard on_device(device_of(replica));
-  if (streams_[replica].join()) {
+  if (streams_[replica].wait()) {
     // The gradients are freed on the streams that made them while this one may
     // still read them.
     replicas_[replica]->record_stream(current_stream(device_of(replica)));

@@ -59,7 +59,7 @@ class Bucket final : public Collective {
   void restart();
 
   // The calling thread's current stream has just produced one of its gradients.
-  void gradient_produced(size_t replica) { streams_[replica].note(); }
+  void gradient_produced(size_t replica) { streams_[replica].add_current(); }
 
   // Packs the gradients of each local replica, and sums these. Errors:
   // BucketReplica::pack()'s.

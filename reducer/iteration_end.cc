@@ -16,7 +16,6 @@
 #include "brigade/comm/errors/liveness_probe.h"
 #include "brigade/comm/errors/peer_error.h"
 #include "brigade/comm/group/group_info.h"
-#include "brigade/comm/streams/futures.h"
 #include "brigade/comm/streams/streams.h"
 
 namespace brigade {

@@ -4,7 +4,7 @@
 #include <vector>
 
 #include "brigade/comm/backends/device_backend.h"
-#include "brigade/comm/streams/futures.h"
+#include "brigade/comm/streams/streams.h"
 
 namespace brigade {
 namespace {

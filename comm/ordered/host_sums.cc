@@ -59,7 +59,7 @@ std::shared_ptr<HostSums> HostSums::meet(
   if (sums && sums->collectives_.has_failed()) sums = nullptr;
   const int64_t host = wants && group->getStore() ? SharedSegment::host() : 0;
   const std::vector<int64_t> offers =
-      numbers_of_ranks(group, {host, sums ? sums->number_ : 0},
+      all_gather_ints(group, {host, sums ? sums->number_ : 0},
                        "could not tell the others its host");
   bool all_have_it = offers[1] != 0;
   for (size_t i = 0; i < offers.size(); i += 2) {

@@ -45,7 +45,7 @@ StatusChannel::StatusChannel(c10::intrusive_ptr<c10d::ProcessGroup> group)
     : group_(std::move(group)),
       process_(getpid()),
       timeout_(group_timeout(*group_)) {
-  if (auto* answers = find_answers(*group_, at::kCPU)) {
+  if (auto* answers = find_simulated_peers(*group_, at::kCPU)) {
     transport_ = answers->make_status_transport();
   } else if (has_peers(*group_)) {
     connect();

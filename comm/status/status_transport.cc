@@ -16,12 +16,10 @@
 #include <utility>
 
 #include "absl/strings/str_cat.h"
-#include "brigade/comm/close_group.h"
 #include "brigade/comm/group/group_info.h"
 #include "brigade/comm/group/shared_segment.h"
-#include "brigade/comm/streams/futures.h"
+#include "brigade/comm/process_group.h"
 #include "brigade/comm/streams/streams.h"
-#include "brigade/comm/subgroup.h"
 
 namespace brigade {
 namespace {

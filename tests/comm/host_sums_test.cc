@@ -11,7 +11,6 @@
 #include <string>
 #include <vector>
 
-#include "brigade/comm/close_group.h"
 #include "brigade/comm/errors/error_texts.h"
 #include "brigade/comm/process_group.h"
 #include "brigade/tests/support/local_ranks.h"

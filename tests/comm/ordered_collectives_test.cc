@@ -18,7 +18,6 @@
 #include <tuple>
 #include <vector>
 
-#include "brigade/comm/close_group.h"
 #include "brigade/comm/errors/error_texts.h"
 #include "brigade/comm/errors/peer_error.h"
 #include "brigade/comm/group/group_collectives.h"
@@ -527,7 +526,7 @@ class NoAllToAll final : public c10d::Backend {
 TEST(OrderedCollectivesErrorTest, ABackendWithoutAllToAllIsNamed) {
   NoAllToAll backend;
   EXPECT_THAT(error_of<c10::NotImplementedError>(
-                  [&] { exchange_parts(backend, at::ones(2), at::ones(2)); }),
+                  [&] { all_to_all_into(backend, at::ones(2), at::ones(2)); }),
               AllOf(HasSubstr("an all-to-all for tensors on cpu"),
                     HasSubstr("Backend small"), HasSubstr("`reproducible`")));
 }

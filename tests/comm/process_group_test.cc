@@ -115,7 +115,8 @@ TEST(ProcessGroupTest, RefusesBadArguments) {
   EXPECT_THAT(
       text_of<c10::ValueError>(
           [&] { make_process_group(store, 0, 1, {.device_type = at::kMPS}); }),
-      HasSubstr("expected kCPU or kCUDA, or a make_backend, found mps"));
+      HasSubstr(
+          "expected kCPU, kCUDA, or a type with a make_backend, found mps"));
   EXPECT_THAT(text_of<c10::ValueError>([&] {
                 make_process_group(store, 0, 1,
                                    {.timeout = std::chrono::milliseconds(0)});
@@ -123,13 +124,13 @@ TEST(ProcessGroupTest, RefusesBadArguments) {
               HasSubstr("timeout must be > 0 ms, got 0 ms"));
   EXPECT_THAT(
       text_of<c10::ValueError>([&] { make_process_group(nullptr, 0, 1); }),
-      HasSubstr("needs a store"));
+      HasSubstr("expected a store, found null"));
   EXPECT_THAT(text_of<c10::ValueError>([&] {
                 init_process_group(LaunchEnvironment{.world_size = 2}, {});
               }),
-              HasSubstr("must name where 2 ranks meet"));
+              HasSubstr("expected the address of rank 0 for 2 ranks"));
   EXPECT_THAT(text_of<c10::ValueError>([] { GroupScope scope(nullptr); }),
-              HasSubstr("needs a group"));
+              HasSubstr("the process group is null"));
 }
 
 TEST(ProcessGroupTest, SaysWhyCudaIsNotThere) {
@@ -191,9 +192,11 @@ TEST(SingleProcessGroupTest, AnswersEveryCollectiveExactly) {
   std::vector<Tensors> lists = {inputs};
   using Call = std::function<c10::intrusive_ptr<c10d::Work>(Tensors&)>;
   for (const Call& call : std::vector<Call>{
-           [&](Tensors& to) { return gather_into(*group, to[0], input); },
-           [&](Tensors& to) { return reduce_into(*group, to[0], input); },
-           [&](Tensors& to) { return exchange_parts(*group, to[0], input); },
+           [&](Tensors& to) { return all_gather_into(*group, to[0], input); },
+           [&](Tensors& to) {
+             return reduce_scatter_into(*group, to[0], input);
+           },
+           [&](Tensors& to) { return all_to_all_into(*group, to[0], input); },
            [&](Tensors& to) { return group->alltoall(to, inputs); },
            [&](Tensors& to) { return group->scatter(to, lists); },
            [&](Tensors& to) { return group->reduce_scatter(to, lists); },
@@ -248,9 +251,11 @@ TEST(InitProcessGroupTest, NamesThePlaceWhereNobodyCame) {
       text_of<PeerError>([&] {
         init_process_group(env, {.timeout = std::chrono::milliseconds(300)});
       }),
-      AllOf(HasSubstr("rank 1 of 2 did not meet the others at 127.0.0.1:" +
-                      std::to_string(port)),
-            HasSubstr("within 300 ms")));
+      AllOf(
+          HasSubstr(
+              "rank 1 of 2 could not connect to the other ranks at 127.0.0.1:" +
+              std::to_string(port)),
+          HasSubstr("within 300 ms")));
 }
 
 // Its connections are accepted, and never answered.
@@ -283,14 +288,14 @@ TEST(InitProcessGroupTest, APortThatAnotherProgramHoldsIsAnErrorInTime) {
                                    .local_rank = rank,
                                    .master_addr = "127.0.0.1",
                                    .master_port = listener.port()};
-    EXPECT_THAT(text_of<PeerError>([&] {
-                  init_process_group(
-                      env, {.timeout = std::chrono::milliseconds(100)});
-                }),
-                HasSubstr(absl::StrCat("rank ", rank,
-                                       " of 2 did not meet the others "
-                                       "at 127.0.0.1:",
-                                       listener.port())));
+    EXPECT_THAT(
+        text_of<PeerError>([&] {
+          init_process_group(env, {.timeout = std::chrono::milliseconds(100)});
+        }),
+        HasSubstr(absl::StrCat("rank ", rank,
+                               " of 2 could not connect to the other ranks "
+                               "at 127.0.0.1:",
+                               listener.port())));
   }
 }
 

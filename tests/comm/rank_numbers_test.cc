@@ -11,7 +11,7 @@
 #include "brigade/comm/errors/error_texts.h"
 #include "brigade/comm/group/group_info.h"
 #include "brigade/comm/ordered/ordered_collectives.h"
-#include "brigade/comm/subgroup.h"
+#include "brigade/comm/process_group.h"
 #include "brigade/tests/support/local_ranks.h"
 #include "gmock/gmock.h"
 #include "gtest/gtest.h"
@@ -90,7 +90,7 @@ TEST(RanksOfHostTest, RefusesHostsThatAreNotRows) {
   EXPECT_THAT(error_of({7, 8, 8}), HasSubstr("ranks 1, 2 on another"));
   EXPECT_THAT(error_of({7, 8, 7, 8}),
               HasSubstr("ranks 0, 2 on one host, ranks 1, 3 on another"));
-  EXPECT_THAT(error_of({7, 0, 7}), HasSubstr("rank 1 does not know its host"));
+  EXPECT_THAT(error_of({7, 0, 7}), HasSubstr("no host identity on rank 1"));
 }
 
 TEST(RanksOfHostTest, FindsThoseOfThisHost) {

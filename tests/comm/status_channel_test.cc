@@ -147,8 +147,7 @@ TEST(StatusChannelTest, RanksThatDoNotMeetAreAnError) {
       [&](Group group) {
         if (group->getRank() == 1) return over.wait();
         EXPECT_THAT(peer_error([&] { StatusChannel channel(group); }),
-                    StartsWith("rank 0 of 2 could not tell the others its "
-                               "host: "));
+                    StartsWith("rank 0 of 2 could not exchange host ids: "));
         over.count_down();
       },
       std::chrono::milliseconds(1500));

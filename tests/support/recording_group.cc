@@ -37,7 +37,7 @@ std::exception_ptr take(std::map<size_t, std::exception_ptr>& errors,
 
 // The state of a RecordingGroup, whose methods use it with the mutex held.
 class RecordingBackend final : public IdenticalRanksBackend,
-                               public AnswersForAllRanks {
+                               public SimulatesPeers {
  public:
   struct Open {
     c10::intrusive_ptr<AnsweredWork> work = {};

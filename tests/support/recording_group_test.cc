@@ -8,7 +8,7 @@
 #include <vector>
 
 #include "brigade/comm/group/group_collectives.h"
-#include "brigade/comm/subgroup.h"
+#include "brigade/comm/process_group.h"
 #include "brigade/tests/support/local_ranks.h"
 #include "gmock/gmock.h"
 #include "gtest/gtest.h"
@@ -47,13 +47,13 @@ Tensors results(c10d::ProcessGroup& group, at::ScalarType dtype) {
   all.insert(all.end(), lists[0].begin(), lists[0].end());
   at::Tensor shard = values(4);
   at::Tensor whole = at::zeros(4 * size, dtype);
-  gather_into(group, whole, shard)->wait();
+  all_gather_into(group, whole, shard)->wait();
   all.push_back(whole.clone());
   whole.copy_(values(4 * size));
-  reduce_into(group, shard, whole)->wait();
+  reduce_scatter_into(group, shard, whole)->wait();
   all.push_back(shard);
   at::Tensor exchanged = at::zeros(4 * size, dtype);
-  exchange_parts(group, exchanged, whole)->wait();
+  all_to_all_into(group, exchanged, whole)->wait();
   all.push_back(exchanged);
   if (dtype != at::kFloat) return all;
   Tensors sparse = {
