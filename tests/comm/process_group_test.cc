@@ -49,7 +49,7 @@ at::Tensor all_reduced(const Group& group, at::Tensor tensor) {
   return tensors[0];
 }
 
-// The text of what `fn` throws, of type E.
+// Returns the text of the exception of type E that `fn` throws.
 template <typename E, typename F>
 std::string text_of(F fn) {
   try {
@@ -57,7 +57,7 @@ std::string text_of(F fn) {
   } catch (const E& error) {
     return error.what_without_backtrace();
   }
-  return "nothing of this type was thrown";
+  return "no exception of this type";
 }
 
 // Sets an environment variable until the end of the scope.
@@ -107,7 +107,7 @@ TEST(ProcessGroupTest, TakesTheTimeoutFromItsOptions) {
       std::chrono::milliseconds(4321));
 }
 
-TEST(ProcessGroupTest, RefusesBadArguments) {
+TEST(ProcessGroupTest, RejectsBadArguments) {
   auto store = c10::make_intrusive<c10d::HashStore>();
   EXPECT_THAT(
       text_of<c10::ValueError>([&] { make_process_group(store, 2, 2); }),
@@ -133,7 +133,7 @@ TEST(ProcessGroupTest, RefusesBadArguments) {
               HasSubstr("the process group is null"));
 }
 
-TEST(ProcessGroupTest, SaysWhyCudaIsNotThere) {
+TEST(ProcessGroupTest, NamesTheReasonForMissingCuda) {
   if (torch::cuda::is_available()) GTEST_SKIP() << "this machine has a GPU";
   auto store = c10::make_intrusive<c10d::HashStore>();
   EXPECT_THAT(text_of<c10::Error>([&] {
@@ -148,7 +148,7 @@ TEST(ProcessGroupTest, SaysWhyCudaIsNotThere) {
               AllOf(HasSubstr("CUDA"), HasSubstr("at::kCPU")));
 }
 
-TEST(ProcessGroupTest, UsesEveryInterfaceOfTheVariable) {
+TEST(ProcessGroupTest, UsesAllInterfacesOfTheVariable) {
   auto store = c10::make_intrusive<c10d::HashStore>();
   {
     ScopedVariable variable("GLOO_SOCKET_IFNAME", "lo,lo");
@@ -163,7 +163,6 @@ TEST(ProcessGroupTest, UsesEveryInterfaceOfTheVariable) {
   }
 }
 
-// Threads and open descriptors of this process.
 size_t count_entries(const char* folder) {
   size_t count = 0;
   for ([[maybe_unused]] const auto& entry :
@@ -174,7 +173,7 @@ size_t count_entries(const char* folder) {
 }
 
 TEST(SingleProcessGroupTest, NeedsNoThreadAndNoSocket) {
-  all_reduced(single_process_group(), at::ones(1));  // loads what is lazy
+  all_reduced(single_process_group(), at::ones(1));  // initializes lazily
   const size_t threads = count_entries("/proc/self/task");
   const size_t descriptors = count_entries("/proc/self/fd");
   const Group group = single_process_group();
@@ -183,7 +182,7 @@ TEST(SingleProcessGroupTest, NeedsNoThreadAndNoSocket) {
   EXPECT_EQ(count_entries("/proc/self/fd"), descriptors);
 }
 
-TEST(SingleProcessGroupTest, AnswersEveryCollectiveExactly) {
+TEST(SingleProcessGroupTest, CompletesEveryCollective) {
   const Group group = single_process_group();
   EXPECT_EQ(group->getRank(), 0);
   EXPECT_EQ(group->getSize(), 1);
@@ -231,7 +230,7 @@ TEST(InitProcessGroupTest, AWorldOfOneFromALauncherOpensNoConnection) {
   EXPECT_EQ(all_reduced(group, at::ones(1)).item<float>(), 1);
 }
 
-// A port that nobody listened at a moment ago.
+// Returns a port that was free a moment ago.
 uint16_t free_port() {
   c10d::TCPStoreOptions options;
   options.port = 0;
@@ -240,7 +239,7 @@ uint16_t free_port() {
   return c10d::TCPStore("127.0.0.1", options).getPort();
 }
 
-TEST(InitProcessGroupTest, NamesThePlaceWhereNobodyCame) {
+TEST(InitProcessGroupTest, NamesTheAddressWithoutAServer) {
   const uint16_t port = free_port();
   const LaunchEnvironment env = {.rank = 1,
                                  .world_size = 2,
@@ -258,7 +257,7 @@ TEST(InitProcessGroupTest, NamesThePlaceWhereNobodyCame) {
           HasSubstr("within 300 ms")));
 }
 
-// Its connections are accepted, and never answered.
+// Accepts connections and never replies.
 class SilentListener {
  public:
   SilentListener() : socket_(::socket(AF_INET, SOCK_STREAM, 0)) {
@@ -280,7 +279,7 @@ class SilentListener {
   uint16_t port_ = 0;
 };
 
-TEST(InitProcessGroupTest, APortThatAnotherProgramHoldsIsAnErrorInTime) {
+TEST(InitProcessGroupTest, TimesOutIfAnotherProgramHoldsThePort) {
   const SilentListener listener;
   for (int rank = 0; rank < 2; ++rank) {
     const LaunchEnvironment env = {.rank = rank,
@@ -299,19 +298,19 @@ TEST(InitProcessGroupTest, APortThatAnotherProgramHoldsIsAnErrorInTime) {
   }
 }
 
-TEST(GroupScopeTest, FinishesWhatIsInFlightOnTheNormalWayOut) {
+TEST(GroupScopeTest, CompletesCollectivesInFlight) {
   std::vector<at::Tensor> tensors(2);
   run_ranks(2, [&](Group group) {
     std::vector<at::Tensor> mine = {at::ones(1 << 20)};
     tensors[group->getRank()] = mine[0];
-    group->allreduce(mine);  // nobody waits for it
+    group->allreduce(mine);  // no wait()
   });
   EXPECT_EQ(tensors[0].sum().item<float>(), 2 << 20);
   EXPECT_EQ(tensors[1].sum().item<float>(), 2 << 20);
 }
 
-// With nobody to abort it, rank 1 would wait for ten minutes.
-TEST(GroupScopeTest, AnExceptionOnOneRankEndsTheOthersCollectives) {
+// Without the abort, rank 1 would wait for ten minutes.
+TEST(GroupScopeTest, AnExceptionOnOneRankAbortsTheOthersCollectives) {
   std::string text;
   EXPECT_THROW(run_ranks(
                    2,
@@ -328,9 +327,8 @@ TEST(GroupScopeTest, AnExceptionOnOneRankEndsTheOthersCollectives) {
   EXPECT_THAT(text, HasSubstr("onnection"));
 }
 
-// Its own collectives, which no peer has joined, do not hold it either: rank 1
-// stays until rank 0 is gone.
-TEST(GroupScopeTest, AnExceptionDoesNotWaitForOwnCollectives) {
+// Rank 1 never joins the collective, and stays until rank 0 has left.
+TEST(GroupScopeTest, AnExceptionAbortsOwnCollectives) {
   auto store = c10::make_intrusive<c10d::HashStore>();
   const ProcessGroupOptions options = {.timeout = kForever};
   std::atomic<bool> gone = false;
@@ -360,7 +358,7 @@ const RankFunction kSum("sum", [](RankContext& rank) {
 class ProcessesTest : public ::testing::TestWithParam<int> {};
 INSTANTIATE_TEST_SUITE_P(Processes, ProcessesTest, ::testing::Values(1, 2, 3));
 
-TEST_P(ProcessesTest, StartFromTheEnvironmentAndEndCleanly) {
+TEST_P(ProcessesTest, StartFromTheEnvironmentAndShutDown) {
   const int world_size = GetParam();
   ProcessRanks ranks({.world_size = world_size, .function = "sum"});
   const int expected = 4 * world_size * (world_size + 1) / 2;

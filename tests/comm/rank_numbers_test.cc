@@ -1,4 +1,4 @@
-// Numbers of ranks in errors, and of ranks on a host.
+// Rank numbers in errors, and the number of ranks on a host.
 
 #include <ATen/ops/ones.h>
 #include <c10/util/Exception.h>
@@ -25,7 +25,7 @@ using testing::run_ranks;
 
 using Group = c10::intrusive_ptr<c10d::ProcessGroup>;
 
-TEST(RankNamesTest, OfAPartAreThoseOfTheWhole) {
+TEST(RankNamesTest, OfASubgroupAreThoseOfTheWholeGroup) {
   run_ranks(4, [](const Group& group) {
     EXPECT_EQ(RankNames::of(*group)[3], 3);
     EXPECT_EQ(RankNames::of(*group).describe(1, 4), "rank 1 of 4");
@@ -34,7 +34,6 @@ TEST(RankNamesTest, OfAPartAreThoseOfTheWhole) {
       return;
     }
     const GroupScope part = make_subgroup(group, {1, 2, 3});
-    part.group()->barrier()->wait();  // a peer may still be connecting
     const RankNames names = RankNames::of(*part.group());
     EXPECT_EQ(names[0], 1);
     EXPECT_EQ(names.describe(0, 3), "rank 1, of ranks 1, 2, 3");
@@ -43,19 +42,18 @@ TEST(RankNamesTest, OfAPartAreThoseOfTheWhole) {
       return;
     }
     const GroupScope inner = make_subgroup(part.group(), {1, 2});
-    inner.group()->barrier()->wait();
     EXPECT_EQ(RankNames::of(*inner.group()).describe(1, 2),
               "rank 3, of ranks 2, 3");
   });
 }
 
-// A rank that stays has rank 2 * row + 1 beside it, which leaves.
-TEST(RankNamesTest, AreThoseOfErrors) {
+// The second rank of each pair leaves.
+TEST(RankNamesTest, AppearInErrors) {
   run_ranks(4, [](const Group& group) {
     const int first = group->getRank() / 2 * 2;
-    const GroupScope row = make_subgroup(group, {first, first + 1});
-    OrderedCollectives collectives(row.group());
-    if (row.group()->getRank() == 1) return;
+    const GroupScope pair = make_subgroup(group, {first, first + 1});
+    OrderedCollectives collectives(pair.group());
+    if (pair.group()->getRank() == 1) return;
     const auto reduced = collectives.all_reduce(at::ones({4}));
     reduced->wait();
     ASSERT_TRUE(reduced->hasError());
@@ -76,14 +74,14 @@ std::string error_of(const std::vector<int64_t>& host_by_rank) {
   return "no error";
 }
 
-TEST(RanksOfHostTest, CountsThoseOfEachHost) {
+TEST(RanksOfHostTest, CountsTheRanksOfEachHost) {
   EXPECT_EQ(ranks_of_a_host({7}), 1);
   EXPECT_EQ(ranks_of_a_host({7, 7, 7}), 3);
   EXPECT_EQ(ranks_of_a_host({7, 8, 9}), 1);
   EXPECT_EQ(ranks_of_a_host({7, 7, 7, -9, -9, -9, 3, 3, 3}), 3);
 }
 
-TEST(RanksOfHostTest, RefusesHostsThatAreNotRows) {
+TEST(RanksOfHostTest, RejectsUnequalOrInterleavedHosts) {
   EXPECT_THAT(error_of({7, 7, 8}),
               AllOf(HasSubstr("ranks 0, 1 on one host, rank 2 on another"),
                     HasSubstr("number of shards")));
@@ -93,7 +91,7 @@ TEST(RanksOfHostTest, RefusesHostsThatAreNotRows) {
   EXPECT_THAT(error_of({7, 0, 7}), HasSubstr("no host identity on rank 1"));
 }
 
-TEST(RanksOfHostTest, FindsThoseOfThisHost) {
+TEST(RanksOfHostTest, CountsTheRanksOfThisHost) {
   for (const int num_ranks : {1, 2, 4}) {
     run_ranks(num_ranks, [&](const Group& group) {
       EXPECT_EQ(ranks_of_a_host(group), num_ranks);

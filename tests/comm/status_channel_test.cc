@@ -29,7 +29,7 @@ using ::testing::StartsWith;
 using Group = c10::intrusive_ptr<c10d::ProcessGroup>;
 using Work = c10::intrusive_ptr<c10d::Work>;
 
-// Longer than a test may take: what ends sooner does not end by it.
+// Longer than any test: never the reason for an end.
 constexpr std::chrono::milliseconds kNever = std::chrono::minutes(10);
 
 Work launch(const Group& group, const at::Tensor& bucket) {
@@ -42,7 +42,7 @@ std::vector<RankStatus> exchange(StatusChannel& channel,
   return channel.await(channel.exchange(own));
 }
 
-// The words of the PeerError that `fn` throws.
+// Returns the text of the PeerError that `fn` throws.
 template <typename F>
 std::string peer_error(F fn) {
   try {
@@ -78,7 +78,7 @@ TEST_P(StatusChannelTest, EveryRankGetsEveryRanksStatus) {
   });
 }
 
-// What destruction closes must not take away what a peer has yet to read.
+// A peer may read the last statuses after this rank has destroyed its channel.
 TEST_P(StatusChannelTest, EndsCleanlyRightAfterAnExchange) {
   run_ranks(
       GetParam(),
@@ -92,7 +92,7 @@ TEST_P(StatusChannelTest, EndsCleanlyRightAfterAnExchange) {
       kNever);
 }
 
-TEST(StatusChannelTest, ARankThatLeavesIsNamedAtOnce) {
+TEST(StatusChannelTest, NamesARankThatLeavesAtOnce) {
   run_ranks(
       3,
       [](Group group) {
@@ -109,10 +109,10 @@ TEST(StatusChannelTest, ARankThatLeavesIsNamedAtOnce) {
                          std::to_string(group->getRank()) +
                          ", which ended iteration 8: rank 1 "
                          "has left after iteration 7"));
-          // Of no use any more, and says so without another wait.
+          // Later calls throw the same error without another wait.
           EXPECT_EQ(peer_error([&] { channel->exchange({}); }), error);
         }
-        // The group's own collectives go on.
+        // The group's own collectives still work.
         const at::Tensor tensor = at::ones(4);
         launch(group, tensor)->wait();
         EXPECT_TRUE(tensor.equal(at::full(4, 3.0)));
@@ -120,7 +120,7 @@ TEST(StatusChannelTest, ARankThatLeavesIsNamedAtOnce) {
       kNever);
 }
 
-TEST(StatusChannelTest, ARankThatNeverComesIsNamedAtTheTimeout) {
+TEST(StatusChannelTest, NamesAMissingRankAtTheTimeout) {
   std::latch over(1);
   run_ranks(
       2,
@@ -140,7 +140,7 @@ TEST(StatusChannelTest, ARankThatNeverComesIsNamedAtTheTimeout) {
       std::chrono::milliseconds(1500));
 }
 
-TEST(StatusChannelTest, RanksThatDoNotMeetAreAnError) {
+TEST(StatusChannelTest, ThrowsIfARankDoesNotConnect) {
   std::latch over(1);
   run_ranks(
       2,
@@ -153,7 +153,7 @@ TEST(StatusChannelTest, RanksThatDoNotMeetAreAnError) {
       std::chrono::milliseconds(1500));
 }
 
-// Two models in one process: their backwards may end in any order.
+// Backwards of two models in one process may end in any order.
 TEST(StatusChannelTest, ChannelsMayBeAwaitedInAnyOrderOnEachRank) {
   run_ranks(2, [](Group group) {
     StatusChannel first(group);
@@ -171,7 +171,7 @@ TEST(StatusChannelTest, ChannelsMayBeAwaitedInAnyOrderOnEachRank) {
   });
 }
 
-TEST(StatusChannelTest, OneThatLeavesLeavesTheOthersOfItsGroup) {
+TEST(StatusChannelTest, DestroyingOneChannelKeepsTheOthersOfItsGroup) {
   run_ranks(2, [](Group group) {
     auto first = std::make_unique<StatusChannel>(group);
     StatusChannel second(group);
@@ -185,7 +185,7 @@ TEST(StatusChannelTest, OneThatLeavesLeavesTheOthersOfItsGroup) {
   });
 }
 
-TEST(StatusChannelTest, AGroupWithoutStoreAnswersItself) {
+TEST(StatusChannelTest, WithoutAStoreReturnsItsOwnStatus) {
   StatusChannel channel(c10::make_intrusive<c10d::ProcessGroup>(1, 3));
   const RankStatus pending = channel.exchange({.iteration = 7});
   const auto by_rank = channel.await(pending);
@@ -193,17 +193,17 @@ TEST(StatusChannelTest, AGroupWithoutStoreAnswersItself) {
   EXPECT_TRUE(check_statuses(by_rank).ok());
 }
 
-// Both ways that statuses travel.
-struct Way {
+struct Transport {
   const char* name;
-  std::function<std::unique_ptr<StatusTransport>(const Group&)> meet;
+  std::function<std::unique_ptr<StatusTransport>(const Group&)> make;
 };
 
-class StatusTransportTest : public ::testing::TestWithParam<Way> {};
-INSTANTIATE_TEST_SUITE_P(Ways, StatusTransportTest,
-                         ::testing::Values(Way{"Board", meet_at_status_board},
-                                           Way{"Gather", gather_statuses_over}),
-                         [](const auto& info) { return info.param.name; });
+class StatusTransportTest : public ::testing::TestWithParam<Transport> {};
+INSTANTIATE_TEST_SUITE_P(
+    Transports, StatusTransportTest,
+    ::testing::Values(Transport{"Shared", make_shared_status_transport},
+                      Transport{"Gathering", make_gathering_status_transport}),
+    [](const auto& info) { return info.param.name; });
 
 StatusTransport::Deadline soon() {
   return std::chrono::steady_clock::now() + std::chrono::milliseconds(50);
@@ -212,10 +212,10 @@ StatusTransport::Deadline late() {
   return std::chrono::steady_clock::now() + kNever;
 }
 
-TEST_P(StatusTransportTest, BringsEachExchangeToAllRanks) {
+TEST_P(StatusTransportTest, DeliversEachExchangeToAllRanks) {
   run_ranks(3, [](const Group& group) {
-    const auto transport = GetParam().meet(group);
-    // More than the ring of a board holds.
+    const auto transport = GetParam().make(group);
+    // More than the ring in shared memory holds.
     for (int64_t i = 1; i <= 3 * kMaxStatusesInFlight; ++i) {
       transport->send({.sequence = i, .iteration = 100 * i + group->getRank()});
       const auto by_rank = transport->receive(i, late());
@@ -228,13 +228,13 @@ TEST_P(StatusTransportTest, BringsEachExchangeToAllRanks) {
   });
 }
 
-TEST_P(StatusTransportTest, AsManyMayBeInFlightAsItSays) {
+TEST_P(StatusTransportTest, TheMaximumMayBeInFlight) {
   run_ranks(2, [](const Group& group) {
-    const auto transport = GetParam().meet(group);
+    const auto transport = GetParam().make(group);
     int64_t received = 0;
     for (int64_t i = 1; i <= 4 * kMaxStatusesInFlight; ++i) {
       transport->send({.sequence = i, .iteration = i + group->getRank()});
-      // Rank 0 lags as far behind as it may, rank 1 keeps up.
+      // Rank 0 lags by the maximum, rank 1 keeps up.
       const int64_t lag = group->getRank() == 0 ? kMaxStatusesInFlight : 1;
       if (i - received < lag) continue;
       const auto by_rank = transport->receive(++received, late());
@@ -250,10 +250,10 @@ TEST_P(StatusTransportTest, AsManyMayBeInFlightAsItSays) {
   });
 }
 
-TEST_P(StatusTransportTest, ADeadlineIsNoFailure) {
+TEST_P(StatusTransportTest, ReturnsNulloptAtTheDeadline) {
   std::latch is_over(1);
   run_ranks(2, [&](const Group& group) {
-    const auto transport = GetParam().meet(group);
+    const auto transport = GetParam().make(group);
     if (group->getRank() == 1) is_over.wait();
     transport->send({.sequence = 1});
     if (group->getRank() == 0) {
@@ -266,9 +266,9 @@ TEST_P(StatusTransportTest, ADeadlineIsNoFailure) {
   });
 }
 
-TEST_P(StatusTransportTest, WhoGivesUpEndsTheWaitsOfOthers) {
+TEST_P(StatusTransportTest, GivingUpEndsTheWaitsOfOtherRanks) {
   run_ranks(3, [](const Group& group) {
-    const auto transport = GetParam().meet(group);
+    const auto transport = GetParam().make(group);
     const RankStatus own = {.sequence = 1, .iteration = 7};
     if (group->getRank() == 0) {
       transport->give_up(own);
@@ -276,7 +276,7 @@ TEST_P(StatusTransportTest, WhoGivesUpEndsTheWaitsOfOthers) {
       transport->send(own);
       EXPECT_THROW(transport->receive(1, late()), std::exception);
     }
-    group->barrier()->wait();  // the group's own collectives go on
+    group->barrier()->wait();  // the group's own collectives still work
   });
 }
 

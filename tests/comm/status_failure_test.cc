@@ -1,4 +1,4 @@
-// Status channels of processes that die, fork and exit.
+// Status channels of processes that are killed, fork or exit.
 
 #include <signal.h>
 #include <sys/wait.h>
@@ -51,8 +51,8 @@ class StatusFailureTest : public ::testing::TestWithParam<int> {};
 INSTANTIATE_TEST_SUITE_P(WorldSizes, StatusFailureTest,
                          ::testing::Values(2, 3));
 
-// The timeout is 30 minutes: only a look at the process ends this in time.
-TEST_P(StatusFailureTest, SurvivorsSayWhichRankIsMissing) {
+// The timeout is 30 minutes: only the check of the process ends this in time.
+TEST_P(StatusFailureTest, SurvivorsNameTheDeadRank) {
   ProcessRanks ranks(
       {.world_size = GetParam(), .function = "exchange_forever"});
   ranks.wait_for_all("running");
@@ -70,7 +70,7 @@ TEST_P(StatusFailureTest, SurvivorsSayWhichRankIsMissing) {
   }
 }
 
-TEST(StatusFailureTest, OfSeveralThatDieTogetherOneIsNamed) {
+TEST(StatusFailureTest, NamesOneOfSeveralDeadRanks) {
   ProcessRanks ranks({.world_size = 4, .function = "exchange_forever"});
   ranks.wait_for_all("running");
   for (const int signal : {SIGSTOP, SIGKILL}) {
@@ -85,7 +85,7 @@ TEST(StatusFailureTest, OfSeveralThatDieTogetherOneIsNamed) {
   }
 }
 
-// What a forked child makes of its parent's channel.
+// Returns the error of a forked child that uses its parent's channel.
 std::string use_after_fork(std::unique_ptr<StatusChannel> channel) {
   std::string error = "no error";
   try {
@@ -114,18 +114,18 @@ const RankFunction kFork("fork_with_channel", [](RankContext& rank) {
   rank.report("child " + std::to_string(WEXITSTATUS(status)));
   channel->await(in_flight);
   channel->await(channel->exchange({}));
-  rank.report("parent goes on");
+  rank.report("parent continues");
 });
 
-TEST(StatusFailureTest, AForkedChildIsRefusedAndTheParentGoesOn) {
+TEST(StatusFailureTest, RejectsAForkedChildAndTheParentContinues) {
   ProcessRanks ranks({.world_size = 2, .function = "fork_with_channel"});
   for (const RankResult& result : ranks.finish()) {
     EXPECT_EQ(result.exit_code, 0) << result.error_output;
-    EXPECT_THAT(result.messages, ElementsAre("child 0", "parent goes on"));
+    EXPECT_THAT(result.messages, ElementsAre("child 0", "parent continues"));
   }
 }
 
-// Tells the others when it goes.
+// Sets a key in the store when it is destroyed.
 struct Farewell {
   explicit Farewell(c10::intrusive_ptr<c10d::Store> store)
       : store(std::move(store)) {}
@@ -153,7 +153,7 @@ const RankFunction kExit("exit_with_channel", [](RankContext& rank) {
   }
 });
 
-TEST(StatusFailureTest, AProcessThatExitsWithAnExchangeInFlightHasLeft) {
+TEST(StatusFailureTest, NamesAProcessThatExitsWithAnExchangeInFlight) {
   ProcessRanks ranks({.world_size = 2, .function = "exit_with_channel"});
   const std::vector<RankResult> results = ranks.finish();
   EXPECT_EQ(results[0].exit_code, 0) << results[0].error_output;
