@@ -2,6 +2,8 @@
 
 #include <c10/util/Exception.h>
 
+#include <algorithm>
+#include <cstdint>
 #include <vector>
 
 #include "absl/strings/str_cat.h"
@@ -43,6 +45,17 @@ WireFormat WrappingHook::wire_format(at::ScalarType gradient_dtype) const {
              : traits_.wire_format->wire_format(gradient_dtype);
 }
 
+at::IntArrayRef gradient_strides(const at::Tensor& parameter,
+                                 at::DimVector& storage) {
+  if (parameter.is_non_overlapping_and_dense()) return parameter.strides();
+  const at::IntArrayRef sizes = parameter.sizes();
+  storage.assign(sizes.size(), 1);
+  for (auto d = static_cast<int64_t>(sizes.size()) - 2; d >= 0; --d) {
+    storage[d] = storage[d + 1] * std::max<int64_t>(sizes[d + 1], 1);
+  }
+  return storage;
+}
+
 at::Tensor tensor_of_hook_result(const c10::IValue& result) {
   if (result.isNone()) return {};
   std::vector<at::Tensor> tensors;
@@ -53,12 +66,12 @@ at::Tensor tensor_of_hook_result(const c10::IValue& result) {
   } else if (result.isPyObject()) {  // of a process group written in Python
     tensors = result.toPyObjectHolder()->extractTensors();
   } else {
-    TORCH_CHECK_TYPE(false, "a comm hook's future must hold a tensor, got ",
+    TORCH_CHECK_TYPE(false, "a comm hook's future: expected a tensor, found ",
                      result.tagKind(),
                      ".\nReturn a future of the reduced bucket.");
   }
   TORCH_CHECK_TYPE(tensors.size() == 1 && tensors.front().defined(),
-                   "a comm hook's future must hold one tensor, got ",
+                   "a comm hook's future: expected one tensor, found ",
                    tensors.size() == 1
                        ? "an undefined one"
                        : absl::StrCat(tensors.size(), " tensors"),

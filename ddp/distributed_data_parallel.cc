@@ -14,7 +14,6 @@
 #include "brigade/comm/agreement.h"
 #include "brigade/comm/group/group_info.h"
 #include "brigade/comm_hooks/averaging_hook.h"
-#include "brigade/comm_hooks/ordered_all_reduce.h"
 #include "brigade/ddp/join_session.h"
 #include "brigade/ddp/module_tensors.h"
 #include "brigade/ddp/module_watch.h"

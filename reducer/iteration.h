@@ -21,7 +21,7 @@
 #include <string>
 #include <vector>
 
-#include "brigade/comm_hooks/chained_collectives.h"
+#include "brigade/comm_hooks/comm_hooks.h"
 #include "brigade/comm_hooks/hook_traits.h"
 #include "brigade/planning/launch_order.h"
 #include "brigade/reducer/backward_membership.h"

@@ -15,7 +15,6 @@
 #include "brigade/comm/group/group_info.h"
 #include "brigade/comm_hooks/averaging_hook.h"
 #include "brigade/comm_hooks/hook_traits.h"
-#include "brigade/comm_hooks/ordered_all_reduce.h"
 #include "brigade/planning/bucket_plan.h"
 
 namespace brigade {

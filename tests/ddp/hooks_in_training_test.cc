@@ -256,7 +256,7 @@ TEST(HookFailureTest, AGroupThatIsGoneIsNamed) {
     hook->runHook(bucket);
     ADD_FAILURE() << "no error";
   } catch (const c10::ValueError& error) {
-    EXPECT_THAT(error.what(), HasSubstr("its process group is gone"));
+    EXPECT_THAT(error.what(), HasSubstr("its process group has been destroyed"));
   }
 }
 
