@@ -298,6 +298,12 @@ TEST(InitProcessGroupTest, TimesOutIfAnotherProgramHoldsThePort) {
   }
 }
 
+TEST(GroupScopeTest, ARankMayEndItsGroupAtOnce) {
+  for (int i = 0; i < 20; ++i) {
+    run_ranks(3, [](const Group&) {});
+  }
+}
+
 TEST(GroupScopeTest, CompletesCollectivesInFlight) {
   std::vector<at::Tensor> tensors(2);
   run_ranks(2, [&](Group group) {
