@@ -47,13 +47,14 @@ void validate(const ProcessGroupOptions& options) {
                     "type of make_backend's backend, found cpu, which uses "
                     "Gloo.\nSet device_type.");
   TORCH_CHECK_VALUE(options.timeout.count() > 0,
-                    "ProcessGroupOptions::timeout must be > 0 ms, got ",
+                    "ProcessGroupOptions::timeout: expected > 0 ms, found ",
                     options.timeout.count(), " ms.");
 }
 
 void validate_rank(int rank, int world_size) {
   TORCH_CHECK_VALUE(world_size >= 1 && rank >= 0 && rank < world_size,
-                    "rank must be >= 0 and below the world size, got rank ",
+                    "process group: expected a rank from 0 to world size - 1, "
+                    "found rank ",
                     rank, " and world size ", world_size, ".");
 }
 
