@@ -1,5 +1,4 @@
-// Process groups: of all ranks that a launcher has started, of some of them
-// (subgroups), or of one. torchrun, srun or mpirun start the processes.
+// Process groups of all ranks of a launcher, of some (subgroups), or of one.
 //
 //   int main() {
 //     brigade::GroupScope scope(brigade::init_process_group());
@@ -24,14 +23,14 @@
 
 namespace brigade {
 
-// Device types that c10d's process groups support. PrivateUse1: a vendor's.
+// Device types of c10d's process groups. PrivateUse1: a vendor's.
 inline constexpr std::array kDeviceTypes = {
     c10::DeviceType::CPU, c10::DeviceType::CUDA, c10::DeviceType::XPU,
     c10::DeviceType::PrivateUse1};
 
 struct ProcessGroupOptions {
-  // kCPU: Gloo. kCUDA: NCCL, and Gloo for CPU tensors. Other types need
-  // `make_backend`, and get Gloo for CPU tensors too.
+  // kCUDA uses NCCL, other devices need `make_backend`. CPU tensors always use
+  // Gloo.
   at::DeviceType device_type = at::kCPU;
 
   // Makes a vendor's backend, or one that replaces NCCL for kCUDA. Called once
@@ -82,15 +81,13 @@ c10::intrusive_ptr<c10d::ProcessGroup> single_process_group(
     std::vector<at::DeviceType> device_types = {kDeviceTypes.begin(),
                                                 kDeviceTypes.end()});
 
-// Closes the connections of the group's backends (Gloo's, and those that
-// abort() closes) and aborts its ordered collectives, so that peers fail now
-// and not at their timeout. For a group in which a collective has failed. Does
-// not throw.
+// Closes a failed group's connections (Gloo's, and those that abort() closes)
+// and aborts its ordered collectives, so that peers fail now and not at their
+// timeout.
 void close_group(c10d::ProcessGroup& group) noexcept;
 
-// The thread on which GroupScope shuts down a group that has not failed. A
-// device's backend may wait there for its peers' shutdown; kOnOwnThread keeps
-// the caller from waiting.
+// The thread on which GroupScope shuts down a group. A device's backend may
+// wait for its peers' shutdown; kOnOwnThread keeps the caller from waiting.
 enum class GroupEnd { kHere, kOnOwnThread };
 
 // Shuts down a group at the end of a scope. Declare it before everything that

@@ -1,5 +1,4 @@
-// Comm hooks, which reduce a bucket's gradients across ranks: the built-in
-// ones, hooks made of a function, and second collectives.
+// Comm hooks, which reduce a bucket's gradients across ranks.
 //
 //   // Sums without averaging.
 //   auto hook = make_comm_hook([group](c10d::GradBucket& bucket) {
@@ -63,17 +62,17 @@ CommHookPtr ordered_hook(const c10::intrusive_ptr<c10d::ProcessGroup>& group);
 //   elements (sparse: the same shape) on the same device, in any floating-point
 //   dtype. It may be the bucket's own buffer. None: the hook has consumed the
 //   gradients, and none are delivered.
-// - On a rank that has no more data, or whose backward has failed, the hook is
-//   called on zeros. State that depends on the gradients must tolerate that
-//   (comm_hooks/hook_traits.h).
+// - On a rank without more data, or whose backward has failed, the hook is
+// called
+//   on zeros. Its state must tolerate that (comm_hooks/hook_traits.h).
 // - Hooks run in plan order, equal on all ranks, with the engine's lock held: a
 //   hook must not call the reducer. Thread-local state is that of the thread
 //   that prepared the backward, with grad mode and autocast off.
-// - Exceptions of the hook, and of callbacks of its future, are thrown by
-//   backward(), and no rank delivers gradients. This rank adds bucket,
-//   iteration and rank to a c10::Error of the same type, or to a RuntimeError;
-//   the other ranks throw an error that names this rank. Training can continue
-//   unless the hook had launched a collective: see Reducer::can_continue().
+// - backward() throws the exceptions of the hook and of its future's callbacks,
+//   with bucket, iteration and rank added: a c10::Error keeps its type, others
+//   become RuntimeError. The other ranks throw an error that names this rank.
+//   No rank delivers gradients. Training can continue unless the hook had
+//   launched a collective: see Reducer::can_continue().
 using CommHookFunction = std::function<HookFuturePtr(c10d::GradBucket&)>;
 
 // `name`: for messages; must be equal on all ranks. Errors: ValueError if
@@ -97,8 +96,8 @@ using NextCollective = std::function<HookFuturePtr(const c10::IValue&)>;
 //     });
 //   });
 //
-// Call it in a hook, on the thread that runs the hook. Outside of a reducer's
-// hook, waits for `first` and calls `next` at once.
+// Call it on the thread that runs the hook. Outside of a reducer's hook, waits
+// for `first` and calls `next` at once.
 HookFuturePtr then_collective(HookFuturePtr first, NextCollective next);
 
 // The then_collective() calls of one iteration. For reducers.

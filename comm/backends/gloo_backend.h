@@ -1,7 +1,4 @@
 // The Gloo backend for CPU tensors.
-//
-// Gloo listens on the network interfaces in GLOO_SOCKET_IFNAME, separated by
-// commas; by default on the address of the host name, or on loopback.
 
 #ifndef BRIGADE_COMM_BACKENDS_GLOO_BACKEND_H_
 #define BRIGADE_COMM_BACKENDS_GLOO_BACKEND_H_

@@ -47,9 +47,9 @@ struct LivenessProbe {
 // this call or right after it: that error reaches ranks that do not wait for
 // the dead rank.
 //
-// `lost` returns the ranks whose processes are known to have ended; another
-// thread calls it, possibly after this function has returned. If no other ranks
-// are missing, the probe ends 300 ms later: they may have answered before.
+// `lost` returns the ranks whose processes have ended; another thread calls it,
+// possibly after this function has returned. If no other ranks are missing, the
+// probe ends after 300 ms.
 //
 // Never throws. Returns at most 1 s after the timeout even if the store hangs;
 // the thread that waits for the store is then leaked.

@@ -4,10 +4,9 @@
 //   Open MPI   OMPI_COMM_WORLD_RANK, _SIZE, _LOCAL_RANK
 //   Slurm      SLURM_PROCID, SLURM_NTASKS, SLURM_LOCALID
 //
-// For Open MPI and Slurm, export the host name of rank 0 as MASTER_ADDR and a
-// free port there as MASTER_PORT. The first launcher in this list whose rank or
-// world size is set wins: torchrun may run inside the others, and mpirun in a
-// Slurm job. An empty variable counts as unset.
+// Open MPI and Slurm need MASTER_ADDR and MASTER_PORT too. The first launcher
+// in this list whose rank or world size is set wins: torchrun may run inside
+// the others, and mpirun in a Slurm job. An empty variable counts as unset.
 
 #ifndef BRIGADE_COMM_GROUP_LAUNCH_ENVIRONMENT_H_
 #define BRIGADE_COMM_GROUP_LAUNCH_ENVIRONMENT_H_

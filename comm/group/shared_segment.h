@@ -10,10 +10,8 @@
 //     return record_of(2).sequence.load(std::memory_order_acquire) >= 7;
 //   });
 //
-// Each rank holds a pidfd of every peer, and a wait polls all of them ten times
-// per second. The first rank that finds a dead peer closes the segment with its
-// number, which ends all waits on all ranks.
-//
+// A wait polls the pidfds of all peers ten times per second. The first rank
+// that finds a dead peer closes the segment, which ends all waits on all ranks.
 // The memory is a memfd: it is freed when the last rank unmaps it or ends.
 //
 // Thread safety: any thread of any rank.
@@ -68,12 +66,9 @@ class SharedSegment {
   // Aligned to 64 bytes.
   std::byte* region(int rank) const;
 
-  // Wakes the threads that wait for this rank. Synchronizes with the next
-  // evaluation of their conditions.
+  // Wakes the threads that wait for `rank`. Call it for this rank after a write
+  // to its region, for another one after reading that rank's region.
   void notify() { notify(rank_); }
-
-  // Wakes the threads that wait for `rank`, after this rank has read its
-  // region.
   void notify(int rank);
 
   // Blocks until condition() is true, or until the deadline; returns its value.

@@ -1,6 +1,5 @@
-// Asynchronous collectives of CPU tensors with reproducible sums: each element
-// is summed in rank order. Its bits do not depend on its position, and so not
-// on buckets or shards.
+// Asynchronous collectives of CPU tensors that sum each element in rank order.
+// The bits do not depend on buckets or shards.
 //
 //   OrderedCollectives collectives(group);
 //   auto reduced = collectives.all_reduce(bucket, 1.0 / world_size);
@@ -10,9 +9,8 @@
 // `scale` multiplies the sum once. float16 and bfloat16 are summed in float32
 // and rounded once.
 //
-// Data go through shared memory if all ranks are on one host
-// (shared_transport.cc). Otherwise they go through a second Gloo backend: an
-// all-to-all of slices, a local sum, and an all-gather (group_transport.cc).
+// Data go through shared memory if all ranks are on one host, otherwise through
+// a second Gloo backend.
 //
 // *Failure.*  All calls in flight and later ones end on all ranks with one
 // PeerError if a peer dies, leaves, stops for longer than the group's timeout
@@ -55,9 +53,9 @@ class OrderedCollectives {
 
   // Collective. The timeout is the group's.
   //
-  // `shared_bytes`: limit of a rank's shared memory for data that peers have
-  // not read; a call beyond it starts when there is room. 0: no shared memory.
-  // `host`: for tests; ranks with different values count as different hosts.
+  // `shared_bytes`: limit of a rank's data in shared memory that peers have not
+  // read; later calls wait for room. 0: no shared memory. `host`, for tests:
+  // ranks with different values count as different hosts.
   //
   // Errors: ValueError if the group has several ranks and no store; PeerError
   // if ranks do not connect.

@@ -54,10 +54,9 @@ class StatusTransport {
   virtual std::vector<int> dead_ranks() { return {}; }
 };
 
-// Collective. Makes the transport through shared memory: each rank writes its
-// statuses there and reads the others'. A waiting rank sleeps until another one
-// writes, and detects a dead rank within a second. Returns null on all ranks
-// unless they share memory. Throws as SharedSegment::make().
+// Collective. Makes the transport through shared memory, which detects a dead
+// rank within a second. Returns null on all ranks unless they share memory.
+// Throws as SharedSegment::make().
 std::unique_ptr<StatusTransport> make_shared_status_transport(
     const c10::intrusive_ptr<c10d::ProcessGroup>& group);
 

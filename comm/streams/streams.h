@@ -1,5 +1,5 @@
 // Device streams, events on them, and the futures of collectives. A CPU has no
-// streams: calls on CPU tensors wait for nothing.
+// streams, and calls for it wait for nothing.
 //
 // Thread safety: the functions may be called from any thread.
 
@@ -94,15 +94,13 @@ class StreamUses {
 c10::intrusive_ptr<c10::ivalue::Future> completed_future(
     const std::vector<at::Tensor>& tensors);
 
-// Returns the future of a collective that overlaps with backward.
-//
-// In torch 2.15's new NCCL backend, getFuture() makes the current stream wait
-// for the collective, which would end the overlap: this calls it on another
-// stream. Collectives that are launched on a side stream do not need this.
+// Returns work->getFuture(), called on another stream: in torch 2.15's new NCCL
+// backend that call makes the current stream wait for the collective, which
+// would end the overlap with backward.
 //
 // `tensor`: the work's output. Keep it until the stream that it was allocated
-// on has waited for the future: the backend may have dropped it. Throws the
-// exceptions of Work::getFuture(), which some backends do not implement.
+// on has waited for the future. Throws like getFuture(), which some backends do
+// not implement.
 c10::intrusive_ptr<c10::ivalue::Future> future_of(
     const c10::intrusive_ptr<c10d::Work>& work, const at::Tensor& tensor);
 
