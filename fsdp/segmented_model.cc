@@ -195,7 +195,7 @@ ParameterState SegmentedModel::use(std::span<const Shard* const> parameters) {
     if (!are_by_hand) return ParameterState::kSharded;
     for (const Shard* const shard : parameters) {
       ShardedUnit& unit = units_[shard->unit];
-      if (!unit.uses->note()) continue;
+      if (!unit.uses->add_current()) continue;
       for (const auto& future : unit.gathered->futures) future->wait();
     }
     return may_write_ ? ParameterState::kWritable : ParameterState::kUnsharded;
