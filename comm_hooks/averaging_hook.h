@@ -93,7 +93,7 @@ class AveragingHook final : public c10d::CommHookInterface,
     return {.declares_wire_format = true,
             .takes_host_sums = takes_host_sums_ && !ordered_,
             .fails_by_network_only = true,
-            .lets_go_of_buffer = true,
+            .releases_buffer = true,
             .sums_in_order = ordered_ != nullptr};
   }
   void take_host_sums(std::shared_ptr<HostSums> sums) override {

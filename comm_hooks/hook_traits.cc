@@ -35,7 +35,7 @@ HookTraits WrappingHook::traits() const {
   HookTraits traits = traits_;
   traits.declares_wire_format = true;
   traits.takes_host_sums = false;
-  traits.lets_go_of_buffer = false;
+  traits.releases_buffer = false;
   return traits;
 }
 

@@ -42,7 +42,7 @@ struct HookTraits {
   bool fails_by_network_only = false;
   // The bucket's buffer is unused after the hook's future is complete, and may
   // become the gradients' memory.
-  bool lets_go_of_buffer = false;
+  bool releases_buffer = false;
   // Sums in rank order, so that bits do not depend on the buckets.
   bool sums_in_order = false;
   // Its errors are not wrapped with bucket, iteration and rank.

@@ -436,7 +436,7 @@ void SegmentedModel::break_off() noexcept {
   try {
     if (const auto error = std::current_exception()) {
       why_broken_ = message_of(error);
-      exchange_.channel().give_up(error);
+      exchange_.channel().abort(error);
     }
   } catch (...) {
   }

@@ -93,7 +93,7 @@ void DataParallelPolicy::connect_on_host() {
       std::ranges::any_of(table_.tensors(), [](const at::Tensor& parameter) {
         return parameter.is_cpu();
       });
-  host_sums_ = HostSums::meet(group_, wants);
+  host_sums_ = HostSums::get_or_make(group_, wants);
   if (host_sums_) hook_.host_sums->take_host_sums(host_sums_);
 }
 

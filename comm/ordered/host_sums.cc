@@ -46,7 +46,7 @@ HostSums::HostSums(const c10::intrusive_ptr<c10d::ProcessGroup>& group)
       number_(channel_number(group)),
       collectives_(group) {}
 
-std::shared_ptr<HostSums> HostSums::meet(
+std::shared_ptr<HostSums> HostSums::get_or_make(
     const c10::intrusive_ptr<c10d::ProcessGroup>& group, bool wants) {
   if (group->getSize() == 1 || !has_gloo_backend(*group)) return nullptr;
   const std::shared_ptr<OfGroup> of_group = per_group<OfGroup>(group);

@@ -2,7 +2,7 @@
 // a third to a half of the time of Gloo's; and the count of a group's
 // collectives.
 //
-//   if (const auto sums = HostSums::meet(group, /*wants=*/true)) {
+//   if (const auto sums = HostSums::get_or_make(group, /*wants=*/true)) {
 //     sums->all_reduce(bucket)->wait();
 //   } else ...
 //
@@ -32,7 +32,7 @@ class HostSums {
   // is not Gloo: a user's backend sees all traffic.
   //
   // Errors: PeerError.
-  static std::shared_ptr<HostSums> meet(
+  static std::shared_ptr<HostSums> get_or_make(
       const c10::intrusive_ptr<c10d::ProcessGroup>& group, bool wants);
 
   // Returns true for dense contiguous CPU tensors of a dtype that can_add().

@@ -125,13 +125,13 @@ std::optional<LivenessProbe> StatusChannel::find_survivors(
       [transport = transport_] { return transport->dead_ranks(); });
 }
 
-void StatusChannel::give_up(const std::exception_ptr& cause) {
+void StatusChannel::abort(const std::exception_ptr& cause) {
   if (!transport_ || failure_) return;
   failure_ = cause;
   if (!prefix_.empty()) {
     probe_liveness(group_, end_key(prefix_), last_.iteration, milliseconds{0});
   }
-  transport_->give_up(last_);
+  transport_->abort(last_);
 }
 
 std::string StatusChannel::describe_wait(const RankStatus& own) const {
@@ -145,7 +145,7 @@ void StatusChannel::fail(const RankStatus& own,
   if (prefix_.empty()) fail_with(context, cause, /*probe=*/nullptr);
   const std::string key = end_key(prefix_);
   probe_liveness(group_, key, own.iteration, milliseconds{0});
-  transport_->give_up(own);  // makes the others notice and answer
+  transport_->abort(own);  // makes the others notice and answer
   const LivenessProbe probe = probe_liveness(
       group_, key, own.iteration, kProbeTimeout,
       [transport = transport_] { return transport->dead_ranks(); });

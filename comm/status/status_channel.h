@@ -65,7 +65,7 @@ class StatusChannel {
 
   // Ends the channel after a failure elsewhere. Ranks that wait for a status of
   // this rank get an error that names the lost ranks.
-  void give_up(const std::exception_ptr& cause);
+  void abort(const std::exception_ptr& cause);
 
   // Probes through the group's store which ranks still answer after the group
   // has failed; nullopt without peers. `key`: unique, equal on all ranks.

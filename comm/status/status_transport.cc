@@ -66,7 +66,7 @@ class SharedStatusTransport final : public StatusTransport {
     return by_rank;
   }
 
-  void give_up(const RankStatus& last) override {
+  void abort(const RankStatus& last) override {
     segment_->close(absl::StrCat("rank ", segment_->name_of(segment_->rank()),
                                  " has stopped waiting: it ",
                                  describe_status(last)));
@@ -182,7 +182,7 @@ class GatheringStatusTransport final : public StatusTransport {
     return by_rank;
   }
 
-  void give_up(const RankStatus& last) override { close_group(*group_); }
+  void abort(const RankStatus& last) override { close_group(*group_); }
 
  private:
   struct Exchange {

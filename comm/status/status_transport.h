@@ -48,7 +48,7 @@ class StatusTransport {
                                                          Deadline deadline) = 0;
 
   // Ends the waits of other ranks with an error now, before the destructor.
-  virtual void give_up(const RankStatus& last) = 0;
+  virtual void abort(const RankStatus& last) = 0;
 
   // Returns the ranks whose processes are known to have ended.
   virtual std::vector<int> dead_ranks() { return {}; }

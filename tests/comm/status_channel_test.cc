@@ -280,12 +280,12 @@ TEST_P(StatusTransportTest, ReturnsNulloptAtTheDeadline) {
   });
 }
 
-TEST_P(StatusTransportTest, GivingUpEndsTheWaitsOfOtherRanks) {
+TEST_P(StatusTransportTest, AbortEndsTheWaitsOfOtherRanks) {
   run_ranks(3, [](const Group& group) {
     const auto transport = GetParam().make(group);
     const RankStatus own = {.sequence = 1, .iteration = 7};
     if (group->getRank() == 0) {
-      transport->give_up(own);
+      transport->abort(own);
     } else {
       transport->send(own);
       EXPECT_THROW(transport->receive(1, late()), std::exception);

@@ -32,7 +32,7 @@ TEST(AllReduceHookTest, CompressesLargerFloatingPointOnly) {
   EXPECT_EQ(traits.wire_dtype(at::kComplexFloat), at::kComplexFloat);
   EXPECT_EQ(traits.wire_dtype(at::kBFloat16), at::kBFloat16);
   EXPECT_TRUE(traits.fails_by_network_only);
-  EXPECT_TRUE(traits.lets_go_of_buffer);
+  EXPECT_TRUE(traits.releases_buffer);
   EXPECT_FALSE(traits.throws_own_errors);
 }
 
@@ -59,7 +59,7 @@ TEST(HookTraitsTest, OfAUsersHookAndItsWrapper) {
   EXPECT_EQ(traits_of(wrapper).wire_dtype(at::kFloat), at::kFloat);
   for (const HookTraits& traits : {traits_in(hook), traits_of(wrapper)}) {
     EXPECT_FALSE(traits.fails_by_network_only);
-    EXPECT_FALSE(traits.lets_go_of_buffer);
+    EXPECT_FALSE(traits.releases_buffer);
     EXPECT_TRUE(traits.throws_own_errors);
     EXPECT_FALSE(traits.steps_parameters);
     EXPECT_EQ(traits.name, "named");

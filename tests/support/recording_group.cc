@@ -163,7 +163,7 @@ class RecordingBackend final : public IdenticalRanksBackend,
       return std::move(answers_.extract(sequence).mapped().by_rank);
     }
 
-    void give_up(const RankStatus&) override {}
+    void abort(const RankStatus&) override {}
 
    private:
     struct Answer {
