@@ -21,8 +21,8 @@ namespace brigade {
 // Number of values that are being destroyed.
 inline std::atomic<int> num_ending_values = 0;
 
-// Waits for their threads at process exit, at most 10 s, since the threads use
-// static objects. A forked child does not have the threads.
+// Waits at process exit, at most 10 s, for the threads that destroy values: they
+// use static objects. A forked child does not have these threads.
 class WaitForEndingValues {
  public:
   ~WaitForEndingValues() {
