@@ -62,10 +62,9 @@ struct ProcessGroupOptions {
 c10::intrusive_ptr<c10d::ProcessGroup> init_process_group(
     const ProcessGroupOptions& options = {});
 
-// Collective. Makes a group of the ranks that share `store`, under a key prefix
-// of its own: one store may serve several groups, if all ranks make them in the
-// same order. Sets the store's timeout to the group's. A world of 1 gets real
-// backends too.
+// Collective. Makes a group of the ranks that share `store`. One store may
+// serve several groups, if all ranks make them in the same order. Sets the
+// store's timeout to the group's. A world of 1 gets real backends too.
 //
 // With CUDA, set the current device before: from torch 2.15 on the group serves
 // that device only.
@@ -82,8 +81,7 @@ c10::intrusive_ptr<c10d::ProcessGroup> single_process_group(
                                                 kDeviceTypes.end()});
 
 // Closes a failed group's connections (Gloo's, and those that abort() closes)
-// and aborts its ordered collectives, so that peers fail now and not at their
-// timeout.
+// and aborts its ordered collectives. Peers then fail before their timeout.
 void close_group(c10d::ProcessGroup& group) noexcept;
 
 // The thread on which GroupScope shuts down a group. A device's backend may

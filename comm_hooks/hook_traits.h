@@ -124,9 +124,9 @@ class WrappingHook : public c10d::CommHookInterface, public CommHookExtension {
 // TypeError for any other value.
 at::Tensor tensor_of_hook_result(const c10::IValue& result);
 
-// Returns the strides of a parameter's gradient in a flat buffer: the
-// parameter's if it is non-overlapping and dense, otherwise contiguous ones,
-// which are written to `storage`.
+// Returns the strides of a parameter's gradient in a flat buffer. They are the
+// parameter's if it is non-overlapping and dense, otherwise contiguous ones in
+// `storage`.
 at::IntArrayRef gradient_strides(const at::Tensor& parameter,
                                  at::DimVector& storage);
 

@@ -1,6 +1,6 @@
-// Shared pointer whose value is destroyed on a new thread. The last owner of a
-// process group may be a future's callback, on a thread of the group's backend:
-// the group's destructor would wait there for itself.
+// Shared pointer whose value is destroyed on a new thread. A process group
+// needs it: its last owner may be a callback on its backend's thread, where the
+// destructor would wait for itself.
 //
 // Thread safety: as std::shared_ptr.
 
@@ -21,8 +21,8 @@ namespace brigade {
 // Number of values that are being destroyed.
 inline std::atomic<int> num_ending_values = 0;
 
-// Waits at process exit, at most 10 s, for the threads that destroy values: they
-// use static objects. A forked child does not have these threads.
+// Waits at process exit, at most 10 s, for the threads that destroy values:
+// they use static objects. A forked child does not have these threads.
 class WaitForEndingValues {
  public:
   ~WaitForEndingValues() {

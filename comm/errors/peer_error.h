@@ -43,9 +43,9 @@ struct LivenessProbe {
 // the other ranks' values until all have answered or the timeout expires. With
 // timeout 0, only publishes. A key is equal on all ranks and serves one probe.
 //
-// A rank answers after it has noticed the failure. abort() the group before
-// this call or right after it: that error reaches ranks that do not wait for
-// the dead rank.
+// A rank answers after it has noticed the failure. Therefore abort() the group
+// before this call or right after it, for ranks that do not wait for the dead
+// one.
 //
 // `lost` returns the ranks whose processes have ended; another thread calls it,
 // possibly after this function has returned. If no other ranks are missing, the

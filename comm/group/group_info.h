@@ -34,11 +34,10 @@ bool has_peers(c10d::ProcessGroup& group);
 // Returns true if the group supports the device type or does not tell.
 bool supports_device(const c10d::ProcessGroup& group, c10::DeviceType type);
 
-// Returns the device of small tensors that ranks exchange about their state:
-// the CPU if the group supports it (or registers no backends), otherwise the
-// group's own device type. The index is that of the bound device, of the
-// suggested one, or of the current one. The type depends on the group alone and
-// is equal on all ranks.
+// Returns the device of small tensors that ranks exchange about their state. It
+// is the CPU if the group supports it (or registers no backends). Otherwise it
+// is the bound device, the suggested one, or the current one. The type depends
+// on the group alone and is equal on all ranks.
 c10::Device control_device(const c10d::ProcessGroup& group);
 
 // Suggests the model's device as the control device of a group without a bound

@@ -72,9 +72,9 @@ class SharedSegment {
   void notify(int rank);
 
   // Blocks until condition() is true, or until the deadline; returns its value.
-  // Evaluates it first, and after each notify(rank). Throws RuntimeError that
-  // names a rank if condition() is false and the segment is closed, a rank has
-  // died, or `rank` has left (any other rank, if `rank` is this one).
+  // Evaluates it first, and after each notify(rank). If it is false, throws
+  // RuntimeError for a closed segment, a dead rank, or if `rank` has left; a
+  // wait for this rank fails if any other rank has left.
   template <typename Condition>
   bool wait_for(int rank, Deadline deadline, const Condition& condition) {
     while (true) {

@@ -27,13 +27,13 @@ constexpr milliseconds kGoodbyeTimeout = std::chrono::seconds(1);
 constexpr milliseconds kForever = std::chrono::hours(24 * 365);
 
 // All-to-alls and all-gathers by the backend's sends and receives, receives
-// first. (Gloo's all-to-all sends first: the notice of a receive then follows
-// the data on the same connection, and one direction is always idle.)
+// first. Gloo's all-to-all sends first, so that one direction of a connection
+// is always idle.
 //
 // Gloo does not fail a partly sent message when the peer dies. Therefore each
-// rank waits for a goodbye message from the next rank. A death ends that wait
-// with an error: the rank aborts all its operations and closes its connections,
-// which the previous rank notices, and so on around the ring.
+// rank waits for a goodbye message from the next rank. After a death that wait
+// fails, and the rank aborts its operations and closes its connections. The
+// previous rank notices, and so on around the ring.
 class GroupTransport final : public OrderedTransport {
  public:
   GroupTransport(c10::intrusive_ptr<c10d::Backend> backend,

@@ -83,10 +83,10 @@ class OrderedCollectives {
                        std::optional<double> scale = std::nullopt,
                        const FuturePtr& after = {});
 
-  // Writes the sum over ranks of elements slice(input.numel()) of `input` [any
-  // shape] to `output`, which may be that slice and overlaps no other part of
-  // `input`. The rest of `input` is unchanged. The future holds a list of the
-  // output. Errors: as all_reduce().
+  // Sums elements slice(input.numel()) of `input` [any shape] over ranks into
+  // `output`, which may be that slice and overlaps no other part of `input`.
+  // The rest of `input` is unchanged. The future holds a list of the output.
+  // Errors: as all_reduce().
   FuturePtr reduce_scatter(const at::Tensor& input, const at::Tensor& output,
                            std::optional<double> scale = std::nullopt);
 

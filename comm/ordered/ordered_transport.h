@@ -71,9 +71,9 @@ class OrderedTransport {
 // Returns the size of a rank's region in the segment for `room` bytes of posts.
 size_t shared_bytes_per_rank(size_t room);
 
-// Makes the transport through shared memory. Each rank copies its terms into
-// its region as soon as there is room, sums its own and the peers' terms of its
-// slice, and posts the sum. REQUIRES: `room` fits 4 elements of each rank.
+// Makes the transport through shared memory. Each rank posts its terms in its
+// region, sums its slice, and posts the sum. REQUIRES: `room` fits 4 elements
+// of each rank.
 std::unique_ptr<OrderedTransport> make_shared_transport(
     std::shared_ptr<SharedSegment> segment, size_t room,
     const OrderedRanks& ranks);

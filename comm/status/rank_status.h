@@ -80,9 +80,9 @@ std::string describe_status(const RankStatus& rank_status);
 // FailedPrecondition: the first field that differs, and each rank's value.
 absl::Status check_statuses(std::span<const RankStatus> by_rank);
 
-// Returns true if the groups are unusable after statuses that disagree: a rank
+// Returns true if the groups are unusable after statuses that disagree. A rank
 // can't continue, zeros would match the program's own collectives, or a rank
-// has launched an iteration for which another rank has another plan.
+// has launched an iteration that has another plan elsewhere.
 bool must_close_groups(std::span<const RankStatus> by_rank);
 
 }  // namespace brigade

@@ -79,8 +79,7 @@ class StreamUses {
   StreamPoint end();
   void forget() { streams_.clear(); }
 
-  // Records in the caching allocator that these streams use `memory`, so that
-  // the caller may drop it.
+  // record_use() for all streams of the set.
   void record_on(const at::Tensor& memory) const;
 
  private:
@@ -94,7 +93,7 @@ class StreamUses {
 c10::intrusive_ptr<c10::ivalue::Future> completed_future(
     const std::vector<at::Tensor>& tensors);
 
-// Returns work->getFuture(), called on another stream: in torch 2.15's new NCCL
+// Returns work->getFuture(), called on another stream. In torch 2.15's new NCCL
 // backend that call makes the current stream wait for the collective, which
 // would end the overlap with backward.
 //

@@ -1,6 +1,5 @@
 // Calls that order the work of streams, and fault injection that drops some of
-// them: a program without one of its waits must have a race, or its test proves
-// nothing.
+// them. A test proves nothing if its program has no race without such a call.
 //
 //   DropCalls lost([&](const OrderingCall& call) {
 //     return call.kind == OrderingCall::kWait && call.stream == packing;
