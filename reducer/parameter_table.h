@@ -99,7 +99,7 @@ class ParameterTable {
 
   // As they were at construction.
   at::IntArrayRef shape(size_t i) const { return shapes_[i]; }
-  // See comm_hooks/gradient_layout.h.
+  // See comm_hooks/hook_traits.h.
   at::IntArrayRef gradient_strides(size_t i) const {
     return gradient_strides_[i];
   }

@@ -89,7 +89,7 @@ struct ReducerOptions {
   // replicas. Adds float16 and bfloat16 in float32. For dense gradients,
   // without a comm hook that does not sum in order. CPU tensors travel through
   // shared memory on one host, otherwise by the group's all-to-all and
-  // all-gather (comm_hooks/ordered_all_reduce.h).
+  // all-gather (comm_hooks/averaging_hook.h).
   bool reproducible = false;
 };
 
