@@ -201,10 +201,10 @@ constexpr char kDoing[] = "could not save or load a checkpoint with its peers";
 std::vector<std::vector<StoredTensor>> gather_tables(const Group& group,
                                                      const std::string& own) {
   std::vector<int64_t> lengths =
-      numbers_of_ranks(group, {static_cast<int64_t>(own.size())}, kDoing);
+      all_gather_ints(group, {static_cast<int64_t>(own.size())}, kDoing);
   std::vector<int64_t> words(std::ranges::max(lengths) / sizeof(int64_t) + 1);
   std::memcpy(words.data(), own.data(), own.size());
-  const std::vector<int64_t> all = numbers_of_ranks(group, words, kDoing);
+  const std::vector<int64_t> all = all_gather_ints(group, words, kDoing);
   std::vector<std::vector<StoredTensor>> tables;
   for (size_t rank = 0; rank < lengths.size(); ++rank) {
     const auto* const text =
@@ -506,7 +506,7 @@ void save_tensors(const Group& group,
   };
   on_all_ranks(group, describe, "metadata text", texts);
   std::random_device random;
-  const int64_t id = numbers_of_ranks(
+  const int64_t id = all_gather_ints(
       group, {static_cast<int64_t>(uint64_t{random()} << 32 | random())},
       kDoing)[0];  // of rank 0
   const StoredTensors stored = {

@@ -8,9 +8,9 @@
 
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_join.h"
-#include "brigade/comm/close_group.h"
 #include "brigade/comm/errors/error_texts.h"
 #include "brigade/comm/errors/peer_error.h"
+#include "brigade/comm/process_group.h"
 #include "brigade/fsdp/backward_hooks.h"
 #include "brigade/fsdp/flat_shard.h"
 
@@ -194,7 +194,7 @@ ParameterState SegmentedModel::use(std::span<const Shard* const> parameters) {
     if (!are_by_hand) return ParameterState::kSharded;
     for (const Shard* const shard : parameters) {
       ShardedUnit& unit = units_[shard->unit];
-      if (!unit.uses->note()) continue;
+      if (!unit.uses->add_current()) continue;
       for (const auto& future : unit.gathered->futures) future->wait();
     }
     return may_write_ ? ParameterState::kWritable : ParameterState::kUnsharded;
@@ -435,7 +435,7 @@ void SegmentedModel::break_off() noexcept {
   try {
     if (const auto error = std::current_exception()) {
       why_broken_ = message_of(error);
-      exchange_.channel().give_up(error);
+      exchange_.channel().abort(error);
     }
   } catch (...) {
   }

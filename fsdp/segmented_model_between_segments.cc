@@ -76,7 +76,7 @@ void SegmentedModel::reshard(const std::vector<size_t>& units,
     ShardedUnit& unit = units_.at(number);
     const bool was_by_hand = std::exchange(unit.is_by_hand, false);
     if (was_by_hand && may_write_ && !drops_writes) {
-      unit.uses->note();
+      unit.uses->add_current();
       try {
         for (const auto& flat : unit.flats) flat->read_own_slice();
       } catch (...) {

@@ -16,7 +16,7 @@
 #include <utility>
 #include <vector>
 
-#include "brigade/comm_hooks/chained_collectives.h"
+#include "brigade/comm_hooks/comm_hooks.h"
 #include "brigade/observing/timeline.h"
 #include "brigade/observing/timeline_recorder.h"
 #include "brigade/python_bindings/python_hooks.h"
