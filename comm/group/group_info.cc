@@ -82,9 +82,8 @@ std::chrono::milliseconds group_timeout(c10d::ProcessGroup& group) {
   std::chrono::milliseconds shortest = kBackendDefaultTimeout;
   for (const c10::Device device : group.getDeviceTypes()) {
     try {
-      shortest = std::min(
-          shortest,
-          group.getBackend(device.type())->getBackendOptions()->timeout);
+      const auto options = group.getBackend(device.type())->getBackendOptions();
+      if (options) shortest = std::min(shortest, options->timeout);
     } catch (const std::exception&) {
       // This backend has no options.
     }
