@@ -41,7 +41,7 @@ def test_a_sweep_times_each_plan_once_and_leaves_the_module_as_it_was(rank, stat
     assert all(torch.equal(a, b) for a, b in zip(before, module.parameters(), strict=True))
     assert all(parameter.grad is None for parameter in module.parameters())
 
-    # Nothing of the sweep is left on the module.
+    # The sweep leaves no hooks on the module.
     model = brigade.DistributedDataParallel(module)
     loss(model).backward()
     # Four rows of 512 * 2 reach each weight of the last layer.
@@ -53,13 +53,13 @@ def test_a_sweep_times_each_plan_once_and_leaves_the_module_as_it_was(rank, stat
     ]
     assert table.startswith("Sequential: 2 gradients, 1.05 MB")
     assert "\nrecommended: " in table
-    expect_alike(table)  # times are those of the slowest rank
+    expect_alike(table)  # ranks agree on the slowest rank's times
 
 
 @on_ranks(1)
-def test_a_size_that_is_none_is_refused(rank):
+def test_an_invalid_size_is_an_error(rank):
     for size in ("x", "-1", "0", "nan", ""):
-        with pytest.raises(ValueError, match="expected a size in MiB above 0"):
+        with pytest.raises(ValueError, match="expected a size of more than 0 MiB"):
             bench.sweep(nn.Linear(2, 2), torch.sum, [size])
 
 
@@ -73,6 +73,7 @@ def test_the_command_prints_the_table_and_writes_json(tmp_path):
     assert lines[title].startswith("MLP, bucket views: 16 gradients, 8.40 MB; step without")
     rows = lines[title + 2 : title + 5]
     assert [row.split("  ")[0] for row in rows] == ["default", "one per parameter", "one"]
-    assert lines[title + 5].startswith("recommended: the default")
+    assert lines[title + 5].startswith("exposed: ")
+    assert lines[title + 6].startswith("recommended: the default")
     (model,) = json.loads(file.read_text())["models"]
     assert [arm["buckets"] for arm in model["arms"]] == [2, 16, 1]
