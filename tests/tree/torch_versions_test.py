@@ -83,7 +83,7 @@ class ScriptsTest(unittest.TestCase):
         for version in (TOO_OLD, TOO_NEW, "2.120", "2.12.x", "2.12; true"):
             chosen = self.choose(version)
             self.assertEqual(chosen.returncode, 2, chosen)
-            self.assertIn(f"torch '{version}' was asked for", chosen.stderr)
+            self.assertIn(f"BRIGADE_TORCH is '{version}'", chosen.stderr)
             self.assertIn(f"brigade supports {', '.join(SUPPORTED)}.", chosen.stderr)
 
 
