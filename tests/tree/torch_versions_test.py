@@ -114,13 +114,13 @@ class CMakeTest(InTemporaryFolder):
     def test_others_are_refused_with_the_range(self):
         for version in (TOO_OLD + ".0", TOO_NEW + ".0", "1.13.0", "3.12.0"):
             said = self.configure(version)
-            self.assertIn(f"torch {SUPPORTED[0]} to {SUPPORTED[-1]} is supported, but '{version}' "
-                          f"was found at {self.folder}/torch-{version}", said)
+            self.assertIn(f"brigade supports torch {SUPPORTED[0]} to {SUPPORTED[-1]}, but found torch "
+                          f"'{version}' at {self.folder}/torch-{version}", said)
 
     def test_an_installed_brigade_wants_the_minor_version_it_was_built_against(self):
         built_against = "-DBRIGADE_TORCH_BUILT_AGAINST=2.13.0"
         self.assertEqual(self.configure("2.13.1", built_against), "")
-        self.assertIn("this brigade was built against torch 2.13, but '2.14.1'",
+        self.assertIn("this brigade was built against torch 2.13, but found torch '2.14.1'",
                       self.configure("2.14.1", built_against))
 
 
