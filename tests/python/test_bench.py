@@ -1,4 +1,4 @@
-"""brigade.bench: what users give, what is measured, the command."""
+"""brigade.bench: workloads, measurements, the command."""
 
 import json
 import pathlib
@@ -27,7 +27,7 @@ def test_a_factory_is_found_by_module_and_by_file(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("static_graph", [False, True])
 @on_ranks()
-def test_a_sweep_times_each_plan_once_and_leaves_the_module_as_it_was(rank, static_graph):
+def test_a_sweep_times_each_plan_once_and_keeps_the_module(rank, static_graph):
     module = nn.Sequential(nn.Linear(512, 256, bias=False), nn.Linear(256, 512, bias=False))
     for parameter in module.parameters():  # 0.5 MiB
         nn.init.constant_(parameter, 2)
