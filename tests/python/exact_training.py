@@ -122,7 +122,7 @@ class Training:
         assert all(torch.equal(flat, other) for other in all_flat)
 
     def expect_failure(self, failing, error, own_text, peers_text=None) -> None:
-        """Expects backward to raise `error` on failing ranks, and an error that names them elsewhere."""
+        """Expects backward to raise: `error` on failing ranks, an error naming them on the others."""
         iteration = self.iteration + 1
         if self.rank in failing:
             with pytest.raises(error, match=own_text) as caught:

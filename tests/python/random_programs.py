@@ -38,9 +38,9 @@ from torch.utils.checkpoint import checkpoint
 import brigade
 
 from exact_training import SumOverRanks, UserError
-from sharded_training import whole_optimizer_state
+from sharded_training import full_optimizer_state
 from training import CLASSES
-from whole_numbers import expect_parameters, own_part
+from whole_numbers import expect_parameters, own_shard
 
 ONE = 12  # divides all gradients, so that averages over 2, 3 and 4 ranks are integers
 MOST = 3  # largest activation, and largest gradient of one in multiples of ONE
@@ -389,8 +389,8 @@ class Program:
         for _ in range(self.draw.randint(1, 2)):
             self.forward_only()
 
-    def expect_same(self, ours, theirs, what) -> None:
-        assert torch.equal(_dense(ours), _dense(theirs)), (what, ours, theirs)
+    def expect_same(self, ours, theirs, name) -> None:
+        assert torch.equal(_dense(ours), _dense(theirs)), (name, ours, theirs)
 
     def make_optimizers(self, parameters) -> None:
         foreach = self.draw.random() < 0.5
@@ -686,9 +686,9 @@ class Replicated(Program):
             self.model.module.load_state_dict(state)
             self.plain.load_state_dict(state)
 
-    def expect_same(self, ours, theirs, what) -> None:
+    def expect_same(self, ours, theirs, name) -> None:
         if self.exact_bits:
-            return super().expect_same(ours, theirs, what)
+            return super().expect_same(ours, theirs, name)
         ours, theirs = _dense(ours), _dense(theirs)
         most = max(1.0, theirs.abs().max().item() if theirs.numel() else 0.0)
         torch.testing.assert_close(ours, theirs, rtol=2e-2, atol=2e-2 * most)
@@ -764,7 +764,7 @@ class Sharded(Program):
         if self.draw.random() < 0.1:
             self.log.append("optimizer state before the first forward")
             with_state = torch.optim.Adagrad(self.shards.values())
-            whole_optimizer_state(self.model, with_state)
+            full_optimizer_state(self.model, with_state)
         self.log += [f"kind {part.kind}" for part in self.plain.parts]
 
     def _draw_net(self) -> Net:
@@ -873,7 +873,7 @@ class Sharded(Program):
             assert shard.requires_grad == whole.requires_grad, name
             assert (shard.grad is None) == (whole.grad is None), (name, shard.grad, whole.grad)
             if whole.grad is not None:
-                expected = own_part(shard, whole.grad)
+                expected = own_shard(shard, whole.grad)
                 assert torch.equal(shard.grad.to_local(), expected), (name, shard.grad, expected)
 
     def draw_forwards(self) -> list[Forward]:
@@ -1011,7 +1011,7 @@ class Sharded(Program):
         torch.testing.assert_close(found, norm, check_dtype=False, rtol=1e-5, atol=0)
         for shard, whole in zip(self.shards.values(), self.plain.parameters(), strict=True):
             if whole.grad is not None:
-                expected = own_part(shard, whole.grad)
+                expected = own_shard(shard, whole.grad)
                 torch.testing.assert_close(shard.grad.to_local(), expected, rtol=1e-5, atol=0)
                 shard.grad.sign_()
                 whole.grad.sign_()
@@ -1034,8 +1034,8 @@ class Sharded(Program):
         if self.rank in failing:
             own.calls[len(own.calls) // 2].raises = raises
         # If several ranks fail, one may raise a peer's error.
-        told = (UserError,) if failing == {self.rank} else (UserError, dist.DistBackendError)
-        with pytest.raises(told if self.rank in failing else dist.DistBackendError):
+        expected = (UserError,) if failing == {self.rank} else (UserError, dist.DistBackendError)
+        with pytest.raises(expected if self.rank in failing else dist.DistBackendError):
             _loss_of(self.model(self.batch(own, self.new_batches()), own), "main", True).backward()
         self.reference.forget()
         for name, buffer in self.plain.named_buffers():
@@ -1175,8 +1175,8 @@ def run_programs(rank: int, make: type[Program], seeds: list[int], how: dict[str
                 log = program.log
                 program.run()
             except Exception as error:
-                what = f"{make.__name__}, seed {seed}, {how}: {error!r}\n"
-                raise AssertionError(what + "\n".join(log)) from error
+                text = f"{make.__name__}, seed {seed}, {how}: {error!r}\n"
+                raise AssertionError(text + "\n".join(log)) from error
             seen.update(line.split(":")[0].split(",")[0].strip() for line in log)
         dist.barrier()
     return seen

@@ -141,14 +141,14 @@ def expect_equal(model, plain):
         assert torch.equal(state[name], value.cpu()), name  # full states are on the CPU
 
 
-def whole_optimizer_state(model, optimizer, rank0_only=False):
+def full_optimizer_state(model, optimizer, rank0_only=False):
     options = StateDictOptions(full_state_dict=True, cpu_offload=rank0_only)
     return get_optimizer_state_dict(model, optimizer, options=options)
 
 
-def whole_state(model, optimizer):
+def full_state(model, optimizer):
     """Collective. Returns the full state of a sharded model and of its optimizer."""
-    return model.full_state_dict(), whole_optimizer_state(model, optimizer)
+    return model.full_state_dict(), full_optimizer_state(model, optimizer)
 
 
 def expect_same(found, expected, name=""):
@@ -166,14 +166,14 @@ def expect_same(found, expected, name=""):
         assert found == expected, name
 
 
-def expect_alike(value):
+def expect_equal_on_ranks(value):
     """Collective. Expects the value to be equal on all ranks."""
     of_ranks = [None] * dist.get_world_size()
     dist.all_gather_object(of_ranks, value)
     assert all(other == value for other in of_ranks), of_ranks
 
 
-def expect_losses_alike(rank, *shards):
+def expect_equal_losses(rank, *shards):
     """Collective. Expects equal losses of training with each of these functions that shard."""
     results = []
     for shard in shards:

@@ -12,7 +12,7 @@ import brigade
 from brigade import bench
 
 from ranks import on_ranks, torchrun
-from sharded_training import expect_alike
+from sharded_training import expect_equal_on_ranks
 
 _EXAMPLE = pathlib.Path(__file__).parents[2] / "examples" / "python" / "bench_mlp.py"
 
@@ -53,7 +53,7 @@ def test_a_sweep_times_each_plan_once_and_keeps_the_module(rank, static_graph):
     ]
     assert table.startswith("Sequential: 2 gradients, 1.05 MB")
     assert "\nrecommended: " in table
-    expect_alike(table)  # ranks agree on the slowest rank's times
+    expect_equal_on_ranks(table)  # ranks agree on the slowest rank's times
 
 
 @on_ranks(1)

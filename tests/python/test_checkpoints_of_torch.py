@@ -12,11 +12,11 @@ import brigade
 from ranks import on_ranks, run_ranks
 from sharded_training import (
     expect_same,
+    full_state,
     make_net,
     shard_blocks,
     step_of_all,
     train_step,
-    whole_state,
 )
 
 dcp = pytest.importorskip("torch.distributed.checkpoint")
@@ -66,7 +66,7 @@ def _nest(model, optimizer):
 def _expect_state_of(model, optimizer, plain, plain_optimizer):
     """Expects the bits of the state of one process."""
     if isinstance(model, brigade.FSDPModule):
-        parameters, states = whole_state(model, optimizer)
+        parameters, states = full_state(model, optimizer)
     else:
         nest = _nest(model, optimizer)
         nest = tree_map_only(DTensor, lambda tensor: tensor.full_tensor(), nest)
@@ -83,7 +83,7 @@ def _writes(rank, folder, kind):
 
 
 def _one_writes(rank, folder):
-    """Writes in one process with one thread, as on the ranks."""
+    """Trains and saves in one process, which has one thread, as the ranks do."""
     state = _nest(*_of_one_process(STEPS))
     dcp.save(state, checkpoint_id=f"{folder}/one process", no_dist=True)
 

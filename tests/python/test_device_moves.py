@@ -18,7 +18,7 @@ from ranks import on_ranks
 
 
 def _group_of(*types):
-    """Returns a fake group with backends for these device types; the last is its own."""
+    """Returns a mock group with backends for these device types."""
     group = mock.Mock(bound_device_id=None)
     group._device_types = [torch.device(t) for t in types]
     return group

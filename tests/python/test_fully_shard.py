@@ -21,7 +21,7 @@ from sharded_training import (
     Pair,
     batch_of,
     expect_equal,
-    expect_losses_alike,
+    expect_equal_losses,
     make_net,
     shard_blocks,
 )
@@ -120,7 +120,7 @@ def test_a_tied_parameter_has_its_first_name(rank, tmp_path):
 @on_ranks()
 def test_losses_equal_torchs_on_two_ranks(rank):
     mesh = dist.device_mesh.init_device_mesh("cpu", (2,))
-    expect_losses_alike(rank, brigade.fully_shard, functools.partial(torch_fully_shard, mesh=mesh))
+    expect_equal_losses(rank, brigade.fully_shard, functools.partial(torch_fully_shard, mesh=mesh))
 
 
 @on_ranks()

@@ -48,7 +48,7 @@ def backward_of_all(plain, world_size, loss_on):
         loss_on(plain, rank).div(world_size).backward()
 
 
-def own_part(part, whole):
+def own_shard(part, whole):
     """Returns this rank's shard of an unsharded tensor, 1D in memory order."""
     in_order = torch.empty_strided(part.shape, part.stride(), dtype=whole.dtype)
     in_order.copy_(whole.detach())
@@ -62,7 +62,7 @@ def expect_gradients(model, plain):
     for (name, part), whole in pairs:
         assert (part.grad is None) == (whole.grad is None), name
         if whole.grad is not None:
-            expected = own_part(part, whole.grad)
+            expected = own_shard(part, whole.grad)
             assert torch.equal(part.grad.to_local(), expected), (name, part.grad, expected)
 
 
@@ -70,7 +70,7 @@ def expect_parameters(model, plain):
     pairs = zip(model.named_parameters(), plain.parameters(), strict=True)
     for (name, part), whole in pairs:
         assert isinstance(part, brigade.ShardedParameter), name
-        assert torch.equal(part.to_local(), own_part(part, whole)), name
+        assert torch.equal(part.to_local(), own_shard(part, whole)), name
 
 
 @torch.no_grad()
