@@ -38,7 +38,7 @@ class SumOverRanks(torch.autograd.Function):
 
 
 class UserError(Exception):
-    """An exception of the user's code."""
+    pass
 
 
 class Toy(nn.Module):
@@ -122,7 +122,7 @@ class Training:
         assert all(torch.equal(flat, other) for other in all_flat)
 
     def expect_failure(self, failing, error, own_text, peers_text=None) -> None:
-        """Expects backward to raise: `error` on failing ranks, an error naming them on the others."""
+        """Expects backward to raise: `error` on failing ranks, an error naming them on others."""
         iteration = self.iteration + 1
         if self.rank in failing:
             with pytest.raises(error, match=own_text) as caught:

@@ -28,8 +28,6 @@ _ORDERS = ("plain", "compiled inside", "compiled around")
 
 
 class _Rows(Dataset):
-    """Rows of tokens, equal in each run."""
-
     def __init__(self) -> None:
         generator = torch.Generator().manual_seed(5)
         count = _STEPS * _BATCH * int(os.environ["WORLD_SIZE"])

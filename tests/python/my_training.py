@@ -22,8 +22,6 @@ _loads = 0
 
 
 class Net(nn.Module):
-    """A few layers; one has buffers."""
-
     def __init__(self) -> None:
         super().__init__()
         self.layers = nn.Sequential(
@@ -54,7 +52,6 @@ def batches(rank: int = RANK, count: int = 8) -> Iterator[tuple[torch.Tensor, to
 
 
 def save(net: nn.Module, optimizer: torch.optim.Optimizer, step: int) -> None:
-    """Writes this rank's file atomically."""
     state = {"net": net.state_dict(), "optimizer": optimizer.state_dict(), "step": step}
     torch.save(state, f"new.{RANK}")
     os.replace(f"new.{RANK}", f"checkpoint.{RANK}")

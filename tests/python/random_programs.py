@@ -66,8 +66,6 @@ class Bounded(torch.autograd.Function):
 
 @dataclasses.dataclass
 class Call:
-    """A call of one part in a forward."""
-
     part: int
     checkpoint: str = ""  # around, inside, both or reentrant
     raises: str = ""  # before, inside, at the end or backward
@@ -76,8 +74,6 @@ class Call:
 
 @dataclasses.dataclass
 class Forward:
-    """One rank's forward."""
-
     calls: list[Call]
     outputs: str = "main"  # main, aux or both
     input_has_gradient: bool = False
@@ -533,7 +529,7 @@ class Replicated(Program):
         if left_out:
             parts = [i for i in parts if i == 0 or draw.random() < 0.6]
         elif draw.random() < 0.3:
-            parts.append(draw.choice(parts))  # once more
+            parts.append(draw.choice(parts))
         how = ["", "", "", "around", "inside"]
         if self.mode == "static_graph":
             how.append("reentrant")
@@ -637,7 +633,7 @@ class Replicated(Program):
         for each in (self.second, getattr(self, "plain_second", self.second)):
             each.zero_grad()
         if self.draw.random() < 0.1 and self.mode != "find_unused":
-            return  # gradients may accumulate over steps
+            return
         both = [
             [p for p in optimizer.param_groups[0]["params"] if p.grad is not None]
             for optimizer in self.optimizers
@@ -648,7 +644,7 @@ class Replicated(Program):
             torch.testing.assert_close(*norms)
         for optimizer, parameters in zip(self.optimizers, both, strict=True):
             optimizer.param_groups[0]["lr"] = 1.0 if self.plain.whole else 1 / 256
-            for parameter in parameters if self.plain.whole else ():  # integer steps
+            for parameter in parameters if self.plain.whole else ():
                 gradient = parameter.grad
                 is_sparse = gradient.is_sparse
                 parameter.grad = gradient.coalesce().sign() if is_sparse else gradient.sign_()
@@ -809,7 +805,7 @@ class Sharded(Program):
         shapes = draw.choice(MESHES[world_size]), draw.choice(MESHES[world_size])
         depth = draw.choice([0, 1, 1, 2])
         policy = None
-        if draw.random() < 0.2:  # exact for small integers
+        if draw.random() < 0.2:
             policy = MixedPrecisionPolicy(torch.float16, torch.float32)
         self.has_policy = policy is not None
         self.numbers: dict[str, bool | int | None] = {}  # of ranks that keep parts, by first name
@@ -834,7 +830,6 @@ class Sharded(Program):
         return net
 
     def _members(self) -> list[set[int]]:
-        """Returns the indices of each unit's parameters."""
         places = {id(parameter): i for i, parameter in enumerate(self.reference.parameters)}
         members: list[set[int]] = []
         for names in self.units:
@@ -985,7 +980,7 @@ class Sharded(Program):
         draw = self.draw
         self._expect_gradients()
         if draw.random() < 0.1:
-            return  # gradients accumulate over steps
+            return
         has_gradients = any(p.grad is not None and p.grad.any() for p in self.plain.parameters())
         if draw.random() < 0.25 and has_gradients:
             self._clip()
@@ -1162,7 +1157,6 @@ def _mesh(shape):
 
 
 def run_programs(rank: int, make: type[Program], seeds: list[int], how: dict[str, Any]) -> set[str]:
-    """Returns the lines of the programs' logs, without details."""
     _mesh.cache_clear()
     seen: set[str] = set()
     with tempfile.TemporaryDirectory() as own:

@@ -112,7 +112,6 @@ class Pair:
         step_of_all(self.plain, self.optimizers[0], step, self.world_size)
 
     def step(self, step):
-        """Runs a step of both nets."""
         self.step_plain(step)
         self.optimizers[1].zero_grad()
         self.loss(step).backward()

@@ -95,7 +95,6 @@ def test_values_of_a_wrong_type_are_errors(rank):
     for words, call in WRONG:
         with pytest.raises((TypeError, ValueError, RuntimeError), match=words):
             call()
-    # The group still works.
     wrapped = _wrap()
     wrapped(torch.ones(1, 2)).sum().backward()
     assert wrapped.module.weight.grad.eq(1).all()
@@ -139,7 +138,6 @@ def _changed_with(words, options):
     assert wrapped._get_ddp_logging_data()["has_error"]
     with torch.no_grad():
         wrapped(x.to(next(wrapped.parameters()).dtype))
-    # A new wrapper trains.
     module, dtype = wrapped.module, next(wrapped.parameters()).dtype
     del wrapped
     gc.collect()
@@ -178,7 +176,7 @@ def test_changes_that_keep_the_parameters_are_allowed(rank):
     for change in (
         lambda: None,
         lambda: model[0].register_buffer("more", torch.ones(1)),
-        lambda: prune.identity(model[0], "weight"),  # renames the parameter
+        lambda: prune.identity(model[0], "weight"),
         lambda: setattr(model, "frozen", nn.Linear(2, 2).requires_grad_(False)),
         lambda: setattr(model, "activation", nn.ReLU()),
         lambda: torch.func.functional_call(

@@ -43,8 +43,6 @@ def _peak_mib(call):
 
 
 class _Quarters(nn.Module):
-    """A unit of four parameters; each of two ranks holds two."""
-
     def __init__(self):
         super().__init__()
         numel = UNIT_MIB * MIB // 4

@@ -27,8 +27,6 @@ class _SomeOfIt(Block):
 
 
 class _Nested(Block):
-    """A checkpoint within a checkpoint."""
-
     def forward(self, x):
         def inner(h):
             return torch.tanh(self.up(self.norm(h)))

@@ -64,7 +64,6 @@ def _nest(model, optimizer):
 
 
 def _expect_state_of(model, optimizer, plain, plain_optimizer):
-    """Expects the bits of the state of one process."""
     if isinstance(model, brigade.FSDPModule):
         parameters, states = full_state(model, optimizer)
     else:
@@ -102,10 +101,9 @@ def folder(tmp_path_factory):
 )
 @on_ranks()
 def test_ranks_resume_from_folders_of_other_writers(rank, folder, kind, world_size):
-    """Loads and trains two exact steps."""
     for written_by in ("brigade", "FSDP2", "one process"):
         model, optimizer = MAKERS[kind]()
-        train_step(model, optimizer, 7, rank)  # which is undone
+        train_step(model, optimizer, 7, rank)  # loading undoes this
         nest = _nest(model, optimizer)
         dcp.load(nest, checkpoint_id=f"{folder}/{written_by}")
         model.load_state_dict(nest["model"])
@@ -122,7 +120,7 @@ def test_ranks_resume_from_folders_of_other_writers(rank, folder, kind, world_si
 def test_one_process_resumes_from_folders_of_ranks(rank, folder):
     expected = _of_one_process(STEPS)
     for written_by in ("brigade", "FSDP2"):
-        plain, optimizer = _of_one_process(STEPS + 1)  # which is undone
+        plain, optimizer = _of_one_process(STEPS + 1)  # loading undoes this
         nest = _nest(plain, optimizer)
         dcp.load(nest, checkpoint_id=f"{folder}/{written_by}", no_dist=True)
         plain.load_state_dict(nest["model"])

@@ -117,7 +117,6 @@ def _expect_step(model, plain, step):
 
 @on_ranks()
 def test_two_stages_in_one_process(rank):
-    """Two root models in one process; the first one's outputs are the second one's inputs."""
     plain, model = layers(*SIZES, 2), layers(*SIZES, 2)
     stages = [model[:2], model[2:]]
     for stage in stages:
@@ -125,7 +124,7 @@ def test_two_stages_in_one_process(rank):
         brigade.fully_shard(stage)
     for step in range(2):
         activations = []
-        for batch in range(NUM_BATCHES + 2):  # two forwards ahead
+        for batch in range(NUM_BATCHES + 2):
             if batch < NUM_BATCHES:
                 first = stages[0](_batch(rank, step, batch))
                 received = first.detach().requires_grad_()

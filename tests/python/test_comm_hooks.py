@@ -74,7 +74,6 @@ def complete_future(state, bucket):
 
 
 def finish_in_a_second_callback(state, bucket):
-    """Queues a callback that queues the callback that completes the buffer."""
     buffer = bucket.buffer()
     work = dist.all_reduce(buffer, async_op=True)
 
@@ -207,7 +206,6 @@ def _set_exception(future, error):
 @pairwise(mode=MODES, bucket=[0, 2], way=[_raises_at_the_end, _raises_then, _set_exception])
 @on_ranks(**LIMITS)
 def test_peers_raise_when_a_continuation_raises_on_one_rank(rank, way, bucket, mode):
-    """The rank raises its own error, which torch's then() turns into a RuntimeError."""
     armed, at_bucket = False, bucket
 
     def hook(state, bucket):

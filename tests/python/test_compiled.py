@@ -92,7 +92,6 @@ def test_the_compiler_skips_the_wrappers_python_code(rank, make):
 
 @on_ranks()
 def test_a_compiled_backward_reduces_without_graph_breaks(rank):
-    """Neither the forward nor the backward has a graph break."""
     results = {}
     with torch._dynamo.config.patch(optimize_ddp="python_reducer", compiled_autograd=True):
         for name, wrapper in CLASSES.items():

@@ -19,7 +19,6 @@ _NOTHING = "no gradient reduction requires finalization"
 @pytest.mark.parametrize("mode", MODES)
 @on_ranks()
 def test_gradients_are_averaged_when_the_caller_finalizes(rank, mode):
-    """Compares with the bits of a wrapper that finalizes automatically."""
     options = MODES[mode]
     results = {}
     for manual in (False, True):
@@ -40,7 +39,6 @@ def test_gradients_are_averaged_when_the_caller_finalizes(rank, mode):
 @pytest.mark.parametrize("mode", MODES)
 @on_ranks()
 def test_forwards_report_whether_finalization_needs_the_end_of_backward(rank, mode):
-    """Each forward's report equals that of torch's class."""
     options = MODES[mode]
     answers = {}
     for name, wrapper in CLASSES.items():

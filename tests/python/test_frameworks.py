@@ -17,7 +17,6 @@ _PACKAGES = {
 
 
 def _run(program: str, framework: str, world_size: int = 2) -> str:
-    """Returns the output of all ranks."""
     for package in _PACKAGES[framework]:
         pytest.importorskip(package, reason=f"examples/python/requirements.txt: no {package}")
     return torchrun(_FOLDER / program, framework, world_size=world_size)

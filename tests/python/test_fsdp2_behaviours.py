@@ -24,7 +24,6 @@ def _random(size, rank, step):
 @pytest.mark.parametrize("reshards", [None, True, False])
 @on_ranks()
 def test_a_forward_and_backward_of_an_inner_unit_alone(rank, reshards):
-    """Runs an inner unit's forward and backward, after a step of the whole model."""
     plain, model = make_net(), shard_blocks(make_net(), reshard_after_forward=reshards)
     optimizers = [torch.optim.AdamW(net.parameters(), 0.1, foreach=False) for net in (plain, model)]
     for step in range(7):

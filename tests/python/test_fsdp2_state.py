@@ -15,8 +15,6 @@ from whole_numbers import batch_of, expect_parameters, layers, loss_of, step_by_
 
 
 class Uneven(nn.Module):
-    """Parameters of 2 to 5 rows and one to three dimensions, and buffers."""
-
     def __init__(self) -> None:
         super().__init__()
         numel = 0
@@ -84,7 +82,6 @@ def test_shards_partition_tensors_of_few_rows(rank, world_size, as_units):
         assert list(full) == list(plain.state_dict())
         assert all(torch.equal(full[name], v) for name, v in plain.state_dict().items())
 
-        # The loaded values remain after a forward and backward.
         tripled = {n: v * 3 if isinstance(v, brigade.TensorShard) else v for n, v in state.items()}
         model.load_state_dict(tripled)
         with torch.no_grad():
@@ -128,7 +125,6 @@ def test_an_older_state_dict_follows_training_and_copies_do_not(rank, reshards):
 
 @on_ranks()
 def test_a_state_dict_within_whole_parameters_is_unsharded(rank):
-    """Parameters are unsharded within the context; a state dict's values are sharded after it."""
     plain, model = layers(3, 5, 2), layers(3, 5, 2)
     _shard(model, as_units=True)
     parts = model.state_dict()

@@ -204,7 +204,7 @@ def test_a_function_writes_its_gradient_to_the_reduction_buffer(rank):
     brigade.fully_shard(net[0])
     model = brigade.fully_shard(net)
     object.__setattr__(net[0], "model", model)
-    assert model.gradient_slot(net[0].first) is None  # before the first forward
+    assert model.gradient_slot(net[0].first) is None
     pair = Pair(rank, nets=(plain, net))
     for step in range(3):
         net[0].slots.clear()

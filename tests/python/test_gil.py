@@ -24,7 +24,6 @@ def _all_reduce(state, bucket):
 
 
 def _other_thread(in_backward, seen):
-    """Signals the peer in each round, and waits for its answer."""
     store = dist.distributed_c10d._get_default_store()
     in_backward.wait()
     for i in range(ROUNDS):

@@ -48,7 +48,6 @@ def _is_torchs(wrapped):
 
 
 def _trains(wrapped, rank):
-    """Checks that gradients are averaged over 2 ranks."""
     for _ in range(2):
         wrapped.zero_grad()
         wrapped(torch.full((1, 3), 2.0 * rank)).sum().backward()
@@ -170,7 +169,6 @@ def test_instances_survive_install_and_uninstall(rank):
 
 @on_ranks(1)
 def test_a_pickle_of_an_older_torchs_wrapper_loads(rank):
-    """Checks the attributes that a pickle of torch 2.12 lacks and has."""
     wrapped = DistributedDataParallel(_net(), broadcast_buffers=False)
     state = wrapped.__getstate__()
     for name in (

@@ -23,8 +23,6 @@ from whole_numbers import (
 
 
 class Tied(nn.Module):
-    """A small language model, whose first and last layer share a weight."""
-
     def __init__(self) -> None:
         super().__init__()
         self.embed = nn.Embedding(11, 7)
@@ -143,7 +141,6 @@ def _pair(reshards):
 
 
 def _whole_then_alone(net, rank, step):
-    """Runs the second head after a forward without it, then one backward for both."""
     loss = loss_of(net, batch_of(3, rank, step))
     return loss + loss_of(net.heads[1], batch_of(4, rank, step))
 

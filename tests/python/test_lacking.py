@@ -43,7 +43,6 @@ def test_the_error_for_offloading_names_it(rank):
     before = dict(model.named_parameters())
     with pytest.raises(NotImplementedError, match="offload_policy"):
         brigade.fully_shard(model, offload_policy=fsdp.CPUOffloadPolicy())
-    # The module is unchanged.
     assert not isinstance(model, brigade.FSDPModule)
     assert dict(model.named_parameters()) == before
     Pair(rank, offload_policy=fsdp.OffloadPolicy()).expect_step(0)

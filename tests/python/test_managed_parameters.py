@@ -80,7 +80,6 @@ def test_each_parameter_belongs_to_its_innermost_unit_or_is_ignored(rank):
 
 @on_ranks()
 def test_no_unit_shards_what_an_inner_unit_ignores(rank):
-    """The outer unit, not given ignored_params, does not shard them either."""
     model = Outer()
     bias = model.inner.norm.bias
     brigade.fully_shard(model.inner, ignored_params={bias})
@@ -122,8 +121,6 @@ def test_parameters_registered_before_the_first_forward_are_named(rank, path, ra
 
 
 class Scalar(nn.Module):
-    """A parameter with fewer elements than ranks."""
-
     def __init__(self) -> None:
         super().__init__()
         self.scale = nn.Parameter(torch.tensor(0.75))
@@ -133,8 +130,6 @@ class Scalar(nn.Module):
 
 
 class Views(nn.Module):
-    """Parameters that are views of larger tensors, and scalars."""
-
     def __init__(self) -> None:
         super().__init__()
         self.shift = nn.Parameter(torch.randn(()))

@@ -109,7 +109,7 @@ def test_parameters_still_on_meta_are_named_on_all_ranks(rank):
     with pytest.raises(RuntimeError, match="16 on meta"):
         model(batch_of(rank, 0))
     parameters = list(model.parameters())
-    model.load_state_dict(plain.state_dict(), assign=True)  # allocates memory
+    model.load_state_dict(plain.state_dict(), assign=True)
     assert all(a is b for a, b in zip(model.parameters(), parameters, strict=True))
     _expect_trains_alike(rank, model, plain)
 
@@ -125,7 +125,6 @@ def test_all_ranks_raise_if_one_rank_alone_allocates(rank):
 
 @on_ranks()
 def test_a_rank_may_initialize_alone(rank):
-    """Draws are local: no rank waits for another."""
     model, plain = shard_blocks(_on_meta()).to_empty(device="cpu"), make_net()
     for net in (model, plain):
         torch.manual_seed(5)
@@ -153,14 +152,13 @@ def test_a_unit_partly_on_meta_is_an_error(rank):
 
 @on_ranks()
 def test_functions_that_initialize_shards(rank):
-    """Outside modules' methods they initialize correctly or raise."""
     plain, model = make_net(), shard_blocks(make_net())
     inits = nn.init.xavier_normal_, nn.init.kaiming_uniform_, nn.init.trunc_normal_, nn.init.zeros_
     for _ in range(2):  # before there is a root, and afterwards
         for init in inits:
             for net in (model, plain):
                 torch.manual_seed(3)
-                init(net.embed.weight)  # both ranks hold some of it
+                init(net.embed.weight)
             expect_equal(model, plain)
         for net in (model, plain):
             torch.manual_seed(1)

@@ -55,7 +55,6 @@ def _batch_of(rank, step):
 
 
 def _busy():
-    """Enqueues some seconds of work on the current stream."""
     torch.cuda._sleep(8_000_000_000)
 
 

@@ -112,5 +112,5 @@ def test_survivors_of_a_dead_rank_continue_in_a_new_group(rank, way, mode):
         training.backward()
     elif way == "dies":
         os._exit(3)
-    del training.wrapped  # leaves
+    del training.wrapped
     dist.destroy_process_group()

@@ -14,8 +14,6 @@ TIMEOUT_S = 20  # ranks that wait for different collectives fail early
 
 
 class First(nn.Module):
-    """y = 2 x."""
-
     def __init__(self) -> None:
         super().__init__()
         self.a = nn.Parameter(torch.tensor([2.0]))

@@ -82,7 +82,6 @@ def test_a_result_equals_the_unsharded_one_or_is_an_error(rank, world_size):
 
 @on_ranks()
 def test_unsharded_replicas_support_any_operator(rank):
-    """Each rank holds the whole parameter."""
     part = replicated(_make())[0].weight.detach()
     assert part[0].shape == (5,) and part.T.shape == (5, 7)
     assert torch.equal(torch.zeros(7, 5).copy_(part).flatten(), part.to_local())
@@ -100,7 +99,6 @@ def test_unsharded_replicas_support_any_operator(rank):
 )
 @on_ranks()
 def test_unsharded_states_load_into_shards(rank, options):
-    """Each rank loads its shard of an optimizer's and a model's state."""
     plain, net = _make(), brigade.fully_shard(_make())
     optimizers = [options["make"](m.parameters(), lr=0.1, **options["with"]) for m in (plain, net)]
     for _ in range(2):

@@ -86,7 +86,6 @@ def test_a_hook_runs_once_per_gradient_set_or_accumulated(rank):
 @pytest.mark.parametrize("failing", [["blocks.1.up.weight"], ["embed.bias", "head.weight"]])
 @on_ranks()
 def test_a_hook_that_raises_ends_backward_after_all_other_hooks(rank, failing):
-    """Rank 0's hook raises; the backwards of all ranks end."""
     pair = Pair(rank)
     model = pair.model
 

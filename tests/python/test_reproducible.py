@@ -124,7 +124,6 @@ def test_ranks_without_data_count_as_zeros(rank, world_size, by_world_size):
             model.zero_grad()
             model(_input(rank, step)).square().mean().backward()
             with_data = range(step, world_size)
-            # A rank without data contributes zeros, which change no bits.
             total = _sum_in_order([_gradients(_net(), r, step) for r in with_data])
             divisor = world_size if by_world_size else len(with_data)
             for p, gradient in zip(model.parameters(), total, strict=True):

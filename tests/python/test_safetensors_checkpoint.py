@@ -72,7 +72,6 @@ def _get(folder, name):
 
 
 def _saves(rank, folder, name, kind):
-    """Trains two steps, saves, and trains on."""
     model, optimizer = _make(kind, name)
     for step in range(2):
         train_step(model, optimizer, step, rank)
@@ -85,7 +84,7 @@ def _saves(rank, folder, name, kind):
 
 def _loads(rank, folder, name, way, kind):
     model, optimizer = _make(kind, name)
-    train_step(model, optimizer, 7, rank)  # which is undone
+    train_step(model, optimizer, 7, rank)  # loading undoes this
     assert _WAYS[way][1](model, f"{folder}/{way}", optimizer)["step"] == "2"
     loaded = _state(model, optimizer)
     train_step(model, optimizer, 2, rank)
@@ -117,7 +116,6 @@ _OPTIONS = {"lr": 0.5, "betas": (0.5, 0.9), "eps": 1e-3, "weight_decay": 0.3, "m
 
 @on_ranks()
 def test_loading_restores_saved_options_and_names_differences(rank, tmp_path):
-    """An optimizer with other options continues with the saved ones."""
     for way, (save, load) in _WAYS.items():
         kept, loaded = make_net(), make_net()
         first = torch.optim.AdamW(kept.parameters(), lr=0.01, weight_decay=0.1)
@@ -234,7 +232,7 @@ def test_ranks_with_other_arguments_raise_the_same_error(rank, tmp_path):
     on_one = {"step": 1} if rank == 0 else {"step": "1"}
     with pytest.raises((TypeError, ValueError), match="expected metadata of strings"):
         save(model, f"{tmp_path}/c", metadata=on_one)
-    brigade.load_whole(model, f"{tmp_path}/a", optimizer)  # still works
+    brigade.load_whole(model, f"{tmp_path}/a", optimizer)
     train_step(model, optimizer, 1, rank)
     expect_equal_on_ranks(errors)
 

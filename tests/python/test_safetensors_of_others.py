@@ -161,7 +161,6 @@ def _read(call):
 
 
 def test_damaged_files_are_read_as_the_package_reads_them(tmp_path):
-    """Both raise for the same files, or the package reads tensors of another model."""
     path = tmp_path / "damaged.safetensors"
     save_file(nn.Linear(30, 4).state_dict(), path, metadata={"by": "the package"})
     content = path.read_bytes()

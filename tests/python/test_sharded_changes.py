@@ -14,7 +14,6 @@ from sharded_training import Pair, batch_of
 @pytest.mark.parametrize("place", ["blocks.1.up.weight", "head.bias"])
 @on_ranks()
 def test_a_replaced_parameter_is_an_error_until_restored(rank, place, is_alike):
-    """Replaces a parameter on all ranks or on rank 0. Once restored, steps are exact."""
     pair = Pair(rank)
     model = pair.model
     pair.step(0)

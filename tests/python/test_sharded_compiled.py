@@ -95,7 +95,7 @@ def test_compiled_bits_equal_one_process(rank, way, reshards):
     for name, value in plain.state_dict().items():
         assert torch.equal(state[compiled[name]], value), name
     assert any("tanh" in target for graph in graphs for target in graph)
-    assert len(graphs) == num_graphs  # no recompilation
+    assert len(graphs) == num_graphs
     statistics = model.sharding_statistics()
     assert statistics["learned_segments"] <= 2
     assert statistics["reduced_backwards"] == 4
@@ -121,8 +121,6 @@ _COMPILER = os.environ.get("CXX", "g++")
 
 
 class Fused(nn.Module):
-    """Operators that inductor fuses, exact for integers."""
-
     def __init__(self, seed) -> None:
         super().__init__()
         self.linear = linear(3, 3, seed)

@@ -102,8 +102,6 @@ class Frozen:
 
 
 class _Casting(nn.Module):
-    """Records its input."""
-
     def __init__(self) -> None:
         super().__init__()
         self.linear = nn.Linear(4, 4)

@@ -96,7 +96,6 @@ def test_differentiating_transforms_are_errors_and_the_model_remains_usable(rank
 
 @on_ranks()
 def test_peers_raise_when_one_rank_transforms_a_unit(rank):
-    """Transforms one unit on one rank."""
     plain, model = make_net(), shard_blocks(make_net())
     block = model.blocks[1]
     run = block.forward

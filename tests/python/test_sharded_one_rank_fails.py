@@ -111,7 +111,6 @@ def test_an_interrupt_of_one_rank():
 @pytest.mark.parametrize("world_size", [2, 3])
 @on_ranks()
 def test_a_backward_that_one_rank_skips(rank, world_size):
-    """One rank ends a step between its forward and its backward."""
     pair = _Pair(rank, torch.optim.AdamW)
     pair.expect_step(0)
     pair.optimizers[1].zero_grad()
@@ -205,8 +204,6 @@ def test_an_evaluation_that_fails_on_one_rank(rank):
 
 
 class _AroundAll(Net):
-    """One activation checkpoint around all blocks."""
-
     def forward(self, x):
         x = checkpoint(self._run_blocks, self.embed(x), use_reentrant=self.checkpointed)
         return self.head(x)

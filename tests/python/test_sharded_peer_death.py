@@ -70,7 +70,6 @@ def test_survivors_raise_an_error_with_the_rank_and_keep_their_shards(rank, vani
         pair.step(STEPS_BEFORE)
 
     _expect_sharded(model, before)
-    # All later calls raise too.
     for collective in (
         lambda: pair.step(STEPS_BEFORE),
         model.full_state_dict,
@@ -86,7 +85,6 @@ def test_survivors_raise_an_error_with_the_rank_and_keep_their_shards(rank, vani
 @pytest.mark.parametrize("world_size", [2, 3])
 @on_ranks(timeout_s=HOUR_S, deadline_s=DEADLINE_S, may_die=[0])
 def test_survivors_resume_from_a_checkpoint_on_fewer_ranks(rank, world_size, tmp_path):
-    """Survivors load the last checkpoint on fewer ranks, in a group over the old store."""
     store = dist.distributed_c10d._get_default_store()
     pair = Pair(rank, torch.optim.AdamW)
     for step in range(STEPS_BEFORE):

@@ -29,7 +29,6 @@ def _nets():
     return plain, sharded
 
 
-# Functions that return a number.
 _TOTALS = {
     "sum": torch.sum,
     "mean": lambda t: t.mean(),
@@ -93,8 +92,6 @@ def test_a_nonfinite_element_of_one_shard_is_in_all_ranks_norms(rank, found, nor
 
 
 class _Lamb(torch.optim.Optimizer):
-    """Scales steps by the ratio of the parameter's norm to its update's norm."""
-
     def __init__(self, parameters, lr=0.1):
         super().__init__(parameters, {"lr": lr, "weight_decay": 0.5})
 
@@ -285,7 +282,6 @@ def test_separate_norms_combine_to_a_total_norm(rank, norm_type):
 
 @on_ranks()
 def test_the_models_own_method_clips_its_units_only(rank):
-    """Neither its norm nor its clipping includes other parameters."""
     plain, model = _partly_sharded()
     _backward(plain, model, rank)
     sharded, ignored = _split(model)

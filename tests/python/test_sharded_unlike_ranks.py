@@ -90,7 +90,6 @@ ARGUMENTS = {
 
 @on_ranks(3, timeout_s=TIMEOUT_S)
 def test_an_argument_of_one_rank_only_is_an_error(rank):
-    """One rank passes an argument alone, and continues with another call."""
     for name, (value, error, words) in ARGUMENTS.items():
         arguments = {name: value} if rank == 1 else {}
         if rank != 1:
@@ -130,7 +129,6 @@ def test_other_settings_are_an_error(rank):
 
 @on_ranks(4, timeout_s=TIMEOUT_S)
 def test_other_meshes_are_an_error(rank):
-    """The meshes have the same ranks."""
     rows = dist.device_mesh.init_device_mesh("cpu", (2, 2))
     all_ranks = dist.device_mesh.DeviceMesh.from_group(dist.group.WORLD, "cpu")
     words = r"sharded parameter 0 differs: rank 0 .* num_shards 2,.* ranks 1-3 .* num_shards 4,"

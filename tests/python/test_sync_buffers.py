@@ -29,4 +29,4 @@ def test_buffers_become_those_of_one_rank(rank):
     before = gathered()
     wrapped.sync_buffers(src=1)
     assert torch.equal(means, before[1])
-    brigade.DistributedDataParallel(nn.Linear(2, 2)).sync_buffers()  # no buffers
+    brigade.DistributedDataParallel(nn.Linear(2, 2)).sync_buffers()

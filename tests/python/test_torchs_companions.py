@@ -149,7 +149,7 @@ def test_an_optimizer_steps_in_the_hook(rank, some, views):
             wrapped.zero_grad()
             loss_of(wrapped(batch)).backward()
         moved = [a != b for a, b in zip(parameters_of(wrapped), start, strict=True)]
-        assert all(moved[::2]) and any(moved[1::2]) is not some  # weights and biases
+        assert all(moved[::2]) and any(moved[1::2]) is not some
         return (wrapped,)
 
     assert ranks_agree(expect_same_bits(run))

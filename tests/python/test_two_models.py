@@ -46,7 +46,6 @@ def test_two_models_train_at_once(rank, in_threads, mode):
                 training.expect_gradients()
 
         with concurrent.futures.ThreadPoolExecutor(MODELS) as pool:
-            # Ranks construct the models in different orders.
             order = range(MODELS) if rank == 0 else reversed(range(MODELS))
             for done in [pool.submit(run, i) for i in order]:
                 done.result()

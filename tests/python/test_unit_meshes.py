@@ -15,8 +15,6 @@ WORLD_SIZE = 4
 
 
 class Moe(nn.Module):
-    """Dense layers, and one expert."""
-
     def __init__(self, expert: nn.Linear, dense: nn.Linear, head: nn.Linear, name: str) -> None:
         super().__init__()
         self.dense, self.head = dense, head
@@ -89,7 +87,6 @@ def expect_whole(model, reference, group):
 
 
 def step_with(reference, model, rank, step, expert, uses_expert=lambda rank: True):
-    """Runs a step of both models, and expects equal parameters."""
     model.zero_grad()
     model(batch_of(rank, step), uses_expert(rank)).sum().backward()
     reference.backward(step, uses_expert)
@@ -111,7 +108,7 @@ def test_training_equals_one_process(rank):
 
         step_with(reference, model, rank, step, group, uses_expert)
     held = sum(p.to_local().numel() for p in model.experts.parameters())
-    assert held == 6  # half of its 12
+    assert held == 6
     place = "0, 2" if group == 0 else "1, 3"
     assert f"over ranks {place}\n" in model.explain()
     statistics = model.sharding_statistics()
@@ -153,8 +150,6 @@ def test_a_mesh_of_other_ranks_is_an_error_on_all():
 
 
 class _TwoExperts(nn.Module):
-    """Two experts of equal shapes, one after the other."""
-
     def __init__(self):
         super().__init__()
         self.experts = nn.ModuleList(_linear(seed) for seed in range(2))

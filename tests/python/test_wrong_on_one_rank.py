@@ -53,7 +53,7 @@ def test_an_invalid_argument_of_one_rank_is_an_error_on_all(rank):
         else:
             with pytest.raises(RuntimeError, match=rf"rank 1: {error.__name__}: .*{words}"):
                 _wrapped()
-    _wrapped()(torch.ones(1, 2)).sum().backward()  # the group still works
+    _wrapped()(torch.ones(1, 2)).sum().backward()
 
 
 NAMES = ("1.weight", "1.bias", "0.weight", "0.bias")
