@@ -19,7 +19,7 @@
 #include <string>
 #include <vector>
 
-#include "brigade/checkpoint/checkpoint.h"
+#include "brigade/checkpoint/checkpoint_model.h"
 #include "brigade/checkpoint/tensor_files.h"
 
 namespace brigade {

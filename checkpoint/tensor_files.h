@@ -32,7 +32,7 @@
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 #include <vector>
 
-#include "brigade/checkpoint/checkpoint.h"
+#include "brigade/checkpoint/checkpoint_model.h"
 
 namespace brigade {
 

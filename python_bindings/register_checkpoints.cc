@@ -7,7 +7,7 @@
 #include <utility>
 #include <vector>
 
-#include "brigade/checkpoint/checkpoint.h"
+#include "brigade/checkpoint/checkpoint_model.h"
 #include "brigade/checkpoint/optimizer_state.h"
 #include "brigade/checkpoint/tensor_files.h"
 #include "brigade/fsdp/segmented_model.h"
@@ -72,7 +72,7 @@ void register_checkpoints(py::module_& module) {
           },
           "By parameter.");
   py::class_<CheckpointModel>(module, "CheckpointModel",
-                              "See checkpoint/checkpoint.h.")
+                              "See checkpoint/checkpoint_model.h.")
       .def(py::init(
                [](SegmentedModel& model) { return checkpoint_model(model); }),
            NoGil(), py::keep_alive<1, 2>(), py::arg("model"), "Collective.")
