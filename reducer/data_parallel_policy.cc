@@ -1,6 +1,7 @@
 #include "brigade/reducer/data_parallel_policy.h"
 
 #include <ATen/ops/zeros_like.h>
+#include <ATen/record_function.h>
 #include <c10/util/Exception.h>
 #include <c10/util/hash.h>
 
@@ -16,7 +17,6 @@
 #include "brigade/hooks/graph_search.h"
 #include "brigade/planning/bucket_plan.h"
 #include "brigade/reducer/gradient_errors.h"
-#include "brigade/reducer/observations.h"
 
 namespace brigade {
 namespace {
@@ -152,7 +152,7 @@ bool DataParallelPolicy::expects_gradients() const {
 
 bool DataParallelPolicy::replan() {
   BucketPlan plan = value_or_throw(plan_by_size(
-      table_.specs(), ready_order_.order(), options_.bucket_caps_bytes));
+      table_.specs(), ready_order_.order(), options_.bucket_cap_bytes));
   const bool is_other = plan != bound_.plan;
   if (is_other) adopt(bind(std::move(plan), hook_));
   ready_order_.freeze();
@@ -209,9 +209,8 @@ void DataParallelPolicy::on_prepared(std::span<const at::Tensor> outputs) {
 void DataParallelPolicy::predict_unused(std::span<const at::Tensor> outputs) {
   if (unused_search_) {
     // As torch calls it, since tools look for it.
-    static const std::string name =
-        "torch.distributed.ddp.reducer::search_unused_parameters";
-    const ProfilerRange searching(name, at::RecordScope::FUNCTION);
+    RECORD_FUNCTION("torch.distributed.ddp.reducer::search_unused_parameters",
+                    c10::ArrayRef<const c10::IValue>());
     unused_ = unused_search_->unreached(outputs);
     if (std::exchange(has_searched_, true) && unused_ != last_found_unused_) {
       found_same_unused_ = false;
@@ -389,19 +388,16 @@ BoundPlan DataParallelPolicy::bind(BucketPlan plan, const HookTraits& hook) {
           .fingerprint = fingerprint};
 }
 
-void DataParallelPolicy::refuse(VariableIndex variable,
-                                Occasion occasion) const {
+void DataParallelPolicy::refuse(VariableIndex variable, IterationId id) const {
   const size_t number = table_.number_of(variable);
   const size_t parameter = variable.parameter;
   if (hook_counts_ && hook_counts_->is_silent(number)) {
-    TORCH_CHECK(false,
-                describe_unexpected_gradient(table_, parameter, occasion));
+    TORCH_CHECK(false, describe_unexpected_gradient(table_, parameter, id));
   }
-  TORCH_CHECK(
-      false,
-      std::ranges::binary_search(unused_, number)
-          ? describe_gradient_of_unused(table_, parameter, occasion, options_)
-          : describe_second_gradient(table_, parameter, occasion, options_));
+  TORCH_CHECK(false,
+              std::ranges::binary_search(unused_, number)
+                  ? describe_gradient_of_unused(table_, parameter, id, options_)
+                  : describe_second_gradient(table_, parameter, id, options_));
 }
 
 }  // namespace brigade

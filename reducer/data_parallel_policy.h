@@ -25,9 +25,8 @@
 #include "brigade/reducer/bucket_memory.h"
 #include "brigade/reducer/collective.h"
 #include "brigade/reducer/context_gradients.h"
-#include "brigade/reducer/hook_counts.h"
+#include "brigade/reducer/learned_graph.h"
 #include "brigade/reducer/parameter_table.h"
-#include "brigade/reducer/ready_order.h"
 #include "brigade/reducer/reducer_options.h"
 #include "brigade/reducer/reducer_setup.h"
 #include "brigade/reducer/used_parameters.h"
@@ -169,7 +168,7 @@ class DataParallelPolicy {
   std::shared_ptr<void> let_go();
 
   // A gradient came that was ready already. Throws RuntimeError.
-  [[noreturn]] void refuse(VariableIndex variable, Occasion occasion) const;
+  [[noreturn]] void refuse(VariableIndex variable, IterationId id) const;
 
  private:
   BoundPlan bind(BucketPlan plan, const HookTraits& hook);

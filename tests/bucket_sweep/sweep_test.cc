@@ -118,7 +118,7 @@ TEST(ReportTest, TheTableHasARowPerPlanAndARecommendation) {
       "18.0]         8.0       8.0     none\n"
       "exposed: time added to a step; alone: the all-reduces without a step; "
       "overlap: the share of alone that backward hides\n"
-      "recommended: bucket_caps_bytes = {4194304} or bucket_cap_mb=4 (4 MiB, "
+      "recommended: bucket_cap_bytes = {4194304} or bucket_cap_mb=4 (4 MiB, "
       "one); 2.0 ms (10.0 %) less per step than the default [2.0, 2.0], faster "
       "in 8 of 8 rounds\n");
 }

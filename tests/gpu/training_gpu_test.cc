@@ -31,7 +31,7 @@ struct Mode {
 std::vector<Mode> all_modes() {
   std::vector<Mode> modes;
   const auto add = [&](std::string name, auto change) {
-    Mode mode{std::move(name), {.bucket_caps_bytes = {256}}};
+    Mode mode{std::move(name), {.bucket_cap_bytes = {256}}};
     change(mode.options);
     modes.push_back(std::move(mode));
   };

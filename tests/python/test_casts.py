@@ -127,7 +127,7 @@ def test_partial_casts_and_casts_at_the_wrong_time_are_errors(rank):
         handle.remove()
         model.set_requires_gradient_sync(False)
         _loss(model, rank, 0).backward()
-        with pytest.raises(RuntimeError, match="without synchronisation"):
+        with pytest.raises(RuntimeError, match="unsynchronized gradients"):
             model.double()
         model.set_requires_gradient_sync(True)
         _loss(model, rank, 0).backward()

@@ -88,7 +88,7 @@ def test_differentiating_transforms_are_errors_and_the_model_remains_usable(rank
     for step in range(4):
         if step == steps_before:
             for call in _calls(model, batch_of(rank, 0)):
-                with pytest.raises(NotImplementedError, match="a transform of torch"):
+                with pytest.raises(NotImplementedError, match=r"torch\.func transform"):
                     call()
         pair.step(step)
     pair.expect_equal()
@@ -103,7 +103,7 @@ def test_peers_raise_when_one_rank_transforms_a_unit(rank):
     model(x).sum().backward()
     if rank == 1:
         block.up.forward = lambda y: torch.func.grad(lambda z: model.blocks[2](z).sum())(y)
-    words = "found a transform" if rank == 1 else r"rank 1.*found a transform of torch.func"
+    words = "found a torch.func" if rank == 1 else r"rank 1.*found a torch.func transform"
     with pytest.raises((NotImplementedError, RuntimeError), match=words):
         model(x).sum().backward()
     if rank == 1:

@@ -59,7 +59,7 @@ std::shared_ptr<c10d::CommHookInterface> doubling(
 class ContextGradientsTest : public ::testing::TestWithParam<bool> {
  protected:
   ReducerOptions options() const {
-    return {.bucket_caps_bytes = {24},
+    return {.bucket_cap_bytes = {24},
             .gradient_as_bucket_view = GetParam(),
             .comm_hook = doubling(group)};
   }

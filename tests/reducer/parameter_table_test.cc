@@ -108,10 +108,10 @@ TEST(ParameterTableTest, ReplicasMustBeAlike) {
 }
 TEST(ErrorTextsTest, NameWhatWasFrozenMeanwhile) {
   const ParameterTable table = table_of(3, true);
-  const Occasion occasion = {.iteration = 2, .rank = 0};
+  const IterationId id = {.iteration = 2, .rank = 0};
   table.tensors()[1].set_requires_grad(false);
   EXPECT_EQ(
-      describe_missing_gradients(table, std::vector<size_t>{1}, occasion,
+      describe_missing_gradients(table, std::vector<size_t>{1}, id,
                                  ReducerOptions()),
       "Reducer: 1 of 3 parameters got no gradient in iteration 2 on rank 0: "
       "parameter 1 ('b'). Frozen since the module was wrapped: parameter 1 "
@@ -119,7 +119,7 @@ TEST(ErrorTextsTest, NameWhatWasFrozenMeanwhile) {
       "Freeze parameters before the module is wrapped, wrap it again, or set "
       "find_unused_parameters.");
   EXPECT_THAT(
-      describe_missing_gradients(table, std::vector<size_t>{1, 2}, occasion,
+      describe_missing_gradients(table, std::vector<size_t>{1, 2}, id,
                                  ReducerOptions()),
       AllOf(HasSubstr("Frozen since the module was wrapped: parameter 1 "
                       "('b').\n"),
