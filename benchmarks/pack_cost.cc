@@ -27,7 +27,6 @@ namespace {
 constexpr double kScale = 1.0 / 3;
 constexpr int kRounds = 15;
 
-// Separately allocated gradients and their bucket.
 struct Workload {
   Workload(int64_t num_slots, int64_t numel, at::Device device,
            at::ScalarType wire_dtype)

@@ -31,7 +31,6 @@ double ms_since(Clock::time_point begin) {
       .count();
 }
 
-// Timed training of one model on all ranks.
 class Training {
  public:
   Training(const std::vector<at::Tensor>& parameters,

@@ -19,13 +19,11 @@
 
 namespace brigade {
 
-// A bucket size of a sweep.
 struct BucketArm {
   std::string label;
   std::vector<int64_t> caps_bytes;  // ReducerOptions::bucket_cap_bytes
 };
 
-// The reducer's default.
 BucketArm default_arm();
 
 // Parses "0.25", a bucket cap in MiB; "one", one bucket for all parameters; or

@@ -136,7 +136,6 @@ std::string row(const ArmSummary& arm, int label_width) {
       arm.alone_ms, readable_overlap(arm.overlap()));
 }
 
-// Returns the option of C++ and that of Python.
 std::string setting_of(const ArmSummary& arm) {
   const int64_t bytes = arm.caps_bytes.front();
   if (bytes == std::numeric_limits<int64_t>::max()) {
@@ -148,7 +147,6 @@ std::string setting_of(const ArmSummary& arm) {
                          bytes == 1 ? 0 : static_cast<double>(bytes) / 0x1p20);
 }
 
-// Returns the setting and the time that it saves, in one sentence.
 std::string recommendation(const SweepSummary& summary) {
   if (!summary.best) {
     return "recommended: the default; all sizes result in the same buckets";

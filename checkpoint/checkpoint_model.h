@@ -40,7 +40,6 @@ struct CheckpointTensor {
   at::Tensor (*part_of)(const at::Tensor& like_parameter) = nullptr;
 };
 
-// Describes a tensor that every rank holds unsharded.
 CheckpointTensor unsharded_tensor(std::string name, const at::Tensor& tensor);
 
 // The tensors to save or load, and the group whose ranks do so together. Append

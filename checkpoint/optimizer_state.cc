@@ -31,15 +31,12 @@ constexpr char kLoadAlone[] =
     ".\nConstruct the optimizer with the saved one's arguments, or load the "
     "parameters alone.";
 
-// ---- LibTorch's optimizers.
-
 // Calls use("field", object.field()) if `is_kept` and the type has the field.
 #define BRIGADE_VISIT(object, field, is_kept)   \
   if constexpr (requires { object.field(); }) { \
     if (is_kept) use(#field, object.field());   \
   }
 
-// Calls use(name, value) for each option.
 template <typename Options, typename Use>
 void visit_options(Options& options, const Use& use) {
   BRIGADE_VISIT(options, lr, true)
@@ -100,8 +97,6 @@ void set_value(int64_t& count, const at::Tensor& saved) {
   count = saved.item<int64_t>();
 }
 
-// ---- Names and options of a checkpoint.
-
 const CheckpointTensor& tensor_of(const std::vector<CheckpointTensor>& tensors,
                                   const OptimizerState& state,
                                   const OptimizerState::Parameter& parameter) {
@@ -116,7 +111,6 @@ const CheckpointTensor& tensor_of(const std::vector<CheckpointTensor>& tensors,
                     "is sharded.");
 }
 
-// Returns `tensors`, followed by the optimizer's current state of them.
 std::vector<CheckpointTensor> with_state(
     const std::vector<CheckpointTensor>& tensors, const OptimizerState& state) {
   std::vector<CheckpointTensor> all = tensors;

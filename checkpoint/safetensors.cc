@@ -71,8 +71,7 @@ void check_errno(bool is_good, const std::string& path, const char* doing) {
                     "and that the disk has space.");
 }
 
-// Syncs a file or folder to disk.
-void sync(const std::string& path) {
+void sync_to_disk(const std::string& path) {
   const int file = ::open(path.c_str(), O_RDONLY | O_CLOEXEC);
   const bool is_synced = file >= 0 && ::fsync(file) == 0;
   if (file >= 0) ::close(file);
@@ -128,7 +127,6 @@ std::string form_of(const SafetensorsEntry& entry) {
                       absl::StrJoin(entry.shape, ", "), "]");
 }
 
-// Returns the file up to its data, with zeros for the checksum.
 std::string make_head(const std::string& path,
                       const std::vector<SafetensorsEntry>& entries,
                       const SafetensorsMetadata& metadata) {
@@ -294,12 +292,12 @@ void SafetensorsWriter::finish() {
   file_.seekp(static_cast<std::streamoff>(begin)) << to_hex(checksum_);
   file_.close();
   check_errno(file_.good(), path_, "write it");
-  sync(temporary_path_);
+  sync_to_disk(temporary_path_);
   check_errno(std::rename(temporary_path_.c_str(), path_.c_str()) == 0, path_,
               "rename the new file to it");
   is_finished_ = true;
   const std::string folder = std::filesystem::path(path_).parent_path();
-  sync(folder.empty() ? "." : folder);
+  sync_to_disk(folder.empty() ? "." : folder);
 }
 
 SafetensorsReader::SafetensorsReader(std::string path)

@@ -43,8 +43,6 @@ using Json = nlohmann::json;
 constexpr char kIndexKey[] = "brigade.shards";
 constexpr char kAnotherModel[] = ".\nLoad a checkpoint of the same model.";
 
-// ---- Stored tensors.
-
 // Consecutive elements of a tensor in one file.
 struct Chunk {
   int64_t file = 0;  // kFolder: the rank that writes it; kFile: 0
@@ -73,7 +71,6 @@ struct StoredTensor {
 NLOHMANN_DEFINE_TYPE_NON_INTRUSIVE(StoredTensor, name, dtype, shape, strides,
                                    ranks, chunks)
 
-// The index of a checkpoint.
 struct StoredTensors {
   std::string id;  // random, new for each save
   int64_t world_size = 1;
@@ -107,7 +104,6 @@ StoredTensor stored_form(const CheckpointTensor& tensor, int64_t rank) {
           .chunks = one_chunk(rank, tensor.begin, tensor.held.numel())};
 }
 
-// Throws unless the chunks cover the tensor.
 void check_chunks(const StoredTensor& tensor) {
   int64_t covered = 0;
   for (const Chunk& chunk : tensor.chunks) {
@@ -169,9 +165,6 @@ std::vector<StoredTensor> merge(
   return tensors;
 }
 
-// ---- Tensors of this rank.
-
-// Returns `held` as a contiguous 1D tensor.
 at::Tensor flat(const CheckpointTensor& tensor) {
   return tensor.held.detach().contiguous().view({-1});
 }
@@ -192,8 +185,6 @@ const CheckpointTensor* find(const std::vector<CheckpointTensor>& tensors,
   return found == tensors.end() ? nullptr : &*found;
 }
 
-// ---- Communication.
-
 constexpr char kDoing[] = "could not save or load a checkpoint with its peers";
 
 // Collective. Returns each rank's table of the tensors that it holds.
@@ -212,8 +203,6 @@ std::vector<std::vector<StoredTensor>> gather_tables(const Group& group,
   }
   return tables;
 }
-
-// ---- Saving.
 
 // Returns all elements of a tensor on rank 0. Collective if other ranks hold
 // some of them.
@@ -347,9 +336,6 @@ void save_folder(const Group& group,
   });
 }
 
-// ---- Loading.
-
-// An open checkpoint of either layout.
 class StoredFiles {
  public:
   explicit StoredFiles(const std::string& path) : path_(path) {
@@ -475,14 +461,14 @@ class StoredFiles {
 }  // namespace
 
 void on_all_ranks(const Group& group, const std::function<void()>& step,
-                  const char* what, const std::vector<std::string>& equal) {
+                  const char* compared, const std::vector<std::string>& equal) {
   absl::Status status;
   try {
     step();
   } catch (...) {
     status = absl::InvalidArgumentError(message_of(std::current_exception()));
   }
-  require_agreement(group, what, equal, status);
+  require_agreement(group, compared, equal, status);
 }
 
 void save_tensors(const Group& group,

@@ -38,7 +38,6 @@ namespace brigade {
 
 enum class CheckpointLayout : uint8_t { kFile, kFolder };
 
-// Tensor names and metadata of a checkpoint.
 struct CheckpointContents {
   std::set<std::string, std::less<>> names;  // of tensors
   CheckpointMetadata metadata;
@@ -46,11 +45,11 @@ struct CheckpointContents {
 
 // Collective: runs `step`, which must not communicate. If `step` throws on any
 // rank, all ranks throw ValueError with that rank's text. All ranks also throw
-// if the texts `equal` then differ between ranks; `what` names them in the
-// error.
+// if the texts `equal` then differ between ranks; `compared` names them in
+// the error.
 void on_all_ranks(const c10::intrusive_ptr<c10d::ProcessGroup>& group,
                   const std::function<void()>& step,
-                  const char* what = "checkpoint",
+                  const char* compared = "checkpoint",
                   const std::vector<std::string>& equal = {});
 
 // Collective.

@@ -36,7 +36,6 @@ double microseconds(const Work& work) {
       .count();
 }
 
-// Formats the median and quartiles.
 inline std::string spread(const Samples& samples, int digits) {
   const Quartiles of = quartiles(samples);
   return fmt::format("{:.{}f} [{:.{}f}, {:.{}f}]", of.median, digits, of.p25,

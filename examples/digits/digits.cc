@@ -124,8 +124,7 @@ DigitsNet train_alone(const Batches& batches, const Options& options) {
   return net;
 }
 
-// Returns the percentage of images that `net` recognizes.
-double accuracy_of(DigitsNet& net, const DigitImages& test) {
+double accuracy_percent(DigitsNet& net, const DigitImages& test) {
   const torch::NoGradGuard no_grad;
   return 100 * net->forward(test.pixels)
                    .argmax(1)
@@ -160,7 +159,7 @@ int run(const Options& options) {
   }
   DigitsNet net = train_on_all_ranks(group, batches, options);
   if (group->getRank() != 0) return 0;
-  const double accuracy = accuracy_of(net, test);
+  const double accuracy = accuracy_percent(net, test);
   fmt::print("test accuracy {:.2f} % (required: at least {:g} %)\n", accuracy,
              options.min_accuracy);
   DigitsNet alone = train_alone(batches, options);
