@@ -21,6 +21,7 @@ import brigade
 
 from cases import quick
 from ranks import on_ranks
+from training import completed_future
 
 TIMEOUT_S = 20
 
@@ -43,12 +44,6 @@ def _backward_with(hook):
     wrapped(torch.ones(1, 2)).sum().backward()
 
 
-def _done(value):
-    future = torch.futures.Future()
-    future.set_result(value)
-    return future
-
-
 # Invalid values by option of the wrapper; the error names the option.
 WRONG_OPTIONS = {
     "device_ids": ["cuda", ["cpu"]],
@@ -64,12 +59,12 @@ WRONG_HOOKS = [
     ("<lambda>.*returned None", lambda state, bucket: None),
     ("<lambda>.*returned 3", lambda state, bucket: 3),
     ("argument", lambda: None),
-    ("", lambda state, bucket: _done(3)),
-    ("", lambda state, bucket: _done(torch.ones(600))),
-    ("", lambda state, bucket: _done(torch.ones(2))),
-    ("", lambda state, bucket: _done(torch.ones(6, device="meta"))),
+    ("", lambda state, bucket: completed_future(3)),
+    ("", lambda state, bucket: completed_future(torch.ones(600))),
+    ("", lambda state, bucket: completed_future(torch.ones(2))),
+    ("", lambda state, bucket: completed_future(torch.ones(6, device="meta"))),
     ("", lambda state, bucket: bucket.set_buffer(None)),
-    ("", lambda state, bucket: _done(bucket.buffer().resize_(0))),
+    ("", lambda state, bucket: completed_future(bucket.buffer().resize_(0))),
 ]
 # (regex of the error, call that raises it)
 WRONG = [

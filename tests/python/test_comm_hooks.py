@@ -12,7 +12,7 @@ import brigade
 from cases import pairwise
 from exact_training import MODES, Training, UserError
 from ranks import on_ranks, run_ranks
-from training import Perceptron, inputs, loss_of, train
+from training import Perceptron, completed_future, inputs, loss_of, train
 
 LIMITS = {"timeout_s": 20, "deadline_s": 60}  # ranks that wait for different collectives fail early
 
@@ -23,12 +23,6 @@ def _sum(tensor):
 
 def _average_of(future):
     return future.then(lambda done: done.value()[0] / dist.get_world_size())
-
-
-def _done(value):
-    future = torch.futures.Future()
-    future.set_result(value)
-    return future
 
 
 @on_ranks()
@@ -62,7 +56,7 @@ def finish_bucket(state, bucket):
     buffer = bucket.buffer()
     work = dist.all_reduce(buffer, async_op=True)
     at_the_end_of_backward(lambda: (work.wait(), buffer.div_(dist.get_world_size())))
-    return _done(buffer)
+    return completed_future(buffer)
 
 
 def complete_future(state, bucket):
@@ -82,7 +76,7 @@ def finish_in_a_second_callback(state, bucket):
         at_the_end_of_backward(lambda: buffer.div_(dist.get_world_size()))
 
     at_the_end_of_backward(wait)
-    return _done(buffer)
+    return completed_future(buffer)
 
 
 def the_collectives_own(state, bucket):
@@ -232,7 +226,7 @@ def averages(state, bucket):
 
 def two_collectives(state, bucket):
     _sum(bucket.buffer().clone())
-    return averages(state, bucket) if not bucket.is_last() else _done(bucket.buffer())
+    return averages(state, bucket) if not bucket.is_last() else completed_future(bucket.buffer())
 
 
 def never_done(state, bucket):

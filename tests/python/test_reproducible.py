@@ -9,6 +9,7 @@ import brigade
 
 from ranks import on_ranks
 from sharded_training import expect_same
+from training import completed_future
 
 VARIANTS = {
     "1 KB": {"bucket_cap_mb": 1 / 1024},
@@ -94,9 +95,8 @@ def _average_by_shard_group(group, bucket):
     """A comm hook that sums shard groups of 2 ranks first, then the groups' sums."""
     each = [torch.empty_like(bucket.buffer()) for _ in range(group.size())]
     dist.all_gather(each, bucket.buffer(), group)
-    future = torch.futures.Future()
-    future.set_result(_sum_by_shard_group([[t] for t in each], 2)[0] * (1.0 / group.size()))
-    return future
+    total = _sum_by_shard_group([[t] for t in each], 2)[0]
+    return completed_future(total * (1.0 / group.size()))
 
 
 @on_ranks(4)

@@ -61,6 +61,12 @@ def gradients_of(module: nn.Module) -> list[torch.Tensor | None]:
     return [None if p.grad is None else p.grad.clone() for p in module.parameters()]
 
 
+def completed_future(value: Any) -> torch.futures.Future:
+    future = torch.futures.Future()
+    future.set_result(value)
+    return future
+
+
 def expect_torchs_bits(run: Callable[[Callable[..., nn.Module]], list[Any]]) -> None:
     """Calls `run` with each class and the same seed; expects tensors with equal bits."""
     results = {}
