@@ -12,7 +12,7 @@
 #include "brigade/comm/errors/error_texts.h"
 #include "brigade/comm/group/group_info.h"
 #include "brigade/python_bindings/registrations.h"
-#include "brigade/reducer/parameter_changes.h"
+#include "brigade/reducer/parameter_table.h"
 
 namespace brigade {
 namespace {

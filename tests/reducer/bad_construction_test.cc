@@ -40,7 +40,7 @@ TEST(BadConstructionTest, IsAnErrorOnAllRanks) {
        "parameter 1 ('frozen') must require a gradient"},
       {{good[0] * 2},
        {},
-       "parameter 0 must be a leaf, it is the result of Mul"},
+       "parameter 0 must be a leaf tensor, found the result of Mul"},
       {{at::Tensor()}, {}, "parameter 0 must be a tensor"},
       {{good[0], good[1], good[0]},
        {.parameter_names = {"a", "b", "c"}},

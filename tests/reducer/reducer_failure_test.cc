@@ -429,7 +429,7 @@ TEST(PeerFailureTest, NamesTheUsedMap) {
     EXPECT_THAT(
         text_of_network_failure(recording, reducer, model.loss_in_order({0}, 0),
                                 /*n=*/1, at_launch),
-        AllOf(HasSubstr("the map of used parameters in iteration 1 on rank 0"),
+        AllOf(HasSubstr("the used-parameter bitmap in iteration 1 on rank 0"),
               HasSubstr("connection closed")));
     EXPECT_FALSE(reducer.can_continue());
   }
