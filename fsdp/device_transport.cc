@@ -11,8 +11,7 @@
 #include "brigade/comm/group/group_info.h"
 #include "brigade/comm/ordered/ordered_sum.h"
 #include "brigade/comm/process_group.h"
-#include "brigade/comm/streams/futures.h"
-#include "brigade/comm/subgroup.h"
+#include "brigade/comm/streams/streams.h"
 #include "brigade/fsdp/shard_transport.h"
 
 namespace brigade {
@@ -55,8 +54,8 @@ class DeviceTransport final : public ShardTransport {
   FuturePtr gather(const at::Tensor& whole, int num_ranks) override {
     const Group& group = gathers_.at(num_ranks)->group();
     const int64_t numel = whole.numel() / num_ranks;
-    return gather_into(*group, whole,
-                       whole.narrow(0, group->getRank() * numel, numel))
+    return all_gather_into(*group, whole,
+                           whole.narrow(0, group->getRank() * numel, numel))
         ->getFuture();
   }
 
@@ -67,11 +66,11 @@ class DeviceTransport final : public ShardTransport {
     if (is_over_gloo_) {  // whose sums of slices have no future: the host waits
       const at::NoGradGuard no_grad;
       std::vector<at::Tensor> tensors = {whole};
-      join_current_stream(sums_.group()->allreduce(tensors));
+      wait_on_current_stream(sums_.group()->allreduce(tensors));
       shard.copy_(whole.narrow(0, shard_rank() * shard.numel(), shard.numel()));
       in_row = completed_future({shard});
     } else {
-      in_row = reduce_into(*sums_.group(), shard, whole)->getFuture();
+      in_row = reduce_scatter_into(*sums_.group(), shard, whole)->getFuture();
     }
     return sum.over_replicas ? over_column(in_row, shard, sum.of_row) : in_row;
   }
@@ -89,13 +88,13 @@ class DeviceTransport final : public ShardTransport {
         in_column ? at::empty({num_replicas() * shard.numel()}, shard.options())
                   : at::Tensor();
     if (num_shards() > 1) {
-      join_current_stream(exchange_parts(*sums_.group(), parts, whole));
+      wait_on_current_stream(all_to_all_into(*sums_.group(), parts, whole));
     }
     sum_in_order(parts, num_shards(), total);
     if (in_column) {
       shard.copy_(total);
       if (sum.of_row.defined()) shard.add_(sum.of_row);
-      join_current_stream(gather_into(*column_.group(), of_rows, shard));
+      wait_on_current_stream(all_gather_into(*column_.group(), of_rows, shard));
       sum_in_order(of_rows, num_replicas(), total);
     }
     if (sum.scale != 1) total.mul_(sum.scale);

@@ -137,7 +137,7 @@ ShardedUnit::Gathered SegmentRun::gather_into(size_t number, Lease lease) {
     if (flat.is_whole_here()) continue;
     const at::Tensor& whole = gathered.wholes[i];
     if (plan_.has_slices && !unit.slices.empty()) {
-      const int num_ranks = *unit.settings.reshards_to;
+      const int num_ranks = *unit.settings.reshard_to;
       const int64_t size = whole.numel() / num_ranks;
       whole.narrow(0, transport.shard_rank() % num_ranks * size, size)
           .copy_(unit.slices[i]);
@@ -156,7 +156,7 @@ ShardedUnit::Gathered SegmentRun::gather_into(size_t number, Lease lease) {
 
 void SegmentRun::wait_for(size_t number) {
   ShardedUnit& unit = model_.units[number];
-  const bool is_new_stream = unit.uses->note();
+  const bool is_new_stream = unit.uses->add_current();
   if (unit.is_bound && !is_new_stream) return;
   if (is_new_stream) {
     for (const auto& flat : unit.flats) flat->note_use();
@@ -182,7 +182,7 @@ void SegmentRun::wait_for(size_t number) {
 
 // The slice of the neighbours' share.
 void SegmentRun::keep_slices(ShardedUnit& unit) {
-  const int num_ranks = *unit.settings.reshards_to;
+  const int num_ranks = *unit.settings.reshard_to;
   const int place = unit.transport->shard_rank() % num_ranks;
   const at::NoGradGuard no_grad;
   unit.slices.clear();
@@ -206,7 +206,7 @@ void SegmentRun::release(size_t number) {
       is_broken_ |= future->hasError();
     }
     if (keeps) keep_slices(unit);
-    unit.uses->note();
+    unit.uses->add_current();
   }
   const StreamPoint last_use = unit.uses->end();
   unit.unbind();
@@ -316,7 +316,7 @@ ShardedUnit::FuturePtr SegmentRun::launch_sum(const ShardedUnit& unit,
   ShardTransport::Sum of = {
       .scale = over_replicas ? 1.0 / unit.divisor() : 1.0,
       .over_replicas = over_replicas,
-      .of_row = over_replicas ? flat.take_row_sum() : at::Tensor()};
+      .of_row = over_replicas ? flat.take_partial_sum() : at::Tensor()};
   if (!unit.comm_hook) return transport.reduce_scatter(whole, sum, of);
   if (!transport.scales()) {
     const double scale = std::exchange(of.scale, 1);
@@ -385,7 +385,7 @@ void SegmentRun::drop_gradients() {
     for (const auto& flat : unit.flats) {
       flat->drop_gradients();
       flat->drop_sum();
-      flat->drop_row_sum();
+      flat->drop_partial_sum();
     }
     if (!unit.gradients) continue;
     model_.memory.release(std::exchange(unit.gradients, {}),

@@ -8,12 +8,11 @@
 
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_join.h"
-#include "brigade/comm/close_group.h"
 #include "brigade/comm/errors/error_texts.h"
 #include "brigade/comm/errors/peer_error.h"
+#include "brigade/comm/process_group.h"
 #include "brigade/fsdp/backward_hooks.h"
 #include "brigade/fsdp/flat_shard.h"
-#include "brigade/hooks/backward_events.h"
 
 namespace brigade {
 namespace {
@@ -145,7 +144,7 @@ void SegmentedModel::adopt_pieces() {
 
 void SegmentedModel::check_neighbours() const {
   for (const ShardedUnit& unit : units_) {
-    const std::optional<int>& found = unit.settings.reshards_to;
+    const std::optional<int>& found = unit.settings.reshard_to;
     const std::vector<int>& known = meshes_->of(unit.mesh_number).neighbours;
     TORCH_CHECK(!found || std::ranges::find(known, *found) != known.end(),
                 "fully_shard: unit '", unit.name, "' is to be resharded to ",
@@ -195,7 +194,7 @@ ParameterState SegmentedModel::use(std::span<const Shard* const> parameters) {
     if (!are_by_hand) return ParameterState::kSharded;
     for (const Shard* const shard : parameters) {
       ShardedUnit& unit = units_[shard->unit];
-      if (!unit.uses->note()) continue;
+      if (!unit.uses->add_current()) continue;
       for (const auto& future : unit.gathered->futures) future->wait();
     }
     return may_write_ ? ParameterState::kWritable : ParameterState::kUnsharded;
@@ -244,12 +243,12 @@ uint64_t SegmentedModel::settings_hash() const {
   for (const ShardedUnit& unit : units_) {
     const UnitSettings& settings = unit.settings;
     for (const bool value :
-         {settings.reshards_after_forward, settings.reshards_after_backward,
+         {settings.reshard_after_forward, settings.reshard_after_backward,
           is_due(unit), settings.sums_over_replicas,
           settings.gathers_in_backward, settings.keeps_storage}) {
       numbers.push_back(value ? 1 : 0);
     }
-    numbers.push_back(static_cast<uint64_t>(settings.reshards_to.value_or(0)));
+    numbers.push_back(static_cast<uint64_t>(settings.reshard_to.value_or(0)));
     numbers.push_back(
         std::bit_cast<uint64_t>(settings.gradient_divisor.value_or(0)));
     for (const auto& flat : unit.flats) {
@@ -267,10 +266,10 @@ bool SegmentedModel::stays_after(const SegmentRun::Plan& plan,
                                  size_t unit) const {
   const UnitSettings& settings = units_[unit].settings;
   if (plan.kind != SegmentKind::kForward) {
-    return !settings.reshards_after_backward;
+    return !settings.reshard_after_backward;
   }
   return plan.unsharded[unit] != 0 ||
-         (plan.has_grad && !settings.reshards_after_forward);
+         (plan.has_grad && !settings.reshard_after_forward);
 }
 
 UnitRules SegmentedModel::rules_for(const SegmentRun::Plan& plan) const {
@@ -436,7 +435,7 @@ void SegmentedModel::break_off() noexcept {
   try {
     if (const auto error = std::current_exception()) {
       why_broken_ = message_of(error);
-      exchange_.channel().give_up(error);
+      exchange_.channel().abort(error);
     }
   } catch (...) {
   }
@@ -549,7 +548,7 @@ std::vector<uint32_t> SegmentedModel::expected_gradients(
 bool SegmentedModel::has_held_gradients(const ShardedUnit& unit) const {
   return is_due(unit) && std::ranges::any_of(unit.flats, [&](const auto& flat) {
            return flat->has_gradients() ||
-                  (flat->has_row_sum() && unit.settings.sums_over_replicas);
+                  (flat->has_partial_sum() && unit.settings.sums_over_replicas);
          });
 }
 
@@ -653,7 +652,7 @@ void SegmentedModel::deliver(std::vector<at::Tensor>& hooked) {
       const size_t first = flat->context().first_number;
       const size_t count = flat->parameters().size();
       if (!unit.sums_over_replicas()) {
-        flat->keep_row_sum();
+        flat->keep_partial_sum();
         continue;
       }
       const std::vector<char> of_flat(

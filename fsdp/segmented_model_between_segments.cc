@@ -76,7 +76,7 @@ void SegmentedModel::reshard(const std::vector<size_t>& units,
     ShardedUnit& unit = units_.at(number);
     const bool was_by_hand = std::exchange(unit.is_by_hand, false);
     if (was_by_hand && may_write_ && !drops_writes) {
-      unit.uses->note();
+      unit.uses->add_current();
       try {
         for (const auto& flat : unit.flats) flat->read_own_slice();
       } catch (...) {
@@ -183,11 +183,11 @@ double SegmentedModel::clip_grad_norm(double max_norm, double p) {
         if (gradient == nullptr || gradient->local.numel() == 0) continue;
         pieces.push_back(gradient->local);
         if (unit.is_first_replica) {
-          norms.push_back(piece_norm(gradient->local, p));
+          norms.push_back(local_norm(gradient->local, p));
         }
       }
     }
-    return norms.empty() ? 0 : piece_norm(at::stack(norms), p).item<double>();
+    return norms.empty() ? 0 : local_norm(at::stack(norms), p).item<double>();
   });
   const std::vector<uint64_t> arguments = {std::bit_cast<uint64_t>(max_norm),
                                            std::bit_cast<uint64_t>(p)};
@@ -198,7 +198,7 @@ double SegmentedModel::clip_grad_norm(double max_norm, double p) {
     by_rank.push_back(std::bit_cast<double>(bits));
   }
   const auto norm =
-      piece_norm(at::tensor(by_rank, at::kDouble), p).item<double>();
+      local_norm(at::tensor(by_rank, at::kDouble), p).item<double>();
   const double factor = max_norm / (norm + 1e-6);
   if (!(factor >= 1) && !pieces.empty()) {  // not a number is handed on
     at::_foreach_mul_(pieces, factor);
@@ -278,7 +278,7 @@ PlannedSegment SegmentedModel::planned(SegmentKind kind) const {
     const size_t unit = is_forward ? k : units_.size() - 1 - k;
     const UnitSettings& settings = units_[unit].settings;
     if (is_forward ||
-        (settings.reshards_after_forward && settings.gathers_in_backward)) {
+        (settings.reshard_after_forward && settings.gathers_in_backward)) {
       add(ScheduleEntry::Kind::kAllGather, unit);
     }
     if (!is_forward && k > 0)
@@ -298,10 +298,10 @@ std::string SegmentedModel::explain() const {
         &text, "unit ", i, " '", unit.name, "': ", unit.parameters.size(),
         " parameters, unsharded ", mebibytes(unit.whole_bytes()),
         ", gradients ", mebibytes(unit.gradient_bytes()), ", ",
-        unit.settings.reshards_after_forward ? "resharded after forward"
-                                             : "kept from forward to backward",
+        unit.settings.reshard_after_forward ? "resharded after forward"
+                                            : "kept from forward to backward",
         unit.settings.keeps_slices()
-            ? absl::StrCat(", in slices on ", *unit.settings.reshards_to,
+            ? absl::StrCat(", in slices on ", *unit.settings.reshard_to,
                            " ranks in between")
             : "",
         unit.mesh ? absl::StrCat(", over ", describe(*unit.mesh)) : "", "\n");

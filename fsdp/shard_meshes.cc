@@ -15,8 +15,8 @@
 #include "brigade/comm/agreement.h"
 #include "brigade/comm/group/group_collectives.h"
 #include "brigade/comm/group/group_info.h"
+#include "brigade/comm/process_group.h"
 #include "brigade/comm/streams/streams.h"
-#include "brigade/comm/subgroup.h"
 
 namespace brigade {
 namespace {
@@ -35,15 +35,16 @@ absl::Status check_mesh(const MeshRequest& unit, int rank, int num_ranks) {
   const bool rises =
       std::ranges::adjacent_find(ranks, std::greater_equal<>()) == ranks.end();
   if (ranks.empty() || !rises || ranks.front() < 0 ||
-      ranks.back() >= num_ranks || mesh.place_of(rank) < 0) {
+      ranks.back() >= num_ranks || mesh.index_of(rank) < 0) {
     return refuse("expected ranks of the root, of which there are ", num_ranks,
                   ", in rising order, rank ", rank, " among them, found ",
                   absl::StrJoin(ranks, ", "),
                   ".\nName those that hold the same parameters as this rank.");
   }
-  if (mesh.row_length() < 1 || mesh.size() % mesh.row_length() != 0) {
+  if (mesh.shard_group_size() < 1 ||
+      mesh.size() % mesh.shard_group_size() != 0) {
     return refuse("expected num_shards to divide its number of ranks, ",
-                  mesh.size(), ", found ", mesh.row_length(),
+                  mesh.size(), ", found ", mesh.shard_group_size(),
                   ".\nLeave it out for all of them.");
   }
   return absl::OkStatus();
@@ -53,7 +54,7 @@ absl::Status check_mesh(const MeshRequest& unit, int rank, int num_ranks) {
 std::string describe_mesh_of(const MeshRequest& unit) {
   if (!unit.mesh) return absl::StrCat("'", unit.unit, "' on the root's mesh");
   return absl::StrCat("one on groups of ", unit.mesh->size(),
-                      " ranks, in rows of ", unit.mesh->row_length());
+                      " ranks, in rows of ", unit.mesh->shard_group_size());
 }
 
 // `of`: hashes of the ranks that each rank names, and of its names of
@@ -128,16 +129,17 @@ class RowGroup final : public ShardGroup {
 
 }  // namespace
 
-int UnitMesh::place_of(int rank) const {
+int UnitMesh::index_of(int rank) const {
   const auto found = std::ranges::find(ranks, rank);
   return found == ranks.end() ? -1 : static_cast<int>(found - ranks.begin());
 }
 
 std::string describe(const UnitMesh& mesh) {
-  return absl::StrCat("ranks ", absl::StrJoin(mesh.ranks, ", "),
-                      mesh.row_length() == mesh.size()
-                          ? ""
-                          : absl::StrCat(" in rows of ", mesh.row_length()));
+  return absl::StrCat(
+      "ranks ", absl::StrJoin(mesh.ranks, ", "),
+      mesh.shard_group_size() == mesh.size()
+          ? ""
+          : absl::StrCat(" in rows of ", mesh.shard_group_size()));
 }
 
 void number_meshes(const Group& group, std::span<MeshRequest> units) {
@@ -158,7 +160,7 @@ void number_meshes(const Group& group, std::span<MeshRequest> units) {
   require_agreement(group, "sharded unit", described, status);
   const size_t stride = hashes.size();
   if (has_peers(*group)) {
-    hashes = numbers_of_ranks(group, hashes, "could not compare its meshes");
+    hashes = all_gather_ints(group, hashes, "could not compare its meshes");
     for (size_t i = 0; i < meshed.size(); ++i) {
       status.Update(check_peers(*meshed[i], rank,
                                 std::span(hashes).subspan(2 * i), stride));
@@ -172,7 +174,7 @@ void number_meshes(const Group& group, std::span<MeshRequest> units) {
     for (size_t k = 2 * i; k < hashes.size(); k += stride) {
       meshes.push_back(hashes[k]);
     }
-    const int row = meshed[i]->mesh->row_length();
+    const int row = meshed[i]->mesh->shard_group_size();
     meshed[i]->number =
         known.try_emplace({std::move(meshes), row}, known.size() + 1)
             .first->second;
@@ -199,8 +201,9 @@ ShardMeshes::ShardMeshes(const Group& group, int num_shards, c10::Device device,
   for (const auto& [number, mesh] : own) {
     Mesh made = {.neighbours = of(number)};
     made.scope.reset(new GroupScope(make_subgroup(group, mesh.ranks, device)));
-    made.transport = make_transport(made.scope->group(), mesh.row_length(),
-                                    streams(), made.neighbours, in_order);
+    made.transport =
+        make_transport(made.scope->group(), mesh.shard_group_size(), streams(),
+                       made.neighbours, in_order);
     made.row = std::make_shared<RowGroup>(*made.transport,
                                           mesh.size() == group->getSize());
     meshes_.push_back(std::move(made));

@@ -20,8 +20,8 @@
 #include <vector>
 
 #include "brigade/comm/process_group.h"
-#include "brigade/fsdp/fully_shard_options.h"
 #include "brigade/fsdp/shard_transport.h"
+#include "brigade/fsdp/sharded_model.h"
 #include "brigade/fsdp/sharded_tensor.h"
 
 namespace brigade {

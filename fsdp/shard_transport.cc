@@ -8,7 +8,6 @@
 
 #include "brigade/comm/ordered/ordered_collectives.h"
 #include "brigade/comm/process_group.h"
-#include "brigade/comm/subgroup.h"
 
 namespace brigade {
 namespace {

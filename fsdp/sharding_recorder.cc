@@ -89,11 +89,11 @@ void ShardingRecorder::needed(size_t unit) {
 
 void ShardingRecorder::unsharded(size_t unit) {
   Launch* const gather = last_gather_of(unit);
-  if (gather == nullptr || gather->times.whole_ns != 0) return;
+  if (gather == nullptr || gather->times.unsharded_ns != 0) return;
   if (device_.is_cpu()) {
     for (const auto& arrival : gather->arrivals) arrival->stamp_complete();
   }
-  gather->times.whole_ns = now_ns();
+  gather->times.unsharded_ns = now_ns();
 }
 
 // Complete when all of it was.

@@ -1,5 +1,5 @@
-// Sharded training on a CUDA device, in a world of 1: its streams are real
-// ones, and the host goes on while they work.
+// Sharded training on a CUDA device with world size 1: real streams, and a host
+// that does not wait for them.
 
 #include <c10/core/impl/VirtualGuardImpl.h>
 #include <torch/torch.h>
@@ -20,7 +20,7 @@ using testing::current_stream;
 using testing::kDevice;
 using testing::keep_busy;
 
-// h * w of each unit, integers.
+// Returns the gradients of each step; each unit computes h * w, in integers.
 std::vector<at::Tensor> train(at::Device device,
                               const FullyShardOptions& options, int num_steps) {
   const auto group = single_process_group();
@@ -57,7 +57,7 @@ std::vector<at::Tensor> train(at::Device device,
   return gradients;
 }
 
-TEST(ShardingGpuTest, TrainsAsOnTheCpu) {
+TEST(ShardingGpuTest, MatchesTrainingOnTheCpu) {
   if (!torch::cuda::is_available()) GTEST_SKIP() << "no CUDA device";
   for (const bool is_mixed : {false, true}) {
     FullyShardOptions options;
@@ -74,7 +74,7 @@ TEST(ShardingGpuTest, TrainsAsOnTheCpu) {
   }
 }
 
-TEST(ShardingGpuTest, TheHostGoesOnWhileTheDeviceWorks) {
+TEST(ShardingGpuTest, HostDoesNotWaitForTheDevice) {
   if (!torch::cuda::is_available()) GTEST_SKIP() << "no CUDA device";
   const FullyShardOptions options = {.param_dtype = at::kBFloat16,
                                      .reduce_dtype = at::kFloat};
@@ -87,9 +87,9 @@ TEST(ShardingGpuTest, TheHostGoesOnWhileTheDeviceWorks) {
   EXPECT_FALSE(current_stream().query()) << "a step has waited for the device";
 }
 
-// What sharding takes for granted of the backend: a future is complete when its
-// collective is launched, and makes streams wait.
-TEST(ShardingGpuTest, FuturesOfNcclAreCompleteWhenTheyAreLaunched) {
+// Sharding relies on this: NCCL's futures are complete at launch, and wait()
+// makes streams wait.
+TEST(ShardingGpuTest, NcclFuturesAreCompleteAtLaunch) {
   if (!torch::cuda::is_available()) GTEST_SKIP() << "no CUDA device";
   c10::impl::VirtualGuardImpl(at::kCUDA).setDevice(kDevice);
   const GroupScope scope(
@@ -98,7 +98,7 @@ TEST(ShardingGpuTest, FuturesOfNcclAreCompleteWhenTheyAreLaunched) {
   const at::Tensor whole = at::arange(1024.0, at::TensorOptions(kDevice));
   const at::Tensor shard = at::empty_like(whole);
   const auto launch = [&] {
-    return reduce_into(*scope.group(), shard, whole)->getFuture();
+    return reduce_scatter_into(*scope.group(), shard, whole)->getFuture();
   };
   launch()->waitAndThrow();  // makes the communicator
   current_stream().synchronize();
@@ -109,7 +109,8 @@ TEST(ShardingGpuTest, FuturesOfNcclAreCompleteWhenTheyAreLaunched) {
   sum->waitAndThrow();
   EXPECT_FALSE(current_stream().query()) << "the host has waited";
   EXPECT_TRUE(at::equal(shard, whole));
-  const auto gathered = gather_into(*scope.group(), whole, whole)->getFuture();
+  const auto gathered =
+      all_gather_into(*scope.group(), whole, whole)->getFuture();
   EXPECT_TRUE(gathered->completed());
   gathered->waitAndThrow();
   EXPECT_TRUE(at::equal(shard, whole));

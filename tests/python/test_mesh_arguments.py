@@ -1,4 +1,4 @@
-"""What torch's fully_shard says of meshes and placements."""
+"""Meshes and placements that torch's fully_shard accepts."""
 
 import inspect
 
@@ -36,7 +36,7 @@ def _gradient(model, rank):
 )
 @on_ranks(8)
 def test_dimensions_of_a_larger_mesh(rank, shard, replicate, bits, num_shards):
-    """A group is of ranks that differ in bits of its dimensions."""
+    """A rank's group has the ranks that differ in the bits of its mesh dimensions."""
     mesh = dist.init_device_mesh("cpu", (2, 2, 2), mesh_dim_names=("outer", "inner", "model"))
     plain = make_net()
     model = shard_blocks(
@@ -52,7 +52,7 @@ def test_dimensions_of_a_larger_mesh(rank, shard, replicate, bits, num_shards):
 
 @pytest.mark.skipif(_Dims is None, reason="torch has no DataParallelMeshDims")
 @on_ranks()
-def test_dimensions_that_the_mesh_does_not_have(rank):
+def test_dimensions_outside_the_mesh_are_errors(rank):
     mesh = dist.init_device_mesh("cpu", (2, 1), mesh_dim_names=("data", "model"))
     for wrong in (_Dims(shard="dat"), _Dims(shard="data", replicate="data")):
         with pytest.raises(ValueError, match=r"each once.*mesh with \('data', 'model'\)"):
@@ -82,7 +82,7 @@ def test_replicas_may_be_the_inner_dimension(rank):
     model = nn.Linear(5, 3, bias=False)
     nn.init.ones_(model.weight)
     brigade.fully_shard(model, mesh=mesh, dp_mesh_dims=_Dims(shard="shards", replicate="copies"))
-    places = {0: 0, 1: 0, 2: 8, 3: 8}  # of 15 elements and one of padding
+    places = {0: 0, 1: 0, 2: 8, 3: 8}  # 15 elements and one of padding
     num_held = (8, 7)[rank // 2]
     assert model.weight.to_local().numel() == num_held
     expected = torch.ones(3, 5)
@@ -108,7 +108,7 @@ def test_a_mesh_whose_first_rank_is_not_the_lowest(rank):
 
 
 @on_ranks()
-def test_tensors_that_are_split_already_are_refused(rank):
+def test_sharded_tensors_are_errors(rank):
     mesh = dist.init_device_mesh("cpu", (2,))
     model = nn.Linear(2, 2)
     model.weight = nn.Parameter(distribute_tensor(model.weight.detach(), mesh, [Shard(0)]))
@@ -134,9 +134,9 @@ def test_placements(rank):
         assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
     model = make_net()
     for shape, error, words in (
-        (Shard(2), ValueError, r"'embed\.weight', which has 2, found Shard\(2\)"),
-        (Shard(-3), ValueError, r"'embed\.weight', which has 2, found Shard\(-3\)"),
-        (Replicate(), ValueError, r"found Replicate\(\) of 'embed\.weight'"),
+        (Shard(2), ValueError, r"the 2 dimensions of 'embed\.weight', found Shard\(2\)"),
+        (Shard(-3), ValueError, r"the 2 dimensions of 'embed\.weight', found Shard\(-3\)"),
+        (Replicate(), ValueError, r"found Replicate\(\) for 'embed\.weight'"),
     ):
         with pytest.raises(error, match=words):
             brigade.fully_shard(model, shard_placement_fn=lambda p, found=shape: found)
@@ -169,8 +169,8 @@ def test_a_placement_may_name_the_units_mesh(rank):
     expect_equal(model, make_net())
     model = shard(lambda p: _Result(placement=None, mesh_info=row))
     assert model.blocks[0]._brigade_unit.group.size() == 2
-    with pytest.raises(NotImplementedError, match=r"'norm\.weight' is over .*'up\.weight' over"):
+    with pytest.raises(NotImplementedError, match=r"for 'norm\.weight' and .* for 'up\.weight'"):
         shard(lambda p: _Result(placement=None, mesh_info=row) if p.dim() == 1 else None)
-    with pytest.raises(NotImplementedError, match="along 0 and replicas along 1"):
+    with pytest.raises(NotImplementedError, match="shard_mesh_dim 0 and replicate_mesh_dim 1"):
         wrong = common.HSDPMeshInfo(both, shard_mesh_dim=0, replicate_mesh_dim=1)
         shard(lambda p: _Result(placement=None, mesh_info=wrong))
