@@ -51,7 +51,7 @@ def with_doxygen_comments(code: str) -> str:
 
 
 def on_files(files, config):
-    """Adds the C++ reference, which Doxygen makes of the public headers, so that links are checked."""
+    """Adds the C++ reference, made by Doxygen; mkdocs then checks links to it."""
     folder = pathlib.Path(_folder.name)
     for header in public_headers():
         copy = folder / "brigade" / header
