@@ -464,7 +464,7 @@ void SegmentRun::finish(const std::vector<char>& used, bool has_used_all) {
     cursor_.end_round({&own, 1}, actions);
     perform(actions);
   } else {
-    RoundResult result = RoundResult::kGoesOn;
+    RoundResult result = RoundResult::kContinues;
     size_t num_issued = 0;
     do {
       wait_for_reductions();
@@ -472,7 +472,7 @@ void SegmentRun::finish(const std::vector<char>& used, bool has_used_all) {
       num_issued = cursor_.record().entries.size();
       result = round(std::nullopt, actions);
       perform(actions);
-    } while (result == RoundResult::kGoesOn ||
+    } while (result == RoundResult::kContinues ||
              cursor_.record().entries.size() > num_issued);
     throw_noted();
   }
