@@ -14,6 +14,7 @@
 #include <memory>
 #include <mutex>
 #include <optional>
+#include <string>
 #include <vector>
 
 #include "brigade/observing/timeline.h"
@@ -128,6 +129,70 @@ class TimelineRecorder {
   Timeline last_;
   std::shared_ptr<Completions> current_completions_;
   std::shared_ptr<Completions> last_completions_;
+};
+
+// Records the timelines of sampled steps of a sharded model. Samples the same
+// steps as TimelineRecorder. In other steps each call costs one branch. In a
+// sampled step each collective costs one allocation and a callback of its
+// future.
+//
+// Thread safety: one call at a time. Callbacks of futures write into separate
+// state, which may outlive this object.
+class ShardingRecorder {
+ public:
+  explicit ShardingRecorder(c10::Device device) : device_(device) {}
+
+  // 0: samples no step. Throws ValueError for a negative rate.
+  void set_sample_rate(int64_t sample_rate);
+
+  // A step lasts from the first forward after a reduced backward to the end of
+  // the next reduced backward.
+  void forward_begins();
+  void forward_ends() { stamp(current_.times.forward_end_ns); }
+  void backward_begins();
+  void backward_ends() { stamp(current_.times.backward_end_ns); }
+  // Call when all reductions are complete.
+  void step_ends();
+  void step_fails() { is_in_step_ = is_sampling_ = false; }
+
+  // Collectives of a unit, each a launch per flat shard. Call these with the
+  // collective's stream current: launch_begins() before the first launch,
+  // launched() after each.
+  enum Collective { kAllGather, kReduceScatter };
+  void launch_begins(Collective collective, size_t unit);
+  void launched(Collective collective, c10::ivalue::Future& future);
+  // The host needs the unit, and later has waited for its all-gather.
+  void needed(size_t unit);
+  void unsharded(size_t unit);
+
+  // Returns the last complete sampled step. On devices, waits for it. `names`:
+  // by unit.
+  ShardingTimeline timeline(const std::vector<std::string>& names) const;
+
+ private:
+  struct Completion;
+  struct Launch {
+    size_t unit;
+    GatherTimes times;
+    std::vector<std::shared_ptr<Completion>> completions = {};  // by flat shard
+  };
+  struct Step {
+    ShardingTimeline times = {};
+    std::array<std::vector<Launch>, 2> launches = {};  // by Collective
+  };
+
+  void stamp(int64_t& time_ns) const;
+  Launch* last_gather_of(size_t unit);
+  GatherTimes times_of(const Launch& launch) const;
+
+  const c10::Device device_;
+  int64_t sample_rate_ = TimelineRecorder::kDefaultSampleRate;
+  int64_t num_steps_ = 0;  // complete ones
+  bool is_in_step_ = false;
+  bool is_sampling_ = false;
+  GatheredIn pass_ = GatheredIn::kOther;
+  Step current_;
+  Step last_;
 };
 
 }  // namespace brigade

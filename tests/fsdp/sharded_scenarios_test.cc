@@ -308,9 +308,9 @@ class Program {
     if (situation_ == Situation::kNoSync ||
         situation_ == Situation::kAfterNoSync) {
       const bool fails_first = situation_ == Situation::kNoSync;
-      model_->set_synchronizes(false);
+      model_->set_requires_gradient_sync(false);
       run_once(step, 0, fails_first ? fault : Fault::kNone);
-      model_->set_synchronizes(true);
+      model_->set_requires_gradient_sync(true);
       run_once(step, 1, fails_first ? Fault::kNone : fault);
       return;
     }

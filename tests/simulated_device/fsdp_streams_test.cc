@@ -250,10 +250,10 @@ TEST_P(OtherFsdpStreamsTest, WritesWholeParameters) {
 
 TEST_P(OtherFsdpStreamsTest, ReducesAccumulatedGradients) {
   expect_steps(options(), program(), 2, [](ShardedTraining& training, int s) {
-    training.sharded().set_synchronizes(false);
+    training.sharded().set_requires_gradient_sync(false);
     training.step(s);
     training.step(s);
-    training.sharded().set_synchronizes(true);
+    training.sharded().set_requires_gradient_sync(true);
     training.sharded().reduce();
   });
 }
@@ -472,7 +472,7 @@ TEST_P(ShardedRunAheadTest, EvaluationAwaitsStatuses) {
 // No bad step is read or saved.
 TEST_P(ShardedRunAheadTest, CallsBetweenStepsAwaitStatuses) {
   const std::vector<std::function<void(ShardedTraining&)>> calls = {
-      [](ShardedTraining& training) { training.sharded().meet_peers(); },
+      [](ShardedTraining& training) { training.sharded().barrier(); },
       [](ShardedTraining& training) { gather_whole(training.parameter(1, 0)); },
   };
   for (const auto& call : calls) {
