@@ -86,8 +86,8 @@ class SegmentExchange {
   std::vector<int64_t> compare(const std::string& text, uint64_t hash,
                                int64_t number = 0);
 
-  // Replaces open() or compare() after an error on this rank: both throw
-  // PeerError with `error` on the peers.
+  // Replaces open() or compare() after an error on this rank. The peers' calls
+  // throw PeerError with `error`.
   void fail(const std::string& error);
 
   StatusChannel& channel() { return channel_; }

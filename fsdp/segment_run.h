@@ -4,9 +4,9 @@
 // an operator needs, and takes part in rounds. Owns the reductions in flight;
 // units own their buffers.
 //
-// Errors: an error on this rank during a launch is recorded, and the next call
-// throws it, so that this rank still issues the collectives that its peers
-// issue.
+// Errors: an error of a launch is recorded, and thrown after the launches of
+// that call or by the next call. Until the segment ends, a failed rank still
+// issues the collectives that its peers issue, on zeros.
 //
 // Thread safety: none; the model serializes calls.
 
@@ -33,7 +33,7 @@ namespace brigade {
 
 class SegmentRun {
  public:
-  // Parts of the model; all outlive the run.
+  // Parts of the model. They outlive the run.
   struct Model {
     std::vector<ShardedUnit>& units;
     const ShardMeshes& meshes;
@@ -72,7 +72,7 @@ class SegmentRun {
                   const at::Tensor& gradient, bool is_reduced);
   // Acquires memory for the unit's gradients.
   void prepare_gradients(size_t unit);
-  // Counts the gradients of earlier backwards as one more accumulation.
+  // Counts the unit's gradients of earlier backwards as one accumulation.
   void add_held_gradients(size_t unit);
 
   // Issues the rest of the schedule, and takes part in rounds until all ranks
@@ -80,7 +80,7 @@ class SegmentRun {
   // parameter of the model, has a gradient. `has_used_all`: all parameters that
   // are reduced have one. Throws PeerError.
   void finish(const std::vector<char>& used, bool has_used_all);
-  // Replaces finish() after an error on this rank.
+  // Ends the segment after an error on this rank, in place of finish().
   void fail(const std::string& error) noexcept;
 
   // After finish(): by parameter, has a gradient on any rank.
@@ -92,7 +92,7 @@ class SegmentRun {
 
   // Launches an all-gather outside the schedule. Call it on all ranks.
   void all_gather(size_t unit);
-  // Waits for the unit's all-gather and binds its parameters.
+  // Waits for the unit's all-gather, and binds its parameters to the memory.
   void wait_for(size_t unit);
   // Records the current exception, unless there is one already. `context`:
   // prefix for a failure of a peer or the network.

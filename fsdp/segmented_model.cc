@@ -123,7 +123,7 @@ void SegmentedModel::make_hooks() {
   hooks_ = std::make_unique<GradientHooks>(
       replicas, [](VariableIndex, bool) {},
       [this](VariableIndex variable, const at::Tensor& gradient) {
-        take(variable, gradient);
+        gradient_ready(variable, gradient);
       });
   show_compute_dtypes(false);
   for (size_t i = 0; i < hooked_.size(); ++i) {
@@ -208,10 +208,10 @@ ParameterState SegmentedModel::use(std::span<const Shard* const> parameters) {
   const bool is_inside =
       is_open() && (backward >= 0 || (is_in_forward_ && is_forward_thread()));
   if (!is_inside) {
-    const bool are_by_hand = std::ranges::all_of(
+    const bool are_held = std::ranges::all_of(
         parameters,
         [&](const Shard* shard) { return units_[shard->unit].is_by_hand; });
-    if (!are_by_hand) return ParameterState::kSharded;
+    if (!are_held) return ParameterState::kSharded;
     for (const Shard* const shard : parameters) {
       ShardedUnit& unit = units_[shard->unit];
       if (!unit.uses->note()) continue;
@@ -260,9 +260,9 @@ bool SegmentedModel::can_continue() const {
 }
 
 std::vector<int64_t> SegmentedModel::compare(const std::string& text,
-                                             uint64_t digest, int64_t number) {
+                                             uint64_t hash, int64_t number) {
   check_usable();
-  return run_exchange([&] { return exchange_.compare(text, digest, number); });
+  return run_exchange([&] { return exchange_.compare(text, hash, number); });
 }
 
 void SegmentedModel::unshard(const std::vector<size_t>& units, bool may_write) {
@@ -486,7 +486,7 @@ CheckpointModel checkpoint_model(ShardedModel& of) {
 
 // Returns the last recorded schedule; before the first one, a schedule in the
 // order of registration.
-PlannedSegment SegmentedModel::planned(SegmentKind kind) const {
+PlannedSegment SegmentedModel::planned_segment(SegmentKind kind) const {
   const bool is_forward = kind == SegmentKind::kForward;
   const SegmentRun::Plan plan = {
       .kind = kind,
@@ -539,7 +539,7 @@ std::string SegmentedModel::explain() const {
   std::vector<PlannedSegment> step;
   for (const SegmentKind kind :
        {SegmentKind::kForward, SegmentKind::kBackward}) {
-    step.push_back(planned(kind));
+    step.push_back(planned_segment(kind));
     absl::StrAppend(&text,
                     kind == SegmentKind::kForward ? "forward" : "backward",
                     step_.contains(kind) ? ":" : ", not recorded yet:");

@@ -92,9 +92,6 @@ class SegmentedModel final : public ShardedModel, public ParameterOwner {
   void written(size_t unit) override;
   void await_statuses() override;
 
-  // GradientHooks' sink.
-  void take(VariableIndex variable, const at::Tensor& gradient);
-
  private:
   // Gradients that a forward leads to. Lives as long as its outputs' graph.
   struct ForwardRecord {
@@ -150,9 +147,10 @@ class SegmentedModel final : public ShardedModel, public ParameterOwner {
   }
   [[nodiscard]] std::unique_lock<std::recursive_mutex> lock_between_segments()
       const;
-  std::vector<int64_t> compare(const std::string& text, uint64_t digest,
+  std::vector<int64_t> compare(const std::string& text, uint64_t hash,
                                int64_t number = 0);
   void make_hooks();
+  void gradient_ready(VariableIndex variable, const at::Tensor& gradient);
   void show_compute_dtypes(bool value);
   void check_reshard_sizes() const;
   void adopt_pieces();
@@ -161,7 +159,7 @@ class SegmentedModel final : public ShardedModel, public ParameterOwner {
   uint64_t settings_hash() const;
   bool stays_unsharded_after(const SegmentRun::Plan& plan, size_t unit) const;
   UnitRules rules_for(const SegmentRun::Plan& plan) const;
-  PlannedSegment planned(SegmentKind kind) const;
+  PlannedSegment planned_segment(SegmentKind kind) const;
   OpeningMessage opening_of(SegmentKind kind);
   OpeningMessage exchange_opening(const OpeningMessage& opening);
   // `reached`: the forward whose outputs backward reached first; null: unknown.

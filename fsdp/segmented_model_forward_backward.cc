@@ -367,7 +367,8 @@ void SegmentedModel::open_backward(const ForwardRecord* reached) {
   }
 }
 
-void SegmentedModel::take(VariableIndex variable, const at::Tensor& gradient) {
+void SegmentedModel::gradient_ready(VariableIndex variable,
+                                    const at::Tensor& gradient) {
   const std::lock_guard lock(mutex_);
   TORCH_CHECK(!is_in_forward_,
               "fully_shard: expected no gradients of parameters inside "
