@@ -1,16 +1,15 @@
 // Recorded order of a segment's collectives, and one rank's position in it.
 //
 // A segment is one forward or one backward. All ranks issue one sequence of
-// all-gathers and reduce-scatters: first the recorded schedule of the segment's
-// tag, then rounds. In a round each rank sends one RoundMessage. Then all ranks
-// all-gather the units that some rank needs, and reduce-scatter the units whose
-// gradients are complete. A segment without a schedule (learning) has rounds
-// only; its sequence becomes the tag's schedule. The last round is the
-// segment's status.
+// all-gathers and reduce-scatters: the recorded schedule of the segment's tag,
+// then rounds. In a round all ranks exchange RoundMessages, all-gather the
+// units that some rank needs, and reduce-scatter the units whose gradients are
+// complete. A segment without a schedule (learning) has rounds only; its
+// sequence becomes the tag's schedule. The last round is the segment's status.
 //
-// Each rank issues entries in order, so it may block on any entry that it has
-// issued. The schedule and this rank's needs alone decide which all-gather
-// serves a need; prefetch and timing do not. Ranks that repeat their programs
+// A rank may block on any entry that it has issued, since all ranks issue
+// entries in order. The schedule and this rank's needs alone decide which
+// all-gather serves a need; timing does not. Ranks that repeat their programs
 // need only the last round. Ranks with equal programs issue each entry at the
 // same place, so the program may issue its own collectives in between.
 //
@@ -52,25 +51,22 @@ using Schedule = std::vector<ScheduleEntry>;
 // Schedule of one tag, identical on all ranks.
 struct RecordedSchedule {
   Schedule entries = {};
-  // By entry: gradients that each rank accumulates in the unit between the
-  // unit's previous reduce-scatter and this one. 0 for an all-gather, and for
-  // all entries if ranks differed.
+  // By entry: gradients that each rank accumulates before this reduce-scatter,
+  // since the unit's previous one. 0 if ranks differed, and for all-gathers.
   std::vector<uint32_t> accumulations = {};
 
   uint64_t fingerprint() const;  // hash of the entries
 };
 
-// Reshard and prefetch rules of one segment.
+// Reshard and prefetch rules of one segment. Vectors are indexed by unit.
 struct UnitRules {
-  // By unit: the unit that contains it in the module tree; none: outermost.
-  // Use of a unit does not release the units that contain it.
+  // The unit that contains it in the module tree. Use of a unit does not
+  // release the units that contain it.
   std::vector<std::optional<size_t>> parents = {};
-  // By unit: once gathered, stays unsharded until the segment ends. Empty:
-  // none stays.
+  // Stays unsharded until the segment ends. Empty: none.
   std::vector<char> stays = {};
-  // All-gathers issued ahead of the unit in use.
-  size_t prefetch_depth = 1;
-  // By unit: overrides prefetch_depth while the unit is in use. Empty: none.
+  size_t prefetch_depth = 1;  // all-gathers issued ahead of the unit in use
+  // Overrides prefetch_depth while the unit is in use. Empty: none.
   std::vector<size_t> prefetch_depths = {};
 
   size_t num_units() const { return parents.size(); }
@@ -98,25 +94,23 @@ struct RoundMessage {
   bool has_failed = false;
   // By unit: all expected gradients are accumulated and not yet reduced.
   std::vector<char> complete = {};
-  // By unit: more gradients are expected.
-  std::vector<char> expects = {};
-  // Learning only, otherwise 0: hash of RecordedSchedule::accumulations and of
-  // the counts of gradients not yet reduced.
+  std::vector<char> expects = {};  // by unit: more gradients
+  // Hash of all counts of accumulated gradients; 0 unless learning.
   uint64_t accumulations = 0;
-  // Set by the caller. By parameter of the model: has a gradient. Empty: none.
-  std::vector<char> used = {};
-  std::string error = {};  // set by the caller if has_failed
+  // The caller sets these.
+  std::vector<char> used = {};  // by parameter: has a gradient; empty: none
+  std::string error = {};       // if has_failed
 };
 
 enum class RoundResult : uint8_t { kContinues, kEnded, kFailed };
 
-// One rank's position in one segment. Calls append the actions that the caller
-// must carry out, in order, to `actions`.
+// One rank's position in one segment. Calls append to `actions`, which the
+// caller must carry out in order.
 class SegmentCursor {
  public:
-  // `recorded`: the schedule that all ranks use; null: learn. `unsharded`: by
-  // unit, held since an earlier segment; empty: none. `expected`: by unit,
-  // gradients that this rank's open forwards lead to; empty: none.
+  // `recorded`: the schedule of all ranks; null: learn. `unsharded`: by unit,
+  // held since an earlier segment; empty: none. `expected`: by unit, gradients
+  // that this rank's open forwards lead to; empty: none.
   SegmentCursor(UnitRules rules, const RecordedSchedule* recorded,
                 std::vector<char> unsharded = {},
                 std::vector<uint32_t> expected = {});
@@ -124,19 +118,19 @@ class SegmentCursor {
   // Issues the first prefetch.
   CursorActions begin();
 
-  // Unshards `units` for one operator and holds them until the next call. If a
-  // unit has no all-gather left in the schedule, returns that unit: the caller
-  // takes part in one round for it, then calls again.
+  // Unshards `units` for one operator and holds them until the next call.
+  // Returns a unit that the rest of the schedule does not gather, if any: the
+  // caller takes part in one round for it, then calls again.
   std::optional<size_t> need(std::span<const size_t> units,
                              CursorActions& actions);
 
-  // Counts one more gradient accumulated in `unit`.
+  // Counts one accumulated gradient.
   void accumulated(size_t unit, CursorActions& actions);
 
   // Issues the rest of the schedule. The caller then takes part in rounds until
   // one returns kEnded or kFailed.
   void finish(CursorActions& actions);
-  // Like finish(), after an error: drops the accumulated gradients.
+  // Like finish(), after an error. Drops the accumulated gradients.
   void fail(CursorActions& actions);
 
   RoundMessage message(std::optional<size_t> need = std::nullopt) const;
@@ -145,7 +139,7 @@ class SegmentCursor {
   RoundResult end_round(std::span<const RoundMessage> by_rank,
                         CursorActions& actions);
 
-  // Whether the unit is unsharded or its all-gather is in flight.
+  // Whether it is unsharded or its all-gather is in flight.
   bool is_held(size_t unit) const {
     return claimed_[unit] != 0 || unclaimed_of(unit);
   }
@@ -193,9 +187,8 @@ class SegmentCursor {
   std::vector<size_t> used_;    // claimed units, most recently used last
   std::vector<size_t> pinned_;  // units of the last need()
   bool is_settled_ = false;     // the last need() succeeded
-  // Entries: issued all-gathers, neither claimed by a need nor dropped.
-  std::set<size_t> unclaimed_;
-  size_t front_ = 0;  // after the last claimed entry
+  std::set<size_t> unclaimed_;  // entries: issued all-gathers not yet used
+  size_t front_ = 0;            // after the last claimed entry
   size_t prefetch_depth_;
 
   // Gradients, by unit.

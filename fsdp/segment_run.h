@@ -4,9 +4,9 @@
 // an operator needs, and takes part in rounds. Owns the reductions in flight;
 // units own their buffers.
 //
-// Errors: an error of a launch is recorded, and thrown after the launches of
-// that call or by the next call. Until the segment ends, a failed rank still
-// issues the collectives that its peers issue, on zeros.
+// Errors: an error of a launch is recorded, and thrown after the call's
+// launches or by the next call. fail() then issues the remaining collectives on
+// zeros, since peers wait for them.
 //
 // Thread safety: none; the model serializes calls.
 
@@ -33,8 +33,7 @@ namespace brigade {
 
 class SegmentRun {
  public:
-  // Parts of the model. They outlive the run.
-  struct Model {
+  struct Model {  // outlives the run
     std::vector<ShardedUnit>& units;
     const ShardMeshes& meshes;
     UnshardBuffers& memory;
@@ -62,43 +61,40 @@ class SegmentRun {
 
   void begin();
 
-  // Unshards and binds the units that one operator is about to use. Throws
-  // PeerError if a rank failed or is lost.
+  // Unshards and binds the units of one operator. Throws PeerError.
   void use(std::span<const size_t> units);
 
-  // Accumulates one gradient of backward. `is_reduced`: this segment reduces
-  // the unit.
+  // `is_reduced`: this segment reduces the unit.
   void accumulate(size_t unit, FlatShard& flat, size_t parameter,
                   const at::Tensor& gradient, bool is_reduced);
-  // Acquires memory for the unit's gradients.
   void prepare_gradients(size_t unit);
   // Counts the unit's gradients of earlier backwards as one accumulation.
   void add_held_gradients(size_t unit);
 
   // Issues the rest of the schedule, and takes part in rounds until all ranks
   // have ended. The flat shards then hold their reduced gradients. `used`: by
-  // parameter of the model, has a gradient. `has_used_all`: all parameters that
-  // are reduced have one. Throws PeerError.
+  // parameter, has a gradient. `has_used_all`: all reduced parameters have one.
+  // Throws PeerError.
   void finish(const std::vector<char>& used, bool has_used_all);
-  // Ends the segment after an error on this rank, in place of finish().
+  // Replaces finish() after an error on this rank.
   void fail(const std::string& error) noexcept;
 
-  // After finish(): by parameter, has a gradient on any rank.
+  // By parameter: has a gradient on any rank. REQUIRES: finish() returned.
   const std::vector<char>& used_anywhere() const { return used_anywhere_; }
   const SegmentCursor& cursor() const { return cursor_; }
   const Plan& plan() const { return plan_; }
-  // Whether a collective failed or a peer is lost. Nothing is launched then.
+  // A collective failed or a peer is lost; nothing more is launched.
   bool is_broken() const { return is_broken_; }
 
-  // Launches an all-gather outside the schedule. Call it on all ranks.
+  // Launches an all-gather outside the schedule, on all ranks.
   void all_gather(size_t unit);
-  // Waits for the unit's all-gather, and binds its parameters to the memory.
+  // Waits for the all-gather, and binds the unit's parameters.
   void wait_for(size_t unit);
-  // Records the current exception, unless there is one already. `context`:
-  // prefix for a failure of a peer or the network.
+  // Records the current exception, if it is the first. `context`: for failures
+  // of a peer or the network.
   void record_error(const std::string& context = {});
   void throw_recorded_error();
-  // Releases a unit's memory, unless unshard() holds it.
+  // Releases a unit's memory unless unshard() holds it.
   void release(size_t unit);
 
  private:
@@ -143,7 +139,7 @@ class SegmentRun {
   bool has_gathered_ = false;
   std::deque<UnitReduction> reducing_;
   std::vector<FlatReduction> reduced_;  // gradient memory is released
-  // All-gathers that only peers need: this rank already holds the unit.
+  // For peers only: this rank already holds the units.
   std::vector<ShardedUnit::Gathered> surplus_gathers_;
   std::exception_ptr error_;
   std::string error_text_;  // sent to the peers by fail()
