@@ -1,8 +1,6 @@
-// Messages of a segment between ranks: its opening and its rounds
-// (fsdp/schedule.h).
-//
-// Each message is one or more statuses (comm/status/status_channel.h): a
-// status's text carries 1,536 bits of a round's bitmaps.
+// Messages between ranks about a segment (fsdp/schedule.h): its opening and its
+// rounds. Each message is one or more statuses (comm/status/status_channel.h);
+// a status's text carries 1,536 bits of a round's bitmaps.
 //
 // Thread safety: one call at a time.
 
@@ -28,7 +26,7 @@ enum class SegmentKind : int8_t {
   kForward,
   kLocalBackward,  // gradients stay on the rank
   kBackward,       // gradients are reduced
-  kWithoutData,    // the peers' kind: this rank has no data for the step
+  kWithoutData,    // the peers' kind, on a rank without data
 };
 
 struct OpeningMessage {
@@ -41,15 +39,14 @@ struct OpeningMessage {
 
 struct RoundAnswers {
   std::vector<RoundMessage> by_rank = {};
-  std::string error = {};  // names the failed ranks; empty: none failed
+  std::string error = {};            // names the failed ranks, if any
   bool has_unconfirmed_end = false;  // a rank called end_unconfirmed()
 };
 
-// Rethrows the current exception. Failures of a peer or of the network become
+// Rethrows the current exception; failures of a peer or the network as
 // PeerError "fully_shard: <context>: ...".
 [[noreturn]] void throw_with_context(const std::string& context);
-// Throws PeerError with this text.
-[[noreturn]] void throw_peer_failure(const std::string& text);
+[[noreturn]] void throw_peer_failure(const std::string& text);  // PeerError
 
 class SegmentExchange {
  public:
@@ -59,26 +56,25 @@ class SegmentExchange {
                   std::shared_ptr<Progress> progress);
 
   // Opens a segment. Returns the kind and tag of the ranks with data, and
-  // `schedule` and `slices` if equal on all ranks, otherwise 0. Throws
-  // PeerError with one text on all ranks, without opening a segment, if kinds
-  // or settings differ. Without `awaits` returns `own` at once if it has a
-  // schedule; confirm() awaits the peers' messages.
+  // `schedule` and `slices` if equal on all ranks, otherwise 0. Throws the same
+  // PeerError on all ranks, and opens none, if kinds or settings differ.
+  // Without `awaits` returns `own` at once if it has a schedule; confirm()
+  // checks it.
   OpeningMessage open(const OpeningMessage& own, bool awaits);
 
-  // Sends `own` and awaits the messages of all ranks. Throws PeerError if a
-  // rank called end_unconfirmed() and this round needs it to continue.
-  // `timeout`: nullopt: the group's.
+  // Exchanges messages. Throws PeerError if a rank called end_unconfirmed() but
+  // the segment must continue. `timeout`: nullopt: the group's.
   RoundAnswers round(
       const RoundMessage& own,
       std::optional<std::chrono::milliseconds> timeout = std::nullopt);
-  // Sends the last round of a segment that this rank ran as recorded; confirm()
-  // awaits the answers. REQUIRES: may_end_unconfirmed().
+  // Sends the last round of a segment that ran as recorded on this rank;
+  // confirm() awaits the answers. REQUIRES: may_end_unconfirmed().
   void end_unconfirmed(const RoundMessage& own);
-  // Whether the units and parameters fit into the statuses in flight.
+  // A round's bitmaps fit into the statuses in flight.
   bool may_end_unconfirmed() const;
 
-  // Awaits all outstanding messages except those of the last `num_segments`
-  // segments. Throws PeerError if a rank failed or did not run as recorded.
+  // Awaits outstanding messages, except of the last `num_segments` segments.
+  // Throws PeerError if a rank failed or did not run as recorded.
   void confirm(size_t num_segments = 0);
 
   // Collective. Returns `number` of each rank. Throws PeerError if `text`
@@ -86,12 +82,12 @@ class SegmentExchange {
   std::vector<int64_t> compare(const std::string& text, uint64_t hash,
                                int64_t number = 0);
 
-  // Replaces open() or compare() after an error on this rank. The peers' calls
+  // Replaces open() or compare() after an error on this rank; the peers' calls
   // throw PeerError with `error`.
   void fail(const std::string& error);
 
   StatusChannel& channel() { return channel_; }
-  // Whether a peer is lost, or failed in a segment that this rank already left.
+  // A peer is lost, or failed in a segment that this rank has ended.
   bool is_broken() const { return is_broken_; }
 
  private:

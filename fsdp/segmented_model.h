@@ -1,13 +1,13 @@
 // The implementation of ShardedModel (fsdp/sharded_model.h): runs forwards and
 // backwards as segments, one at a time.
 //
-// Opens a segment with the peers (fsdp/segment_exchange.h) and chooses its
-// schedule and rules. A SegmentRun (fsdp/segment_run.h) carries it out. At the
-// end of a backward the model sets `.grad`. fsdp/unshard_buffers.h owns the
-// memory of unsharded units and of their gradients.
+// Opens a segment with the peers (fsdp/segment_exchange.h), chooses its
+// schedule and rules, lets a SegmentRun carry it out, and sets `.grad` at the
+// end of a backward. Memory of unsharded units and gradients:
+// fsdp/unshard_buffers.h.
 //
-// segmented_model_forward_backward.cc has forwards, backwards and their
-// segments; segmented_model.cc has all other calls.
+// segmented_model_forward_backward.cc: forwards, backwards and their segments.
+// segmented_model.cc: all other calls.
 //
 // Thread safety: as ShardedModel.
 
@@ -53,8 +53,7 @@ class SegmentedModel final : public ShardedModel, public ParameterOwner {
   const std::vector<ShardedUnit>& units() const { return units_; }
   const c10::intrusive_ptr<c10d::ProcessGroup>& group() const { return group_; }
   bool is_in_forward() const { return is_in_forward_; }
-  // Sets a function that runs at the begin of each forward; an exception in it
-  // fails the forward.
+  // `check` runs at the begin of each forward; its exception fails the forward.
   void set_forward_check(std::function<void()> check) {
     forward_check_ = std::move(check);
   }
@@ -112,7 +111,7 @@ class SegmentedModel final : public ShardedModel, public ParameterOwner {
   }
   bool is_cpu() const { return meshes_->streams().device().is_cpu(); }
   bool is_open() const { return run_.has_value(); }
-  // Runs a part of the open segment. An exception fails the segment.
+  // An exception in `part` fails the open segment.
   template <typename Part>
   void run_or_abandon(const Part& part) {
     try {
@@ -123,7 +122,7 @@ class SegmentedModel final : public ShardedModel, public ParameterOwner {
     }
   }
   void check_usable() const;
-  // Runs a call of exchange_, and closes the groups if that breaks it.
+  // Closes the groups if `call` breaks exchange_.
   template <typename F>
   auto run_exchange(F call) {
     try {
@@ -133,8 +132,8 @@ class SegmentedModel final : public ShardedModel, public ParameterOwner {
       throw;
     }
   }
-  // Runs a call of this rank. An exception in it is thrown on the peers, too,
-  // by their next open() or compare().
+  // An exception in `call` is also thrown on the peers, by their next open() or
+  // compare().
   template <typename F>
   auto run_or_fail_on_peers(F call) {
     try {
@@ -162,7 +161,7 @@ class SegmentedModel final : public ShardedModel, public ParameterOwner {
   PlannedSegment planned_segment(SegmentKind kind) const;
   OpeningMessage opening_of(SegmentKind kind);
   OpeningMessage exchange_opening(const OpeningMessage& opening);
-  // `reached`: the forward whose outputs backward reached first; null: unknown.
+  // `reached`: the forward whose outputs backward reached; null: unknown.
   void open(SegmentKind kind, const ForwardRecord* reached = nullptr);
   void open_backward(const ForwardRecord* reached = nullptr);
   std::vector<uint32_t> expected_gradients(const ForwardRecord* reached) const;

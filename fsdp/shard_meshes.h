@@ -1,9 +1,9 @@
 // Transports of a model's units: one on the model's process group, and one for
-// each distinct mesh of units with their own UnitMesh.
+// each distinct UnitMesh.
 //
 // All ranks launch the collectives of all meshes in one order. Each rank is in
-// exactly one group of every mesh, so that order cannot deadlock. On devices
-// all meshes share two streams.
+// one group of every mesh, so that order cannot deadlock. On devices all meshes
+// share two streams.
 //
 // Thread safety: as ShardTransport.
 
@@ -38,13 +38,12 @@ struct MeshRequest {
   size_t number = 0;  // of the mesh, set by number_meshes()
 };
 
-// Compares the units' meshes across ranks and numbers them identically on all
-// ranks. 0 is the model's mesh; units with equal meshes on all ranks share a
-// number. Collective if some unit has its own mesh.
+// Numbers the units' meshes identically on all ranks: 0 is the model's; equal
+// meshes share a number. Collective if some unit has its own mesh.
 //
 // Errors: the same ValueError on all ranks if a mesh is not a set of the
-// model's ranks that includes this rank, if ranks of one mesh name other ranks
-// or have another hash, or if the meshes of one unit differ in size.
+// model's ranks that includes this rank, if ranks of one mesh name different
+// ranks or have different hashes, or if meshes of one unit differ in size.
 void number_meshes(const c10::intrusive_ptr<c10d::ProcessGroup>& group,
                    std::span<MeshRequest> units);
 
@@ -57,15 +56,13 @@ class ShardMeshes {
     std::shared_ptr<ShardGroup> shard_group = nullptr;  // of sharded tensors
   };
 
-  // Collective. `num_shards`: of the model's mesh. `in_order`: devices reduce
-  // in rank order. Throws as make_ordered_transport() and make_subgroup().
-  // REQUIRES: number_meshes().
+  // Collective. `num_shards`: of the model's mesh. `in_order`: see
+  // make_device_transport(). REQUIRES: number_meshes().
   ShardMeshes(const c10::intrusive_ptr<c10d::ProcessGroup>& group,
               int num_shards, c10::Device device,
               std::span<const MeshRequest> units, bool in_order);
 
-  // Shard groups of sharded tensors that outlive this object throw RuntimeError
-  // when used.
+  // Sharded tensors that outlive it throw RuntimeError when gathered.
   ~ShardMeshes();
   ShardMeshes(const ShardMeshes&) = delete;
   ShardMeshes& operator=(const ShardMeshes&) = delete;
@@ -74,7 +71,7 @@ class ShardMeshes {
   ShardTransport& root() const { return *meshes_.front().transport; }
   const ShardingStreams& streams() const { return root().streams(); }
   ShardTransport::Sent sent() const;
-  // Groups that only these transports use.
+  // Groups that only the transports use.
   std::vector<c10::intrusive_ptr<c10d::ProcessGroup>> own_groups() const;
 
  private:

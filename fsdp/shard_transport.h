@@ -1,10 +1,9 @@
 // All-gathers and reduce-scatters of flat tensors over one mesh of ranks.
 //
-// A mesh has R * F ranks in R shard groups. A shard group is F consecutive
-// ranks, over which parameters are sharded. The R ranks with equal places in
-// their shard groups form a replica group and hold the same shard. All-gathers
-// run in a shard group. Gradients are reduced over the shard group, then over
-// the replica group. R = 1: full sharding. F = 1: data parallelism.
+// A mesh has R shard groups of F consecutive ranks. The R ranks with the same
+// shard form a replica group. All-gathers run in a shard group. Gradients are
+// reduced over the shard group, then over the replica group. R = 1: full
+// sharding. F = 1: data parallelism.
 
 #ifndef BRIGADE_FSDP_SHARD_TRANSPORT_H_
 #define BRIGADE_FSDP_SHARD_TRANSPORT_H_
@@ -29,11 +28,10 @@ namespace brigade {
 std::vector<int> shard_group_ranks(int rank, int num_shards);
 std::vector<int> replica_group_ranks(int rank, int num_shards, int num_ranks);
 
-// Two side streams of a model, one for all-gathers and one for reductions, so
-// that collectives do not wait for computation or for each other. On devices
-// without streams, none.
+// Side streams of a model, one for all-gathers and one for reductions, so that
+// collectives do not wait for computation or for each other. None on the CPU.
 //
-// Thread safety: any thread; a guard belongs to the thread that got it.
+// Thread safety: any thread; a guard belongs to its thread.
 class ShardingStreams {
  public:
   explicit ShardingStreams(c10::Device device)
@@ -43,7 +41,7 @@ class ShardingStreams {
 
   c10::Device device() const { return device_; }
 
-  // Make the stream current on the calling thread while the guard lives.
+  // Make the stream current while the guard lives.
   c10::OptionalStreamGuard for_gathers() const {
     return c10::OptionalStreamGuard(gathers_);
   }
@@ -58,10 +56,9 @@ class ShardingStreams {
 };
 
 // Collectives of one mesh. All-gathers and reductions run independently, each
-// kind in call order, which must be the same on all ranks. On devices with
-// streams the caller makes one of streams() current for a launch. Futures are
-// complete at once there and make streams wait, except over Gloo, where the
-// host waits.
+// kind in call order, which must be the same on all ranks. On devices a launch
+// runs on the current stream, one of streams(). Its future is complete at once,
+// and wait() makes the current stream wait; over Gloo the host waits.
 //
 // Thread safety: one call at a time of each kind.
 class ShardTransport {
@@ -71,15 +68,14 @@ class ShardTransport {
   virtual ~ShardTransport() = default;
 
   // All-gathers `whole` in place over `num_ranks` consecutive ranks, each with
-  // a slice of whole.numel() / num_ranks elements. `num_ranks`: num_shards(),
-  // or one of the gather sizes given at construction.
+  // an equal slice. `num_ranks`: num_shards() or one of the gather sizes.
   FuturePtr all_gather(const at::Tensor& whole, int num_ranks);
 
   struct ReduceOptions {
     double scale = 1;           // ignored unless scales()
     bool over_replicas = true;  // false: reduce over the shard group only
-    // [S], any floating dtype: a reduction over the shard group only, added
-    // before the reduction over the replica group. Undefined: none.
+    // [S], any floating dtype: an earlier reduction over the shard group only,
+    // added before the reduction over the replica group. Undefined: none.
     at::Tensor partial_sum = {};
   };
 
@@ -88,15 +84,14 @@ class ShardTransport {
   FuturePtr reduce_scatter(const at::Tensor& whole, const at::Tensor& shard,
                            const ReduceOptions& options);
 
-  // Bytes that this rank sends in collectives since construction, counted as
-  // ring algorithms send them.
+  // Bytes sent since construction, as ring algorithms send them.
   struct Sent {
     int64_t by_gathers = 0;
     int64_t by_sums = 0;
   };
   const Sent& sent() const { return sent_; }
 
-  // Whether reduce_scatter() applies `scale`; otherwise the caller scales.
+  // reduce_scatter() applies `scale`; if not, the caller must.
   virtual bool scales() const = 0;
 
   // Groups that only this transport uses, to be closed when a peer is lost.
@@ -129,24 +124,21 @@ class ShardTransport {
 };
 
 // Returns the transport for CPU tensors, which reduces in rank order
-// (comm/ordered/ordered_collectives.h). Collective over `group`.
-// `gather_sizes`: numbers of consecutive ranks for all_gather(); each divides
-// F. REQUIRES: `num_shards` divides the world size. Errors: as
-// OrderedCollectives.
+// (comm/ordered/ordered_collectives.h). Collective. `gather_sizes`: numbers of
+// ranks for all_gather(), divisors of F. REQUIRES: `num_shards` divides the
+// world size. Errors: as OrderedCollectives.
 std::unique_ptr<ShardTransport> make_ordered_transport(
     const c10::intrusive_ptr<c10d::ProcessGroup>& group, int num_shards,
     const std::vector<int>& gather_sizes = {});
 
-// Returns a transport that uses the collectives of a device's backend, on one
-// subgroup for each kind, so that each kind has its own stream in the backend.
-// Collective over `group`. Also serves recording groups on the CPU.
+// Returns a transport that uses the backend's collectives, on one subgroup for
+// each kind, so that each kind has its own stream in the backend. Collective.
+// Also serves recording groups on the CPU.
 //
-// Reductions have the backend's order and are not scaled. `in_order`: they have
-// rank order and the CPU's bits. Ranks then exchange slices and each adds up
-// its own, which takes the memory of `whole` once more. Over Gloo, as when
-// ranks share a device, a shard group's reduction is an all-reduce.
-//
-// `streams`: of a device that the group's backend serves. Errors: as
+// The backend chooses the order of reductions; they are not scaled. `in_order`:
+// rank order and scaled, with the CPU's bits, by an exchange of slices that
+// takes the memory of `whole` once more. Over Gloo, as when ranks share a
+// device, a shard group's reduction is an all-reduce. Errors: as
 // make_subgroup().
 std::unique_ptr<ShardTransport> make_device_transport(
     const c10::intrusive_ptr<c10d::ProcessGroup>& group, int num_shards,

@@ -1,13 +1,12 @@
 // Memory of unsharded units and of their gradients: a free list of buffers.
 //
-// A request takes the smallest free buffer that is large enough. If none is,
-// replaces the largest free buffer by one of the requested size; if nothing is
-// free, allocates. Steps that repeat a schedule repeat its requests, so they
-// soon allocate nothing.
+// A request takes the smallest free buffer that is large enough, otherwise
+// replaces the largest free one by one of the requested size, otherwise
+// allocates. Steps that repeat a schedule soon allocate nothing.
 //
-// On devices with streams each buffer carries the stream point of its last use.
-// A stream that uses the buffer waits for that point first. All buffers are
-// allocated on a separate stream, on which nothing runs.
+// On devices each buffer carries the stream point of its last use, which the
+// next user's stream must wait for. Buffers are allocated on a separate stream,
+// on which nothing runs.
 //
 // Thread safety: none; the owner serializes calls.
 
@@ -47,17 +46,16 @@ class UnshardBuffers {
 
   // Returns at least `bytes` of uninitialized memory; for 0, an empty lease.
   Lease acquire(int64_t bytes);
-  // Makes the buffer free after `last_use`.
   void release(Lease lease, const StreamPoint& last_use);
-  // The same for a lease that was not used.
+  // For a lease that was not used.
   void release(Lease lease) { release(lease, lease.last_use); }
-  // Deallocates free buffers, last released first, until the total is at most
-  // `bytes`.
+  // Deallocates free buffers, last released first, until at most `bytes` are
+  // allocated.
   void shrink_to(int64_t bytes);
 
   int64_t total_bytes() const { return total_bytes_; }  // free and in use
   int64_t peak_bytes() const { return peak_bytes_; }
-  // Returns the number of free buffers by size.
+  // By size: number of free buffers.
   std::map<int64_t, size_t> num_free() const;
 
  private:
@@ -88,11 +86,11 @@ struct BufferPlan {
   int64_t bytes = 0;
 };
 
-// Returns the buffers allocated after repeated steps of these segments. Replays
-// the schedules until a step allocates nothing. Assumes that all ranks follow
-// the schedules, and that an optimizer writes all units after the step. A unit
-// that contains others holds memory for its gradients from the segment's start.
-// Not counted: ShardedModel::unshard() and UnitSettings::keeps_storage.
+// Returns the buffers of repeated steps of these segments, by replaying the
+// schedules until a step allocates nothing. Assumes that all ranks follow the
+// schedules, that an optimizer writes all units after the step, and that a unit
+// which contains others holds gradient memory from the segment's start. Not
+// counted: ShardedModel::unshard() and UnitSettings::keeps_storage.
 BufferPlan plan_buffers(std::span<const PlannedSegment> step,
                         std::span<const UnitBytes> units, size_t max_reducing);
 

@@ -131,13 +131,12 @@ class TimelineRecorder {
   std::shared_ptr<Completions> last_completions_;
 };
 
-// Records the timelines of sampled steps of a sharded model. Samples the same
-// steps as TimelineRecorder. In other steps each call costs one branch. In a
-// sampled step each collective costs one allocation and a callback of its
-// future.
+// Recorder of the timelines of a sharded model's steps, sampled as by
+// TimelineRecorder. In other steps each call costs one branch; in a sampled
+// step a collective costs one allocation and a callback of its future.
 //
-// Thread safety: one call at a time. Callbacks of futures write into separate
-// state, which may outlive this object.
+// Thread safety: one call at a time. Callbacks write into separate state, which
+// may outlive this object.
 class ShardingRecorder {
  public:
   explicit ShardingRecorder(c10::Device device) : device_(device) {}
@@ -145,8 +144,7 @@ class ShardingRecorder {
   // 0: samples no step. Throws ValueError for a negative rate.
   void set_sample_rate(int64_t sample_rate);
 
-  // A step lasts from the first forward after a reduced backward to the end of
-  // the next reduced backward.
+  // A step ends with a reduced backward.
   void forward_begins();
   void forward_ends() { stamp(current_.times.forward_end_ns); }
   void backward_begins();
@@ -155,18 +153,17 @@ class ShardingRecorder {
   void step_ends();
   void step_fails() { is_in_step_ = is_sampling_ = false; }
 
-  // Collectives of a unit, each a launch per flat shard. Call these with the
-  // collective's stream current: launch_begins() before the first launch,
-  // launched() after each.
+  // A unit's collective has a launch for each flat shard. Call launch_begins()
+  // before the first and launched() after each, on the collective's stream.
   enum Collective { kAllGather, kReduceScatter };
   void launch_begins(Collective collective, size_t unit);
   void launched(Collective collective, c10::ivalue::Future& future);
-  // The host needs the unit, and later has waited for its all-gather.
+  // The host begins and ends a wait for the unit's all-gather.
   void needed(size_t unit);
   void unsharded(size_t unit);
 
-  // Returns the last complete sampled step. On devices, waits for it. `names`:
-  // by unit.
+  // Returns the last complete sampled step; waits for devices. `names`: by
+  // unit.
   ShardingTimeline timeline(const std::vector<std::string>& names) const;
 
  private:
