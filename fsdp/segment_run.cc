@@ -61,7 +61,6 @@ void SegmentRun::use(std::span<const size_t> units) {
 
 // ---- All-gathers.
 
-// Leaves `actions` empty.
 void SegmentRun::perform_all(CursorActions& actions) {
   for (const auto& [kind, unit] : std::exchange(actions, {})) {
     if (is_broken_) return;
@@ -181,7 +180,6 @@ void SegmentRun::wait_for(size_t number) {
   unit.bind();
 }
 
-// Copies this rank's slice of the unsharded unit, cut over `reshards_to` ranks.
 void SegmentRun::keep_slices(ShardedUnit& unit) {
   const int num_ranks = *unit.settings.reshards_to;
   const int slice = unit.transport->shard_rank() % num_ranks;
@@ -283,8 +281,7 @@ SegmentRun::FlatReduction SegmentRun::reduce_flat(const ShardedUnit& unit,
   const at::NoGradGuard no_grad;
   FlatReduction reduction = {.flat = &flat};
   try {
-    // On the current stream, since the sum becomes `.grad`.
-    reduction.sum = flat.make_sum();
+    reduction.sum = flat.make_sum();  // on the current stream: it is `.grad`
   } catch (...) {
     record_error();  // memory is short
   }

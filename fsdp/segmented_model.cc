@@ -85,7 +85,7 @@ SegmentedModel::SegmentedModel(std::vector<ShardedUnit>&& units,
 SegmentedModel::~SegmentedModel() {
   alive_.reset();
   stall_watch_.reset();
-  if (run_) abandon("its model was destroyed");
+  if (run_) abandon("the sharded model was destroyed");
   try {
     if (!is_broken_) exchange_.confirm();
   } catch (...) {
@@ -189,8 +189,7 @@ void SegmentedModel::written(size_t unit) {
   units_[unit].slices.clear();
 }
 
-// Releases unsharded units whose shards were written since, so that the next
-// use gathers them again.
+// Releases unsharded units whose shards were written since.
 void SegmentedModel::release_stale() {
   if (std::ranges::none_of(units_, &ShardedUnit::is_stale)) return;
   SegmentRun run(parts(), {});
@@ -242,8 +241,8 @@ void SegmentedModel::check_usable() const {
               "\nCreate a new process group and model, and load a checkpoint.");
 }
 
-// Autograd destroys a failed backward shortly after its caller gets the error.
-// Waits for that, so that the failed segment is closed.
+// Autograd destroys a failed backward shortly after its caller gets the error;
+// waits for that.
 std::unique_lock<std::recursive_mutex> SegmentedModel::lock_between_segments()
     const {
   std::unique_lock lock(mutex_);

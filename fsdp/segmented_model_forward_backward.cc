@@ -350,7 +350,7 @@ void SegmentedModel::open_backward(const ForwardRecord* reached) {
         },
         [this] {
           const std::lock_guard lock(mutex_);
-          abandon("its backward has thrown");
+          abandon("backward failed; see the exception on that rank");
         });
   }
   for (const Parameter& parameter : parameters_) {
