@@ -52,7 +52,7 @@ class Training {
   void add_arm(std::vector<SweepTrack>& tracks, const BucketArm& arm) {
     ReducerOptions options = options_;
     options.bucket_plan = {};
-    options.bucket_caps_bytes = arm.caps_bytes;
+    options.bucket_cap_bytes = arm.caps_bytes;
     Reducer reducer(parameters_, group_, options);
     for (int step = 0; step < kStepsUntilRebuilt; ++step) timed_step(&reducer);
     const std::vector<std::vector<size_t>>& buckets = reducer.plan().buckets();

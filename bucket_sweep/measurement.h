@@ -22,7 +22,7 @@ namespace brigade {
 // A bucket size that a sweep tries.
 struct BucketArm {
   std::string label;
-  std::vector<int64_t> caps_bytes;  // ReducerOptions::bucket_caps_bytes
+  std::vector<int64_t> caps_bytes;  // ReducerOptions::bucket_cap_bytes
 };
 
 // The reducer's default.

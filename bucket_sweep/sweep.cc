@@ -139,10 +139,10 @@ std::string row(const ArmSummary& arm, int label_width) {
 std::string setting_of(const ArmSummary& arm) {
   const int64_t bytes = arm.caps_bytes.front();
   if (bytes == std::numeric_limits<int64_t>::max()) {
-    return "bucket_caps_bytes = {std::numeric_limits<int64_t>::max()} or "
+    return "bucket_cap_bytes = {std::numeric_limits<int64_t>::max()} or "
            "bucket_cap_mb=1e6";
   }
-  return absl::StrFormat("bucket_caps_bytes = {%s} or bucket_cap_mb=%g",
+  return absl::StrFormat("bucket_cap_bytes = {%s} or bucket_cap_mb=%g",
                          absl::StrJoin(arm.caps_bytes, ", "),
                          bytes == 1 ? 0 : static_cast<double>(bytes) / 0x1p20);
 }

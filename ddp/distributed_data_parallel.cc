@@ -275,7 +275,7 @@ bool ReplicatedModule::State::sends_buffers() const {
 void ReplicatedModule::State::sync_buffers() {
   if (buffers().empty()) return;
   // A forward or a loss may have failed on one rank alone.
-  reducer_->meet_peers("called sync_buffers()");
+  reducer_->barrier("called sync_buffers()");
   broadcast_buffers();
 }
 
@@ -321,7 +321,7 @@ void ReplicatedModule::State::follow_divisor() {
 void ReplicatedModule::State::meet_peers() {
   // Before anything that one rank may fail in alone.
   reducer_->rebuild_buckets();
-  if (session_ != nullptr) reducer_->meet_peers("came to a forward");
+  if (session_ != nullptr) reducer_->barrier("came to a forward");
 }
 
 void ReplicatedModule::State::shadow() {
@@ -390,7 +390,7 @@ void join(std::span<ReplicatedModule* const> models,
     models[num_entered]->state_->enter(session, divisor,
                                        /*announces=*/num_entered == 0);
   }
-  models.front()->reducer().meet_peers("called join()");
+  models.front()->reducer().barrier("called join()");
   require_agreement(first.group_, "join option",
                     std::array{std::string(divisor == JoinDivisor::kWorldSize
                                                ? "kWorldSize"

@@ -113,7 +113,7 @@ class ReplicatedModule {
   // not synchronized. Collective then: the same number of calls on every rank.
   //
   // Errors: RuntimeError if the module got other parameters since it was
-  // wrapped; what `forward`, Reducer::meet_peers() and
+  // wrapped; what `forward`, Reducer::barrier() and
   // Reducer::prepare_for_backward() throw. In mixed precision RuntimeError if
   // `forward` writes to a parameter, which would be lost, or freezes or
   // unfreezes one.
@@ -130,7 +130,7 @@ class ReplicatedModule {
   // rank 0, or of the lowest rank with data while ranks join. After the last
   // forward each rank has updated its own.
   //
-  // Errors: what Reducer::meet_peers() throws; PeerError, and
+  // Errors: what Reducer::barrier() throws; PeerError, and
   // reducer().can_continue() is false then.
   void sync_buffers();
 

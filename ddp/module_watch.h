@@ -12,7 +12,7 @@
 #include <vector>
 
 #include "brigade/ddp/module_tensors.h"
-#include "brigade/reducer/parameter_changes.h"
+#include "brigade/reducer/parameter_table.h"
 
 namespace brigade {
 

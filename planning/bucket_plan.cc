@@ -19,11 +19,10 @@ absl::Status invalid(const Parts&... parts) {
 }
 
 struct FullBucket {
-  size_t last_position = 0;  // in `order`: when the bucket becomes full
+  size_t last_position = 0;  // of a member in `order`
   std::vector<size_t> members = {};
 };
 
-// In the order in which they close.
 std::vector<FullBucket> fill_buckets(std::span<const ParameterSpec> parameters,
                                      std::span<const size_t> order,
                                      std::span<const int64_t> caps_bytes) {
@@ -99,9 +98,10 @@ absl::Status check_bucket_kinds(const BucketPlan& plan,
     const ParameterSpec& first = parameters[members.front()];
     for (size_t member : members) {
       if (parameters[member].kind != first.kind) {
-        return invalid(
-            "bucket ", b, " of the plan mixes dtypes or devices: parameters ",
-            members.front(), " and ", member, " differ; put them apart");
+        return invalid("bucket ", b,
+                       " of the plan mixes dtypes or devices: parameters ",
+                       members.front(), " and ", member,
+                       " differ; put them in separate buckets");
       }
       if (parameters[member].sparse && members.size() > 1) {
         return invalid("bucket ", b, " of the plan holds parameter ", member,

@@ -1,5 +1,5 @@
-// Parameters by bucket, in launch order, and the planner that fills buckets up
-// to a size. Plans hold indices and sizes only: no tensor, no LibTorch.
+// Assignment of parameters to buckets, in launch order, and a planner that
+// closes a bucket at a given size. Uses indices and sizes only, no LibTorch.
 //
 //   std::vector<ParameterSpec> parameters = {{.size_bytes = 4096},
 //                                            {.size_bytes = 8192}};
@@ -39,9 +39,8 @@ class BucketPlan {
   // `buckets[b]` lists the parameters of bucket b in slot order; buckets are
   // launched in index order.
   //
-  // Errors:
-  //   InvalidArgument  `num_parameters` is 0, a bucket is empty, or a parameter
-  //                    is missing, listed twice or >= `num_parameters`.
+  // Errors: InvalidArgument if `num_parameters` is 0, a bucket is empty, or a
+  // parameter is missing, listed twice or >= `num_parameters`.
   static absl::StatusOr<BucketPlan> create(
       std::vector<std::vector<size_t>> buckets, size_t num_parameters);
 
@@ -66,8 +65,8 @@ class BucketPlan {
   std::vector<VariableLocator> locators_;
 };
 
-// Which parameter of which local replica: a process may hold several of a
-// module, one per device for instance.
+// A parameter of one local replica. A process may hold several replicas of a
+// module, one per device.
 struct VariableIndex {
   size_t replica = 0;
   size_t parameter = 0;
@@ -82,33 +81,31 @@ struct ParameterSpec {
 };
 
 // Errors: InvalidArgument if a bucket mixes kinds, or holds a sparse parameter
-// and another one. REQUIRES: one spec per parameter of the plan.
+// and another parameter. REQUIRES: one spec per parameter of the plan.
 absl::Status check_bucket_kinds(const BucketPlan& plan,
                                 std::span<const ParameterSpec> parameters);
 
-// A small first bucket starts communication early in backward; large ones after
-// it pay latency rarely.
+// A small first bucket starts communication early in backward.
 inline constexpr std::array<int64_t, 2> kDefaultBucketCapsBytes = {
     int64_t{1} << 20, int64_t{25} << 20};
 
 // Errors: InvalidArgument if there is no cap, or one is not positive.
 absl::Status check_bucket_caps(std::span<const int64_t> caps_bytes);
 
-// n-1, ..., 1, 0: backward visits the last layer first.
+// Returns n-1, ..., 1, 0: backward visits the last layer first.
 std::vector<size_t> reverse_registration_order(size_t num_parameters);
 
-// Walks `parameters` in `order`, in which their gradients become ready. A
-// bucket holds one kind and closes when its size reaches its cap: caps_bytes[k]
-// for the k-th of a kind, the last cap for later ones. Buckets are numbered in
-// the order in which they become full.
+// Fills buckets with `parameters` in `order`, in which their gradients become
+// ready. A bucket holds one kind, and closes when its size reaches its cap:
+// caps_bytes[k] for the k-th bucket of a kind, the last cap for later ones.
+// Buckets are numbered in the order in which they close.
 //
-// Errors:
-//   InvalidArgument  `parameters` is empty, caps are as check_bucket_caps()
-//                    refuses, or `order` does not list each parameter once.
+// Errors: InvalidArgument if `parameters` is empty, caps fail
+// check_bucket_caps(), or `order` does not list each parameter once.
 //
 // Source: Li et al., "PyTorch Distributed", VLDB 2020, section 3.2.3. Differs:
-// buckets of several kinds are numbered by their last member rather than their
-// first, so that a bucket which fills late does not hold back a full one.
+// buckets of several kinds are numbered by their last member instead of their
+// first, so that a bucket which fills late does not delay a full one.
 absl::StatusOr<BucketPlan> plan_by_size(
     std::span<const ParameterSpec> parameters, std::span<const size_t> order,
     std::span<const int64_t> caps_bytes);

@@ -1,11 +1,8 @@
-"""Builds brigade's wheel: scikit-build-core, told where torch is.
+"""Build backend of brigade's wheel: scikit-build-core with the path of the installed torch.
 
-pip builds in an environment of its own, which has what pyproject.toml requires and
-hides the packages of the environment that is installed into. To require torch
-there would download 3 GB for headers that are there already, and might build
-against another version than brigade will run with. So torch is looked for by
-path, in the environment that this Python belongs to. Where it has none, that is
-said at once. `python -m build` needs --no-isolation.
+pip builds in an isolated environment, without the installed torch. A build requirement on torch
+would download 3 GB, and perhaps another version than the installed one. So this backend searches
+torch by path in the environment that pip installs into. `python -m build` needs --no-isolation.
 """
 
 from __future__ import annotations
@@ -47,7 +44,7 @@ def build_editable(
 
 
 def _with_torch(settings: Settings) -> dict[str, Any]:
-    """Tells CMake which LibTorch to build against, unless the user did."""
+    """Adds LibTorch's path to the CMake settings unless the user set it."""
     settings = dict(settings or {})
     if _LIBTORCH not in settings:
         settings[_LIBTORCH] = str(_require_supported(torch_wheel.of_environment()))
@@ -56,17 +53,17 @@ def _with_torch(settings: Settings) -> dict[str, Any]:
 
 
 def _require_supported(torch: pathlib.Path | None) -> pathlib.Path:
-    """Raises RuntimeError where there is no torch to build against."""
+    """Returns `torch`. Raises RuntimeError if it is None or of an unsupported version."""
     versions = torch_wheel.supported()
-    wanted = f"brigade is built against an installed torch, {versions[0]} to {versions[-1]}"
+    wanted = f"brigade: expected an installed torch {versions[0]} to {versions[-1]}"
     if torch is None:
         raise RuntimeError(
-            f"{wanted}, and {sysconfig.get_path('platlib')} has none.\n"
-            f"Install one there first: pip install torch=={torch_wheel.pinned()}."
+            f"{wanted}, found none in {sysconfig.get_path('platlib')}.\n"
+            f"Install it first: pip install torch=={torch_wheel.pinned()}."
         )
     if (found := torch_wheel.minor_version(torch)) not in versions:
         raise RuntimeError(
-            f"{wanted}, and {torch} is of version {found or 'unknown'}.\n"
-            f"Install another one there first: pip install torch=={torch_wheel.pinned()}."
+            f"{wanted}, found version {found or 'unknown'} in {torch}.\n"
+            f"Install another version first: pip install torch=={torch_wheel.pinned()}."
         )
     return torch

@@ -1,10 +1,9 @@
-"""Writes the type stub of the extension module, from the module itself.
+"""Writes the type stub of the extension module brigade._C from the built module.
 
     PYTHONPATH=<build>/python python python_bindings/make_stub.py [FILE]
 
-FILE: default python_bindings/brigade/_C.pyi, which is committed; a test compares it
-with the module that was built. Every version of torch, whose pybind11 writes the
-signatures, gives the same stub.
+FILE defaults to python_bindings/brigade/_C.pyi, which is committed. A test compares it with the
+built module. The stub does not depend on the version of torch, whose pybind11 writes signatures.
 """
 
 import pathlib
@@ -15,7 +14,7 @@ import tempfile
 
 STUB = pathlib.Path(__file__).parent / "brigade" / "_C.pyi"
 
-# pybind11 3.1 says of a number that it may be an index, which 3.0 takes without a word.
+# Only pybind11 3.1 and later declare that numbers may be indices.
 _OR_INDEX = re.compile(r"(typing\.Supports(?:Int|Float)) \| typing\.SupportsIndex")
 _DOCSTRING = re.compile(r' +"""\n.*?"""\n', re.DOTALL)
 _EMPTY_BODY = re.compile(r"(def .*):\n(?: +\.\.\.\n)?")
@@ -25,10 +24,10 @@ _PROPERTY = re.compile(
 
 
 def normalized(stub: str) -> str:
-    """The same stub, whichever version of pybind11 has written the signatures.
+    """Returns the stub in a form that does not depend on pybind11's version.
 
-    Without docstrings, which help() shows, with empty bodies on the line of the signature, and
-    with properties as attributes.
+    Removes docstrings, which help() shows; puts empty bodies on the line of the signature; turns
+    properties into attributes.
     """
     stub = _DOCSTRING.sub("", _OR_INDEX.sub(r"\1", stub))
     return _PROPERTY.sub(r"\1\2: \3\n", _EMPTY_BODY.sub(r"\1: ...\n", stub))

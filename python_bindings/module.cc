@@ -7,12 +7,10 @@
 
 PYBIND11_MODULE(_C, module) {
   module.def(
-      "version", [] { return BRIGADE_VERSION; },
-      "Of brigade, as CMakeLists.txt has it.");
-  // Its types and exception translators are used below.
+      "version", [] { return BRIGADE_VERSION; }, "Returns brigade's version.");
+  // Registers types and exception translators that the functions below use.
   py::module_::import("torch._C");
-  brigade::register_groups(module);
-  brigade::register_module_entries(module);
+  brigade::register_checks(module);
   brigade::register_reducer(module);
   brigade::register_sharding(module);
   brigade::register_checkpoints(module);

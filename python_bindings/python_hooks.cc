@@ -29,9 +29,9 @@ using FuturePtr = c10::intrusive_ptr<Future>;
 using WeakFuture = c10::weak_intrusive_ptr<Future>;
 using Clock = std::chrono::steady_clock;
 
-constexpr std::chrono::seconds kPatience{3};
-constexpr std::chrono::milliseconds kPatienceOnceDone{100};
-constexpr size_t kDoneFuturesKept = 64;  // users may keep all of them
+constexpr std::chrono::seconds kExitTimeout{3};
+constexpr std::chrono::milliseconds kReleaseTimeout{100};
+constexpr size_t kMaxCompletedFutures = 64;  // users may keep all futures alive
 
 struct OpenFutures {
   const pid_t process = getpid();
@@ -39,7 +39,7 @@ struct OpenFutures {
   std::deque<WeakFuture> futures;  // guarded by mutex
 };
 
-// Never destroyed: threads may use it while the process exits.
+// Never destroyed: threads may use it during process exit.
 OpenFutures& open_futures() {
   static OpenFutures& open = *new OpenFutures;
   return open;
@@ -50,14 +50,14 @@ bool is_open(const WeakFuture& weak) {
   return future && !future->completed();
 }
 
-// `future`, which is to be done before the interpreter exits; may be null.
+// Registers `future`, which may be null, for wait_at_exit(); returns it.
 FuturePtr awaited_at_exit(FuturePtr future) {
   if (!future) return future;
   OpenFutures& open = open_futures();
   const std::lock_guard<std::mutex> lock(open.mutex);
   std::erase_if(open.futures,
                 [](const WeakFuture& weak) { return weak.expired(); });
-  while (open.futures.size() > kDoneFuturesKept &&
+  while (open.futures.size() > kMaxCompletedFutures &&
          !is_open(open.futures.front())) {
     open.futures.pop_front();
   }
@@ -72,21 +72,20 @@ void wait_while(const std::function<bool()>& holds,
   }
 }
 
-// Threads that drop tensors of collectives, by the names the system keeps of
-// them.
-constexpr std::array<std::string_view, 2> kDroppingThreads = {
+// Names of the backends' threads that release tensors of collectives.
+constexpr std::array<std::string_view, 2> kReleasingThreads = {
     "pt_gloo_runloop", "pt_nccl_watchdg"};
 
-// `thread`: its folder in /proc.
+// `thread` is its folder in /proc.
 bool is_busy(const std::filesystem::path& thread) {
   std::string name;
   std::getline(std::ifstream(thread / "comm"), name);
-  if (std::ranges::find(kDroppingThreads, name) == kDroppingThreads.end()) {
+  if (std::ranges::find(kReleasingThreads, name) == kReleasingThreads.end()) {
     return false;
   }
   std::string line;
   std::getline(std::ifstream(thread / "stat"), line);
-  const size_t end_of_name = line.rfind(") ");  // its state follows
+  const size_t end_of_name = line.rfind(") ");  // the state follows
   return end_of_name != std::string::npos && line[end_of_name + 2] == 'R';
 }
 
@@ -96,8 +95,7 @@ bool is_any_thread_busy() {
   return std::any_of(begin(threads), end(threads), is_busy);
 }
 
-// Unlike c10d's class it checks the result's type: that one takes any object
-// for a future.
+// Unlike c10d's class, checks that the hook returns a future.
 class PythonCommHook final : public c10d::CommHookInterface,
                              public CommHookExtension {
  public:
@@ -117,12 +115,12 @@ class PythonCommHook final : public c10d::CommHookInterface,
                 "comm hook ", name_,
                 " must return a torch.futures.Future of a tensor, it returned ",
                 std::string(py::repr(future)),
-                ".\nReturn the future of the collective it started.");
+                ".\nReturn the future of the collective that it launched.");
     return awaited_at_exit(
         future.cast<std::shared_ptr<torch::jit::PythonFutureWrapper>>()->fut);
   }
 
-  // A collective's own future holds a list of tensors, others an object.
+  // Futures of collectives hold a list of tensors; other futures, an object.
   at::Tensor parseHookResult(const c10::IValue& result) override {
     if (!result.isPyObject()) return tensor_of_hook_result(result);
     const py::gil_scoped_acquire gil;
@@ -206,15 +204,15 @@ void wait_at_exit() {
   if (open.process != getpid()) return;  // the threads are the parent's
   const std::lock_guard<std::mutex> lock(open.mutex);
   for (const WeakFuture& future : open.futures) {
-    wait_while([&] { return is_open(future); }, begin + kPatience);
+    wait_while([&] { return is_open(future); }, begin + kExitTimeout);
   }
   const Clock::time_point all_done = Clock::now();
   for (const WeakFuture& future : open.futures) {
-    wait_while([&] { return !future.expired(); }, all_done + kPatienceOnceDone);
+    wait_while([&] { return !future.expired(); }, all_done + kReleaseTimeout);
   }
   open.futures.clear();
   wait_while([] { return num_ending_values > 0 || is_any_thread_busy(); },
-             begin + kPatience);
+             begin + kExitTimeout);
 }
 
 }  // namespace brigade

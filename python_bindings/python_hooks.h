@@ -1,8 +1,7 @@
-// Comm hooks that call Python, and the wait for their calls when the
-// interpreter exits.
+// Comm hooks that call Python, and their completion at interpreter exit.
 //
-// Thread safety: hooks may be called on any thread and take the GIL themselves.
-// The caller may hold the reducer's lock. Whoever waits for that lock or for a
+// Thread safety: hooks may run on any thread and acquire the GIL. The caller
+// may hold the reducer's lock. A thread that waits for that lock or for a
 // hook's future must not hold the GIL.
 
 #ifndef BRIGADE_PYTHON_BINDINGS_PYTHON_HOOKS_H_
@@ -20,36 +19,37 @@ namespace brigade {
 
 using CommHookPtr = std::shared_ptr<c10d::CommHookInterface>;
 
-// Calls `hook` with `state` and a torch.distributed.GradBucket; it returns a
-// torch.futures.Future of a tensor. Backward raises the very object that the
-// hook raises. Errors: RuntimeError in runHook() if the hook returns something
-// else. REQUIRES: the GIL is held.
+// Returns a comm hook that calls `hook(state, torch.distributed.GradBucket)`,
+// which returns a torch.futures.Future of a tensor. Backward raises the same
+// exception object that `hook` raises. Errors: runHook() throws RuntimeError if
+// `hook` returns another type. REQUIRES: the GIL is held.
 CommHookPtr python_comm_hook(py::object state, py::object hook,
                              const std::string& name);
 
-// `object`, whose last owner may go on any thread. REQUIRES: the GIL is held.
+// Returns shared ownership of `object`: the deleter acquires the GIL, so that
+// any thread may release it. REQUIRES: the GIL is held.
 std::shared_ptr<py::object> held_object(py::object object);
 
-// Calls `step` with the parameter. REQUIRES: the GIL is held.
+// Returns a function that calls `step(parameter)`. REQUIRES: the GIL is held.
 ParameterStep python_step(py::object step);
 
-// `hook`, then `step` of the parameters for which `is_stepped` is true. Errors
-// of `hook` are treated as if it were alone.
+// Returns a hook that runs `hook`, then `step` on the parameters for which
+// `is_stepped` is true. Errors of `hook` are handled as those of `hook` alone.
 CommHookPtr python_stepping_hook(CommHookPtr hook, ParameterStep step,
                                  ParameterFilter is_stepped);
 
-// `hook` with buckets of raw gradients in `dtype`, a floating-point one: the
-// hook of torch's native mixed precision.
+// Returns a hook that runs `hook` on buckets of undivided gradients in `dtype`,
+// a floating-point dtype. For torch's native mixed precision.
 CommHookPtr reduced_precision_hook(CommHookPtr hook, at::ScalarType dtype);
 
-// Waits a few seconds at most until no other thread will call Python. Called at
+// Waits, at most a few seconds, until no other thread will call Python. Runs at
 // exit, without the GIL.
 //
-// A thread of the process group takes the GIL to run and to destroy Python
-// continuations, and to drop tensors of collectives that Python made; once the
-// interpreter is gone, that ends the process. So this waits for the futures of
-// these hooks, for a moment for those that are done but still referred to, and
-// then until no such thread is running.
+// Threads of the process group acquire the GIL to run and destroy Python
+// continuations and to release tensors of Python collectives. After the
+// interpreter's finalization, that would crash the process. So this waits for
+// the futures of these hooks, briefly for the release of completed futures, and
+// until no such thread is running.
 void wait_at_exit();
 
 }  // namespace brigade

@@ -12,7 +12,7 @@
 namespace brigade {
 namespace {
 
-// The table, and the figures as JSON.
+// Returns the table, and the figures as JSON.
 std::pair<std::string, std::string> sweep_in_python(
     const std::string& name, const std::vector<at::Tensor>& parameters,
     const std::function<at::Tensor()>& loss,
@@ -41,8 +41,8 @@ void register_bench(py::module_& module) {
              py::arg("static_graph") = false,
              py::arg("gradient_as_bucket_view") = false,
              py::call_guard<py::gil_scoped_release>(),
-             "Collective; see bucket_sweep/sweep.h. Returns the table, and all "
-             "figures as JSON.");
+             "Collective. Returns the table, and all figures as JSON; see "
+             "bucket_sweep/sweep.h.");
 }
 
 }  // namespace brigade

@@ -58,8 +58,8 @@ void register_checkpoints(py::module_& module) {
                              "See checkpoint/optimizer_state.h.")
       .def(py::init(&make_state), py::kw_only(), py::arg("type"),
            py::arg("options"), py::arg("parameters"),
-           "`options`: JSON by group. `parameters`: each with its group, the "
-           "names of its fields and the current values.")
+           "`options`: JSON by group. `parameters`: (parameter, index of its "
+           "group, names of its fields, current values by field).")
       .def_readonly("options", &OptimizerState::options)
       .def_property_readonly(
           "values",
@@ -70,7 +70,7 @@ void register_checkpoints(py::module_& module) {
             }
             return values;
           },
-          "By parameter.");
+          "Values by field, of each parameter.");
   py::class_<CheckpointModel>(module, "CheckpointModel",
                               "See checkpoint/checkpoint_model.h.")
       .def(py::init(
@@ -78,7 +78,8 @@ void register_checkpoints(py::module_& module) {
            NoGil(), py::keep_alive<1, 2>(), py::arg("model"), "Collective.")
       .def(py::init(&whole_model), py::arg("parameters"), py::arg("buffers"),
            py::arg("group"),
-           "Unsharded on each rank of the group; None: of this process.");
+           "An unsharded model of the group's ranks; without a group, of this "
+           "process.");
   module.def(
       "save_checkpoint",
       [](const CheckpointModel& model, bool in_shards, const std::string& path,
@@ -99,16 +100,16 @@ void register_checkpoints(py::module_& module) {
                          std::move(loaded.warnings));
       },
       NoGil(), py::arg("model"), py::arg("path"), py::arg("optimizer"),
-      "Collective. Returns the metadata and warnings; fills `optimizer`, which "
-      "may be None.");
+      "Collective. Returns the metadata and warnings; fills `optimizer` unless "
+      "it is None.");
   module.def(
       "fail_checkpoint",
       [](const Group& group, const std::string& failure) {
         on_all_ranks(group, [&] { TORCH_CHECK_VALUE(false, failure); });
       },
       NoGil(), py::arg("group"), py::arg("failure"),
-      "Collective, in place of save_checkpoint() or load_checkpoint(): all "
-      "ranks raise.");
+      "Collective. Matches the peers' save_checkpoint() or load_checkpoint(): "
+      "all ranks raise `failure`.");
 }
 
 }  // namespace brigade

@@ -30,21 +30,20 @@ using FuturePtr = std::shared_ptr<torch::jit::PythonFutureWrapper>;
 using NoGil = py::call_guard<py::gil_scoped_release>;
 using NamesByIndex = std::unordered_map<size_t, std::string>;
 
-// By index, without the dot that torch puts before the names of the root's own
-// parameters. Errors: RuntimeError if there is no such parameter.
+// Returns the names by index, without torch's leading dot for parameters of the
+// root module. Errors: RuntimeError for an invalid index.
 std::vector<std::string> names_of(const NamesByIndex& by_index, size_t count) {
   if (by_index.empty()) return {};
   std::vector<std::string> names(count);
   for (const auto& [index, name] : by_index) {
     TORCH_CHECK(index < count, "brigade.Reducer: param_to_name_mapping names ",
-                "parameter ", index, ", but there are ", count,
-                " parameters.\nName each parameter by its index.");
+                "parameter ", index, ", but there are ", count, " parameters.");
     names[index] = name.starts_with('.') ? name.substr(1) : name;
   }
   return names;
 }
 
-// The reducer waits for callbacks that may want the GIL.
+// The destructor waits for callbacks that may acquire the GIL.
 void destroy_without_gil(TorchReducer* reducer) {
   const py::gil_scoped_release no_gil;
   delete reducer;
@@ -59,7 +58,7 @@ FuturePtr wrapped(c10::intrusive_ptr<c10::ivalue::Future> future) {
   return std::make_shared<torch::jit::PythonFutureWrapper>(std::move(future));
 }
 
-// As torch's reducer is made; the arguments from `rebuild_buckets` on are ours.
+// Takes the arguments of torch's reducer, then ours, from `rebuild_buckets` on.
 std::shared_ptr<TorchReducer> make_reducer(
     std::vector<at::Tensor> params,
     std::vector<std::vector<size_t>> bucket_indices,
@@ -70,17 +69,19 @@ std::shared_ptr<TorchReducer> make_reducer(
     const NamesByIndex& param_to_name_mapping, int64_t first_bucket_bytes_cap,
     bool skip_all_reduce_unused_params, bool use_python_reducer,
     std::vector<int64_t> bucket_bytes_cap_list,
-    bool /*batched_grad_copy: one pass anyway*/,
-    bool /*lazy_bucket_allocation*/, bool rebuild_buckets, bool static_graph,
-    bool verify_across_ranks, bool one_backward_per_forward,
+    bool /*batched_grad_copy: no effect*/,
+    bool /*lazy_bucket_allocation: no effect*/, bool rebuild_buckets,
+    bool static_graph, bool verify_across_ranks, bool one_backward_per_forward,
     int max_unconfirmed_iterations, bool reproducible) {
-  TORCH_CHECK(per_bucket_size_limits.size() == bucket_indices.size(),
-              "brigade.Reducer: ", bucket_indices.size(),
-              " buckets, but per_bucket_size_limits has ",
-              per_bucket_size_limits.size(), " entries.\nGive one per bucket.");
+  TORCH_CHECK(
+      per_bucket_size_limits.size() == bucket_indices.size(),
+      "brigade.Reducer: expected one entry of per_bucket_size_limits per "
+      "bucket, found ",
+      per_bucket_size_limits.size(), " for ", bucket_indices.size(),
+      " buckets.");
   TORCH_CHECK(rebuild_buckets || !bucket_indices.empty(),
-              "brigade.Reducer: rebuild_buckets=False without bucket_indices."
-              "\nGive the buckets to keep.");
+              "brigade.Reducer: rebuild_buckets=False requires bucket_indices, "
+              "found none.\nPass the buckets to keep.");
   ReducerOptions options;
   options.find_unused_parameters = find_unused_parameters;
   options.skip_all_reduce_unused_parameters = skip_all_reduce_unused_params;
@@ -93,7 +94,7 @@ std::shared_ptr<TorchReducer> make_reducer(
   options.one_backward_per_forward = one_backward_per_forward;
   options.max_unconfirmed_iterations = max_unconfirmed_iterations;
   options.reproducible = reproducible;
-  options.bucket_caps_bytes =
+  options.bucket_cap_bytes =
       bucket_bytes_cap_list.empty()
           ? std::vector<int64_t>{first_bucket_bytes_cap, bucket_bytes_cap}
           : std::move(bucket_bytes_cap_list);
@@ -134,7 +135,7 @@ Numbers statistics_of(const TorchReducer& reducer) {
 
 using Times = std::tuple<int64_t, Numbers, Numbers, std::vector<size_t>>;
 
-// Nullopt: the last iteration was not sampled.
+// Returns nullopt if the last iteration was not sampled.
 std::optional<Times> times_of(const TorchReducer& reducer) {
   const int64_t last = reducer.statistics().prepared;
   if (last == 0 || (last > TimelineRecorder::kAlwaysSampled &&
@@ -160,20 +161,21 @@ std::optional<Times> times_of(const TorchReducer& reducer) {
                std::move(order)};
 }
 
-// A second collective; `launch` gets the value of `first`.
+// Calls `launch` with the value of `first` to start a second collective.
 FuturePtr chain(const torch::jit::PythonFutureWrapper& first,
                 py::object launch) {
-  NextCollective next = [launch = held_object(std::move(launch))](
-                            const c10::IValue& value) {
-    const py::gil_scoped_acquire gil;
-    const py::object second = (*launch)(torch::jit::toPyObject(value));
-    TORCH_CHECK_TYPE(py::isinstance<torch::jit::PythonFutureWrapper>(second),
-                     "then_collective: `launch` must return a "
-                     "torch.futures.Future, it returned ",
-                     std::string(py::repr(second)),
-                     ".\nReturn the future of the collective it started.");
-    return second.cast<FuturePtr>()->fut;
-  };
+  NextCollective next =
+      [launch = held_object(std::move(launch))](const c10::IValue& value) {
+        const py::gil_scoped_acquire gil;
+        const py::object second = (*launch)(torch::jit::toPyObject(value));
+        TORCH_CHECK_TYPE(
+            py::isinstance<torch::jit::PythonFutureWrapper>(second),
+            "then_collective: `launch` must return a "
+            "torch.futures.Future, it returned ",
+            std::string(py::repr(second)),
+            ".\nReturn the future of the collective that it launched.");
+        return second.cast<FuturePtr>()->fut;
+      };
   const py::gil_scoped_release no_gil;
   return wrapped(then_collective(first.fut, std::move(next)));
 }
@@ -183,8 +185,24 @@ FuturePtr chain(const torch::jit::PythonFutureWrapper& first,
 void register_reducer(py::module_& module) {
   py::class_<TorchReducer, std::shared_ptr<TorchReducer>> reducer(
       module, "Reducer",
-      "Averages gradients over a process group while backward runs; stands in "
-      "for torch.distributed.Reducer.");
+      "Averages gradients over a process group during backward; replaces "
+      "torch.distributed.Reducer.\n\n"
+      "The constructor takes the arguments of torch's, of which "
+      "per_bucket_size_limits, batched_grad_copy and lazy_bucket_allocation "
+      "have no effect, and by keyword:\n"
+      "    rebuild_buckets: Rebuild buckets once, in the order of readiness. "
+      "False: bucket_indices are the buckets.\n"
+      "    static_graph, one_backward_per_forward, max_unconfirmed_iterations, "
+      "reproducible: As of DistributedDataParallel.\n"
+      "    verify_across_ranks: Compare parameters and options with the other "
+      "ranks; the constructor is then collective.\n\n"
+      "Example:\n"
+      "    reducer = brigade.Reducer(params, [[0, 1]], [0], dist.group.WORLD)\n"
+      "    output = forward()\n"
+      "    reducer.prepare_for_backward(output)\n"
+      "    output.backward()  # averages gradients\n\n"
+      "Raises RuntimeError for invalid arguments or if the ranks differ, and "
+      "DistBackendError if a peer fails.");
   reducer
       .def(py::init(&make_reducer), py::arg("params"),
            py::arg("bucket_indices"), py::arg("per_bucket_size_limits"),
@@ -207,9 +225,13 @@ void register_reducer(py::module_& module) {
                ReducerOptions{}.max_unconfirmed_iterations,
            py::arg("reproducible") = false,
            py::keep_alive<1, 5>())  // a group may be written in Python
-      .def("prepare_for_forward", &TorchReducer::prepare_for_forward, NoGil())
+      .def("prepare_for_forward", &TorchReducer::prepare_for_forward, NoGil(),
+           "Call it before a forward. Optional; timelines begin here.")
       .def("prepare_for_backward", &TorchReducer::prepare_for_backward,
-           py::arg("outputs"), NoGil())
+           py::arg("outputs"), NoGil(),
+           "Call it between forward and a backward from `outputs` whose "
+           "gradients are to be averaged. Raises RuntimeError if the last "
+           "backward left parameters without gradients.")
       .def(
           "prepare_for_backward",
           [](TorchReducer& self, const at::Tensor& output) {
@@ -258,18 +280,17 @@ void register_reducer(py::module_& module) {
               future->fut->waitAndThrow();
             }
           },
-          py::arg("futures"), NoGil(), "Waits for them at once.")
+          py::arg("futures"), NoGil(), "Waits for the futures.")
       .def(
           "_push_all_rebuilt_params", [](TorchReducer&) {},
-          "Nothing: _shadow_iteration() has done it.")
+          "Without effect: _shadow_iteration() includes it.")
       .def("_shadow_iteration", &TorchReducer::shadow_iteration,
            py::arg("use_world_size") = true, NoGil())
       .def("_statistics", &statistics_of, NoGil())
       .def("_timeline", &times_of, NoGil(),
-           "Of the last sampled iteration, with torch's names: its number, "
-           "durations, instants of the steady clock, and parameters in the "
-           "order in which gradients became ready. None: the last iteration "
-           "was not sampled.")
+           "Returns None if the last iteration was not sampled, otherwise its "
+           "number, durations and steady-clock times by torch's names, and the "
+           "parameters in the order in which gradients became ready.")
       .def(
           "_last_error",
           [](const TorchReducer& self) {
@@ -279,15 +300,14 @@ void register_reducer(py::module_& module) {
             }
             return found;
           },
-          NoGil(), "Time of the steady clock, iteration and text.")
+          NoGil(), "Returns (steady-clock time, iteration, text) or None.")
       .def("parameter_names", &TorchReducer::parameter_names,
-           "By parameter, or empty.")
+           "Returns the names by parameter, or an empty list.")
       .def("_bucket_plan", &TorchReducer::buckets, NoGil(),
-           "Indices of parameters by bucket, in launch order.")
-      .def(
-          "can_continue", &TorchReducer::can_continue, NoGil(),
-          "False once the group's connections are closed (docs/recovery.md): a "
-          "new group is needed then.")
+           "Returns the parameter indices of each bucket, in launch order.")
+      .def("can_continue", &TorchReducer::can_continue, NoGil(),
+           "Returns False if the group's connections are closed "
+           "(docs/recovery.md): then make a new group.")
       .def("_abort_group", &TorchReducer::abort_group, NoGil())
       .def("_await_statuses", &TorchReducer::await_statuses, NoGil())
       .def("_meet_peers", &TorchReducer::meet_peers, NoGil())
@@ -309,20 +329,22 @@ void register_reducer(py::module_& module) {
           "describe_timeline",
           [](const TorchReducer& self) { return describe(self.timeline()); },
           NoGil(),
-          "A table of the last sampled iteration: one line per bucket, in ms "
-          "from the begin of backward.")
-      .def("set_stall_report_after", &TorchReducer::set_stall_report_after,
-           py::arg("time"), NoGil(),
-           "A rank that has waited so long for its peers warns and names the "
-           "late ones. At first half of the group's timeout, 60 s at most; "
-           "timedelta(0): never. Raises ValueError if it is negative.")
+          "Returns a table of the last sampled iteration: one line per bucket, "
+          "in ms since the beginning of backward.")
+      .def(
+          "set_stall_report_after", &TorchReducer::set_stall_report_after,
+          py::arg("time"), NoGil(),
+          "Sets how long this rank waits for its peers before it warns and "
+          "names the late ranks. Default: half of the group's timeout, at most "
+          "60 s. timedelta(0): no warnings. Raises ValueError for a negative "
+          "time.")
       .def(
           "_delay_all_reduce", [](TorchReducer&) {},
-          "Nothing to do: the reducer sees the end of backward itself.")
+          "Without effect: the reducer detects the end of backward.")
       .def("_step_in_backward", &set_steps_in_backward, py::arg("parameters"),
            py::arg("step"),
-           "Calls step(parameter) as soon as the parameter's bucket has "
-           "arrived, behind any comm hook, on whichever thread that is.")
+           "Calls step(parameter) during backward when the parameter's bucket "
+           "is complete, after any comm hook, on any thread.")
       .def("_set_manual_finalization_required",
            &TorchReducer::set_manual_finalization, py::arg("required"), NoGil())
       .def("_should_finalize_after_backward",
@@ -331,15 +353,25 @@ void register_reducer(py::module_& module) {
            NoGil());
   module.def(
       "then_collective", &chain, py::arg("future"), py::arg("launch"),
-      "A second collective after the first one of a comm hook.\n\n"
-      "`launch` is called with the value of `future` when backward ends, in "
-      "the order of the buckets on every rank, and returns the future of what "
-      "it launched. A continuation (`future.then`) must not launch "
-      "collectives: continuations run in another order on each rank.\n\n"
-      "Errors of `launch` come out of backward, and end the group's use: "
-      "peers wait for the collective. Outside of a comm hook, waits for "
-      "`future` and calls `launch` at once. Raises TypeError if `launch` "
-      "returns no future.");
+      "Launches a second collective of a comm hook after the first one.\n\n"
+      "Args:\n"
+      "    future: Future of the hook's first collective.\n"
+      "    launch: Function of the value of `future`; launches a collective "
+      "and "
+      "returns its future. Called when backward ends, in the order of the "
+      "buckets on all ranks. A continuation, future.then(), must not launch "
+      "collectives: its order differs between ranks.\n\n"
+      "Returns:\n"
+      "    A future of the second collective, for the hook to return. Outside "
+      "of a comm hook, waits for `future` and calls `launch` immediately.\n\n"
+      "Raises:\n"
+      "    TypeError: `launch` does not return a future. Backward raises the "
+      "errors of `launch` and closes the group, since the peers wait for the "
+      "collective.\n\n"
+      "Example:\n"
+      "    def hook(state, bucket):\n"
+      "        first = dist.all_reduce(bucket.buffer(), async_op=True)\n"
+      "        return brigade.then_collective(first.get_future(), second)");
 }
 
 }  // namespace brigade

@@ -29,7 +29,7 @@ namespace {
 using NoGil = py::call_guard<py::gil_scoped_release>;
 using Group = c10::intrusive_ptr<c10d::ProcessGroup>;
 
-// A sharded unit until a model takes it over.
+// A sharded unit; empty after a ShardedModel has taken it over.
 struct PendingUnit {
   std::optional<ShardedUnit> unit;
 };
@@ -75,14 +75,14 @@ void rename(PendingUnit& renamed, const std::string& name,
   }
 }
 
-// The index of the unit around it; the ranks of the model's group that hold it,
-// the number of shards and the name that these ranks have in common. Nullopt:
-// none; all ranks, as the options say.
-using PlaceOfUnit =
+// The index of the parent unit, if any; and the mesh, if it is not the model's:
+// its ranks in the model's group, the number of shards, and a name that is
+// equal on these ranks.
+using ParentAndMesh =
     std::pair<std::optional<size_t>,
               std::optional<std::tuple<std::vector<int>, int, std::string>>>;
 
-// Awaits callbacks that may want the GIL.
+// The destructor waits for callbacks that may acquire the GIL.
 void destroy_without_gil(SegmentedModel* model) {
   const py::gil_scoped_release no_gil;
   delete model;
@@ -90,12 +90,13 @@ void destroy_without_gil(SegmentedModel* model) {
 
 std::shared_ptr<SegmentedModel> make_model(
     const std::vector<PendingUnitPtr>& pending, const Group& group,
-    const FullyShardOptions& options, const std::vector<PlaceOfUnit>& places) {
+    const FullyShardOptions& options,
+    const std::vector<ParentAndMesh>& places) {
   std::vector<ShardedUnit> units;
   for (size_t i = 0; i < pending.size(); ++i) {
     TORCH_CHECK(pending[i]->unit.has_value(),
-                "fully_shard: a unit has a root already.\nRun the first "
-                "forward through the outermost module.");
+                "fully_shard: a unit already has an outermost module.\nRun the "
+                "first forward through the outermost module.");
     ShardedUnit& unit =
         units.emplace_back(*std::exchange(pending[i]->unit, std::nullopt));
     const auto& [parent, mesh] = places.at(i);
@@ -109,7 +110,7 @@ std::shared_ptr<SegmentedModel> make_model(
     return {std::make_unique<SegmentedModel>(std::move(units), group, options)
                 .release(),
             destroy_without_gil};
-  } catch (...) {  // they stay
+  } catch (...) {  // the caller keeps the units
     for (size_t i = 0; i < units.size(); ++i) {
       pending[i]->unit.emplace(std::move(units[i]));
     }
@@ -117,7 +118,7 @@ std::shared_ptr<SegmentedModel> make_model(
   }
 }
 
-// Whether gradients of backwards without synchronisation await reduction.
+// Returns true if there are accumulated gradients that are not reduced yet.
 bool holds_gradients(const SegmentedModel& model) {
   return std::ranges::any_of(model.units(), [](const ShardedUnit& unit) {
     return std::ranges::any_of(unit.flats, [](const auto& flat) {
@@ -126,7 +127,7 @@ bool holds_gradients(const SegmentedModel& model) {
   });
 }
 
-// Unshards a unit before code that reads its memory without operators.
+// Unshards a unit for compiled code, which reads memory without operators.
 void use_in_backward(SegmentedModel& model, size_t unit) {
   for (const at::Tensor& parameter : model.units().at(unit).parameters) {
     const Shard* const shard = shard_of(parameter);
@@ -138,21 +139,23 @@ void use_in_backward(SegmentedModel& model, size_t unit) {
 
 Shard& sharded(const at::Tensor& tensor) {
   Shard* const shard = shard_of(tensor);
-  TORCH_CHECK_VALUE(shard != nullptr,
-                    "expected a sharded tensor, found one of ", tensor.sizes(),
-                    " that is not.");
+  TORCH_CHECK_VALUE(
+      shard != nullptr,
+      "expected a sharded tensor, found an unsharded one of shape ",
+      tensor.sizes(), ".");
   return *shard;
 }
 
-// A sharded tensor of the kind of `like` with the elements of `whole`.
-at::Tensor shard_like(const at::Tensor& whole, const at::Tensor& like) {
+// Returns this rank's shard of `full`, an unsharded tensor, sharded like
+// `like`.
+at::Tensor shard_like(const at::Tensor& full, const at::Tensor& like) {
   const Shard& shard = sharded(like);
-  TORCH_CHECK_VALUE(whole.sizes() == like.sizes(), "shard_like: expected ",
-                    like.sizes(), ", found ", whole.sizes(), ".");
+  TORCH_CHECK_VALUE(full.sizes() == like.sizes(), "shard_like: expected shape ",
+                    like.sizes(), ", found ", full.sizes(), ".");
   const at::NoGradGuard no_grad;
-  at::Tensor in_order = whole.detach();
+  at::Tensor in_order = full.detach();
   if (in_order.strides() != like.strides()) {
-    in_order = at::empty_strided(like.sizes(), like.strides(), whole.options())
+    in_order = at::empty_strided(like.sizes(), like.strides(), full.options())
                    .copy_(in_order);
   }
   return make_sharded_like(like,
@@ -161,18 +164,19 @@ at::Tensor shard_like(const at::Tensor& whole, const at::Tensor& like) {
                                .clone());
 }
 
-// `tensor`, sharded, gets the piece of `other`, perhaps of another dtype or
-// device.
-void set_piece(const at::Tensor& tensor, const at::Tensor& other) {
+// Replaces the shard of `tensor` by that of `other`, which may have another
+// dtype or device.
+void set_shard(const at::Tensor& tensor, const at::Tensor& other) {
   sharded(tensor);
   Shard& before = *shard_of(tensor);
   if (before.owner != nullptr) before.owner->written(before.unit);
   sharded(other);
   TORCH_CHECK_VALUE(
       tensor.sizes() == other.sizes() && tensor.strides() == other.strides(),
-      "fully_shard: a sharded parameter keeps its sizes and "
-      "memory format.\nChange them before it is sharded.");
-  before.owner = nullptr;  // handles of the former piece may outlive the model
+      "fully_shard: the shape and strides of a sharded parameter can't "
+      "change.\n"
+      "Change them before fully_shard.");
+  before.owner = nullptr;  // handles of the old shard may outlive the model
   const bool requires_grad = tensor.requires_grad();
   tensor.unsafeGetTensorImpl()->shallow_copy_from(
       other.detach().getIntrusivePtr());
@@ -183,7 +187,8 @@ void set_piece(const at::Tensor& tensor, const at::Tensor& other) {
 
 void register_timeline(py::module_& module) {
   py::class_<GatherTimes>(module, "GatherTimes",
-                          "ns of the steady clock; 0: did not happen.")
+                          "Steady-clock times of an all-gather in ns; 0: did "
+                          "not happen.")
       .def_readonly("unit", &GatherTimes::unit)
       .def_property_readonly("is_in_forward",
                              [](const GatherTimes& self) {
@@ -194,16 +199,18 @@ void register_timeline(py::module_& module) {
       .def_readonly("needed_ns", &GatherTimes::needed_ns)
       .def_readonly("whole_ns", &GatherTimes::whole_ns)
       .def_property_readonly("exposed_ns", &GatherTimes::exposed_ns,
-                             "What forward or backward waited for.");
+                             "How long forward or backward waited for it.");
   py::class_<ReductionTimes>(module, "ReductionTimes",
-                             "ns of the steady clock; 0: did not happen.")
+                             "Steady-clock times of a reduction in ns; 0: did "
+                             "not happen.")
       .def_readonly("unit", &ReductionTimes::unit)
       .def_readonly("launch_ns", &ReductionTimes::launch_ns)
       .def_readonly("complete_ns", &ReductionTimes::complete_ns);
   py::class_<ShardingTimeline>(module, "ShardingTimeline",
-                               "See observing/timeline.h; str() is a table.")
+                               "Times of one sampled step; str() is a table. "
+                               "See observing/timeline.h.")
       .def_readonly("iteration", &ShardingTimeline::iteration,
-                    "0: none has been sampled.")
+                    "0: no step has been sampled.")
       .def_readonly("forward_begin_ns", &ShardingTimeline::forward_begin_ns)
       .def_readonly("forward_end_ns", &ShardingTimeline::forward_end_ns)
       .def_readonly("backward_begin_ns", &ShardingTimeline::backward_begin_ns)
@@ -213,7 +220,8 @@ void register_timeline(py::module_& module) {
       .def_readonly("reductions", &ShardingTimeline::reductions,
                     "In launch order.")
       .def("exposed_ns", &ShardingTimeline::exposed_ns, py::arg("reduction"),
-           "Of that one, what came behind backward and no earlier one covers.")
+           "Returns how long finalization waited for this reduction alone, "
+           "after backward and after earlier reductions.")
       .def("__str__",
            [](const ShardingTimeline& self) { return describe(self); });
 }
@@ -255,7 +263,7 @@ void register_sharding(py::module_& module) {
            py::arg("prefetch_depth"), py::arg("param_dtype"),
            py::arg("reduce_dtype"), py::arg("broadcast_parameters"),
            py::arg("wire_dtype"), py::arg("reproducible"),
-           "`wire_dtype`: of a comm hook that compresses gradients.");
+           "`wire_dtype`: dtype of compressed gradients, or None.");
 
   py::class_<UnitSettings>(module, "UnitSettings",
                            "See fsdp/fully_shard_options.h.")
@@ -276,23 +284,24 @@ void register_sharding(py::module_& module) {
 
   py::class_<PendingUnit, PendingUnitPtr>(
       module, "ShardedUnit",
-      "Sharded parameters that no ShardedModel has taken over yet.")
-      .def(py::init(&make_unit), NoGil(), py::arg("name"), py::arg("names"),
-           py::arg("parameters"), py::arg("group"), py::arg("options"),
-           py::arg("reshard_after_forward"), py::arg("spans_segments"),
-           py::arg("block_numels"), py::arg("dtypes"),
-           "Collective; shards the parameters in place. By parameter: "
-           "`block_numels`, elements that are never cut; `dtypes`, in forward "
-           "and backward.")
+      "The sharded parameters of a unit; a ShardedModel takes them over.")
+      .def(
+          py::init(&make_unit), NoGil(), py::arg("name"), py::arg("names"),
+          py::arg("parameters"), py::arg("group"), py::arg("options"),
+          py::arg("reshard_after_forward"), py::arg("spans_segments"),
+          py::arg("block_numels"), py::arg("dtypes"),
+          "Collective; shards the parameters in place. By parameter: "
+          "`block_numels`, the number of consecutive elements that stay on one "
+          "rank; `dtypes`, compute dtypes.")
       .def("rename", &rename, py::arg("name"), py::arg("names"),
-           "For errors: the paths in the outermost module.")
+           "Sets the paths in the outermost module, for errors.")
       .def_property_readonly(
           "settings",
           [](PendingUnit& self) -> UnitSettings* {
             return self.unit ? &self.unit->settings : nullptr;
           },
           py::return_value_policy::reference_internal,
-          "None once there is a model.");
+          "None after a ShardedModel has taken the unit over.");
 
   register_timeline(module);
 
@@ -308,14 +317,15 @@ void register_sharding(py::module_& module) {
         return shard.local;
       },
       py::arg("tensor"),
-      "This rank's elements, 1D in memory order, to be read or written before "
-      "the next forward.");
+      "Returns this rank's elements, 1-D in memory order. Read or write them "
+      "before the next forward.");
   module.def(
       "offset_of",
       [](const at::Tensor& tensor) { return sharded(tensor).offset; },
-      py::arg("tensor"), "Of the first local element in the whole.");
+      py::arg("tensor"),
+      "Returns the index of the first local element in the unsharded tensor.");
   module.def(
-      "place_of",
+      "alias_key",
       [](const at::Tensor& tensor) {
         const Shard& shard = sharded(tensor);
         const auto* const storage =
@@ -324,28 +334,30 @@ void register_sharding(py::module_& module) {
                          shard.flat_offset);
       },
       py::arg("tensor"),
-      "Equal for aliases, also of no local elements; otherwise not, while both "
-      "live.");
+      "Returns a key that is equal only for aliases, also without local "
+      "elements. Valid while the tensor lives.");
   module.def(
-      "gather_whole",
+      "full_tensor",
       [](const at::Tensor& tensor) {
         sharded(tensor);
         return gather_whole(tensor);
       },
-      NoGil(), py::arg("tensor"), "Collective: the whole tensor, plain.");
-  module.def("shard_like", &shard_like, NoGil(), py::arg("whole"),
+      NoGil(), py::arg("tensor"), "Returns the unsharded tensor. Collective.");
+  module.def("shard_like", &shard_like, NoGil(), py::arg("full"),
              py::arg("like"),
-             "This rank's piece of `whole`, as `like` has it.");
-  module.def("set_piece", &set_piece, py::arg("tensor"), py::arg("other"),
-             "`tensor` gets the piece, dtype and device of `other`.");
+             "Returns this rank's shard of `full`, sharded like `like`.");
+  module.def("set_shard", &set_shard, py::arg("tensor"), py::arg("other"),
+             "Gives `tensor` the shard, dtype and device of `other`.");
 
   py::class_<SegmentedModel, std::shared_ptr<SegmentedModel>>(
       module, "ShardedModel", "See fsdp/sharded_model.h.")
-      .def(py::init(&make_model), NoGil(), py::arg("units"), py::arg("group"),
-           py::arg("options"), py::arg("places"),
-           "Collective. Takes the units over. `places`: by unit, the index of "
-           "the unit around it, and its mesh: the ranks in the group, the "
-           "number of shards and the name that these ranks have in common.")
+      .def(
+          py::init(&make_model), NoGil(), py::arg("units"), py::arg("group"),
+          py::arg("options"), py::arg("places"),
+          "Collective. Takes the units over. `places`: by unit, the index of "
+          "its parent unit, and its mesh if that is not the group's: the ranks "
+          "in the group, the number of shards, and a name that is equal on "
+          "these ranks.")
       .def("begin_forward", &SegmentedModel::begin_forward, NoGil())
       .def("end_forward", &SegmentedModel::end_forward, NoGil(),
            py::arg("outputs"))
@@ -363,12 +375,12 @@ void register_sharding(py::module_& module) {
       .def("reshard", &SegmentedModel::reshard, NoGil(), py::arg("units"),
            py::arg("drops_writes") = false)
       .def("reduce", &SegmentedModel::reduce, NoGil(),
-           "Collective: what backwards without synchronisation have "
-           "accumulated.")
+           "Reduces accumulated gradients. Collective.")
       .def("clip_grad_norm", &SegmentedModel::clip_grad_norm, NoGil(),
            py::arg("max_norm"), py::arg("norm_type") = 2.0)
       .def("num_ranks_with", &SegmentedModel::num_ranks_with, NoGil(),
-           py::arg("has_data"), "Collective.")
+           py::arg("has_data"),
+           "Returns the number of ranks that pass True. Collective.")
       .def("step_without_data", &SegmentedModel::step_without_data, NoGil())
       .def("meet_peers", &SegmentedModel::barrier, NoGil(), "Collective.")
       .def("await_statuses", &SegmentedModel::await_statuses, NoGil())

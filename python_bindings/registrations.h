@@ -1,4 +1,4 @@
-// Parts of the extension module brigade._C; module.cc calls each once.
+// Functions that add one part each to the extension module brigade._C.
 
 #ifndef BRIGADE_PYTHON_BINDINGS_REGISTRATIONS_H_
 #define BRIGADE_PYTHON_BINDINGS_REGISTRATIONS_H_
@@ -9,8 +9,7 @@ namespace brigade {
 
 void register_bench(py::module_& module);
 void register_checkpoints(py::module_& module);
-void register_groups(py::module_& module);
-void register_module_entries(py::module_& module);
+void register_checks(py::module_& module);
 void register_reducer(py::module_& module);
 void register_sharding(py::module_& module);
 

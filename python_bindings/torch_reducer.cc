@@ -16,7 +16,7 @@
 namespace brigade {
 namespace {
 
-// Lines that programs look for in the text of an error.
+// Returns the lines of torch's error that programs search for.
 std::string describe_missing(const std::vector<size_t>& missing,
                              const std::vector<std::string>& names, int rank) {
   std::string text =
@@ -34,8 +34,8 @@ std::string describe_missing(const std::vector<size_t>& missing,
   return text;
 }
 
-// Where users of frameworks, who don't wrap the module, say so.
-const char* where_to_set_unused(const ReducerOptions& options) {
+// Returns how users of frameworks set find_unused_parameters.
+const char* how_to_set_unused(const ReducerOptions& options) {
   if (options.find_unused_parameters || options.static_graph) return "";
   return "\nfind_unused_parameters=True is for DistributedDataParallel. "
          "Lightning: strategy=\"ddp_find_unused_parameters_true\"; accelerate: "
@@ -50,13 +50,14 @@ auto is_in(std::unordered_set<const c10::TensorImpl*> tensors) {
   };
 }
 
-// Each bucket in two: those that `is_own` is true of, and the others.
+// Splits each bucket into parameters with and without `predicate`.
 template <typename Predicate>
 std::vector<std::vector<size_t>> split_buckets(
-    const std::vector<std::vector<size_t>>& buckets, const Predicate& is_own) {
+    const std::vector<std::vector<size_t>>& buckets,
+    const Predicate& predicate) {
   std::vector<std::vector<size_t>> split;
   for (std::vector<size_t> bucket : buckets) {
-    const auto others = std::ranges::stable_partition(bucket, is_own);
+    const auto others = std::ranges::stable_partition(bucket, predicate);
     const std::vector<size_t> rest(others.begin(), others.end());
     bucket.erase(others.begin(), others.end());
     for (const std::vector<size_t>& part : {bucket, rest}) {
@@ -90,7 +91,7 @@ TorchReducer::TorchReducer(std::vector<at::Tensor> parameters,
   if (ordered_ && options_.verify_across_ranks) {
     ordered_->connect_for(parameters_);
   }
-  options_.verify_across_ranks = false;  // compared once and for all
+  options_.verify_across_ranks = false;  // compare only once
 }
 
 void TorchReducer::make_ordered() {
@@ -99,7 +100,7 @@ void TorchReducer::make_ordered() {
 }
 
 void TorchReducer::make() {
-  reducer_ = nullptr;  // hooks of two reducers would both see a gradient
+  reducer_ = nullptr;  // first: hooks of two reducers would see each gradient
   if (hook_name_.empty()) {
     const std::shared_ptr<HostSums> host_sums =
         averaging_ ? averaging_->host_sums() : nullptr;
@@ -147,7 +148,7 @@ void TorchReducer::step_in_backward(const std::vector<at::Tensor>& parameters,
   if (!hooks_removed_) make();
 }
 
-// Nobody else would: there is no optimizer of the user's to do it.
+// There is no optimizer of the user's that would drop them.
 void TorchReducer::drop_gradients_of_failed_steps() {
   if (!step_) return;
   const int64_t failures = statistics().aborted;
@@ -199,12 +200,12 @@ void TorchReducer::shadow_iteration(bool use_world_size) {
   reducer_->shadow_iteration();
 }
 
-// Ranks without data divide their part of a sum that is ordered, too, and
-// nobody tells them.
+// Every rank counts the ranks with data: in an ordered all-reduce, ranks
+// without data divide their part of the sum, too.
 void TorchReducer::divide_by_count(bool has_data) {
   averaging_->divide_by(
       [ordered = ordered_, has_data, device = parameters_.front().device()] {
-        // Exact in float32, which all devices have.
+        // float32: exact, and available on all devices.
         const at::Tensor count =
             at::full({1}, has_data ? 1.0 : 0.0,
                      at::TensorOptions(at::kFloat).device(device));
@@ -215,9 +216,9 @@ void TorchReducer::divide_by_count(bool has_data) {
 
 void TorchReducer::meet_peers() {
   if (!ready()) return;
-  // A forward without gradients between two backwards of an iteration.
+  // This is a forward without gradients between two backwards of an iteration.
   if (!at::GradMode::is_enabled() && !missing_gradients().empty()) return;
-  reducer_->meet_peers("came to a forward");
+  reducer_->barrier("came to a forward");
 }
 
 bool TorchReducer::send_buffers(std::vector<at::Tensor> buffers) {
@@ -230,7 +231,7 @@ std::vector<size_t> TorchReducer::missing_gradients() const {
   return reducer_ ? reducer_->missing_gradients() : std::vector<size_t>();
 }
 
-// The reducer's own error, and the lines that programs look for.
+// Throws the reducer's error with the lines that programs search for.
 void TorchReducer::check_last_backward() {
   const std::vector<size_t> missing = missing_gradients();
   if (missing.empty()) return;
@@ -240,7 +241,7 @@ void TorchReducer::check_last_backward() {
     throw;
   } catch (const c10::Error& error) {
     TORCH_CHECK(false, error.what_without_backtrace(),
-                where_to_set_unused(options_),
+                how_to_set_unused(options_),
                 describe_missing(missing, names_, group_->getRank()));
   }
 }
@@ -249,8 +250,7 @@ void TorchReducer::check_finalized() const {
   const std::vector<size_t> missing = missing_gradients();
   TORCH_CHECK(missing.empty(), "brigade.Reducer: the last backward left ",
               missing.size(), " of ", parameters_.size(),
-              " parameters without gradients, so that its reduction is not "
-              "finished.",
+              " parameters without gradients; its reduction is not finished.",
               describe_missing(missing, names_, group_->getRank()));
 }
 
@@ -258,14 +258,17 @@ void TorchReducer::register_comm_hook(
     std::shared_ptr<c10d::CommHookInterface> hook, std::string name,
     std::string_view rule) {
   TORCH_CHECK(hook_name_.empty(), "brigade.Reducer: ", name,
-              " can't be registered: the comm hook is ", hook_name_,
-              " already, and ", rule,
-              ".\nRegister one hook; it may call others.");
-  TORCH_CHECK(!options_.reproducible, "brigade.Reducer: ", name,
-              " can't be registered: it decides how gradients are summed, and "
-              "reproducible is set.\nLeave out one of them.");
-  TORCH_CHECK(!hooks_removed_, "brigade.Reducer: ", name,
-              " can't be registered: hooks were removed from the parameters");
+              " can't be registered: the comm hook is already ", hook_name_,
+              ", and ", rule,
+              ".\nRegister one hook, which may call other hooks.");
+  TORCH_CHECK(
+      !options_.reproducible, "brigade.Reducer: ", name,
+      " can't be registered: reproducible is set, and a comm hook may add "
+      "gradients in another order.\nLeave out one of them.");
+  TORCH_CHECK(
+      !hooks_removed_, "brigade.Reducer: ", name,
+      " can't be registered: _remove_autograd_hooks() was called, so that "
+      "no gradients are reduced.");
   if (reducer_) reducer_->set_comm_hook(with_steps(hook));
   options_.comm_hook = std::move(hook);
   hook_name_ = std::move(name);
@@ -274,7 +277,7 @@ void TorchReducer::register_comm_hook(
 void TorchReducer::set_mixed_precision_dtype(
     std::optional<at::ScalarType> dtype) {
   watches_gradients_ = false;
-  // A built-in hook has chosen its dtype.
+  // A hook with a wire format, for example FP16_COMPRESS, has its own dtype.
   const bool chooses = traits_of(*options_.comm_hook).wire_format == nullptr;
   if (dtype && chooses) {
     options_.comm_hook =
@@ -328,10 +331,9 @@ void TorchReducer::set_static_graph() {
   if (options_.static_graph) return;
   const int64_t iterations = statistics().prepared;
   TORCH_CHECK(iterations == 0,
-              "brigade.Reducer: a static graph was declared in iteration ",
-              iterations,
-              ", but its first iteration has to be watched.\nGive "
-              "static_graph=True to the constructor.");
+              "brigade.Reducer: expected _set_static_graph() before the first "
+              "iteration, found iteration ",
+              iterations, ".\nPass static_graph=True to the constructor.");
   options_.static_graph = true;
   if (!hooks_removed_) make();
 }
@@ -364,16 +366,18 @@ void TorchReducer::remove_hooks() {
 
 void TorchReducer::set_logging_sample_rate(int64_t rate) {
   TORCH_CHECK_VALUE(rate >= 1,
-                    "brigade.Reducer: the sample rate must be at least 1, got ",
-                    rate, ".\nGive the number of iterations between samples.");
+                    "brigade.Reducer: sample_rate must be at least 1, got ",
+                    rate, ".\nPass the number of iterations between samples.");
   logging_sample_rate_ = rate;
   if (reducer_) reducer_->set_timeline_sample_rate(rate);
 }
 
 void TorchReducer::set_stall_report_after(std::chrono::milliseconds time) {
-  TORCH_CHECK_VALUE(time.count() >= 0,
-                    "brigade.Reducer: expected a time >= 0, found ",
-                    time.count(), " ms.\nGive 0 for no reports.");
+  TORCH_CHECK_VALUE(
+      time.count() >= 0,
+      "brigade.Reducer: set_stall_report_after: expected a time >= 0, "
+      "found ",
+      time.count(), " ms.\nPass 0 for no reports.");
   if (ready()) reducer_->set_stall_report_after(time);
   stall_report_after_ = time;
 }

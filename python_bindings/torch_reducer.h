@@ -1,11 +1,12 @@
-// Adapts Reducer to the interface of torch.distributed.Reducer, whose comm
-// hook, process group and static graph are set after construction.
+// TorchReducer: adapter of Reducer to the interface of
+// torch.distributed.Reducer, where the comm hook, process group and static
+// graph are set after construction.
 //
-// Where Reducer can't be changed it is made again, without a collective: all
-// ranks change groups and declare static graphs, between iterations.
+// A change that Reducer does not support makes a new Reducer, without
+// collectives. All ranks make the same changes, between iterations.
 //
-// Thread safety: as Reducer. The GIL must not be held by whoever waits for a
-// call, since comm hooks written in Python take it.
+// Thread safety: as Reducer. A thread that waits for a call must not hold the
+// GIL, since comm hooks written in Python acquire it.
 
 #ifndef BRIGADE_PYTHON_BINDINGS_TORCH_REDUCER_H_
 #define BRIGADE_PYTHON_BINDINGS_TORCH_REDUCER_H_
@@ -32,10 +33,8 @@ namespace brigade {
 
 class TorchReducer {
  public:
-  // Collective if ranks are compared, as Reducer's.
-  //
-  // Errors: RuntimeError where Reducer has ValueError: torch's class knows no
-  // other.
+  // Collective if options.verify_across_ranks. Errors: as Reducer's
+  // constructor, but RuntimeError instead of ValueError, as torch's.
   TorchReducer(std::vector<at::Tensor> parameters,
                c10::intrusive_ptr<c10d::ProcessGroup> group,
                ReducerOptions options,
@@ -44,11 +43,10 @@ class TorchReducer {
   void prepare_for_forward();
   void prepare_for_backward(const std::vector<at::Tensor>& outputs);
 
-  // Returns true if it rebuilt. Errors: RuntimeError if the last prepared
-  // backward left parameters without gradients.
+  // Returns true if buckets were rebuilt. Errors: RuntimeError if the last
+  // prepared backward left parameters without gradients.
   bool rebuild_buckets();
 
-  // See Reducer.
   void note_local_forward(const std::vector<at::Tensor>& outputs);
   void expect_forwards();
   bool can_continue() const { return !reducer_ || reducer_->can_continue(); }
@@ -66,26 +64,24 @@ class TorchReducer {
   void finalize_backward();
   void set_stall_report_after(std::chrono::milliseconds time);
 
-  // This rank has joined while the others reduce an iteration. Divides as
-  // set_divisor() says.
+  // Takes part in an iteration of the other ranks after this rank has joined.
+  // For `use_world_size`, see set_divisor().
   void shadow_iteration(bool use_world_size);
 
-  // Before a collective of the caller's own: throws on all ranks if they are in
-  // different places.
+  // Checks that all ranks are at the same point before a collective of the
+  // caller. Errors: as Reducer::meet_peers(), on all ranks.
   void meet_peers();
 
-  // Broadcasts these buffers of rank 0 before a forward with gradients, after
-  // meet_peers(). Returns false if the hooks were removed. Throws as
-  // Reducer::broadcast_before_forward().
+  // Broadcasts rank 0's buffers before a forward with gradients. Returns false
+  // after remove_hooks(). Errors: as Reducer::broadcast_before_forward().
   bool send_buffers(std::vector<at::Tensor> buffers);
 
-  // Errors: RuntimeError naming the parameters whose gradients the running
-  // reduction still waits for.
+  // Errors: RuntimeError if the reduction still waits for gradients; it names
+  // the parameters.
   void check_finalized() const;
 
-  // `name` is for messages, `rule` for the words that programs look for in the
-  // error of torch's reducer. Errors: RuntimeError naming the first hook if
-  // there is one.
+  // `name` names the hook in errors; `rule` is the text of torch's error that
+  // programs search for. Errors: RuntimeError if a hook is registered already.
   void register_comm_hook(std::shared_ptr<c10d::CommHookInterface> hook,
                           std::string name,
                           std::string_view rule =
@@ -94,57 +90,56 @@ class TorchReducer {
                               "once");
   void register_builtin_comm_hook(c10d::BuiltinCommHookType type);
 
-  // Divides the next buckets by the world size, or by the result of `count`,
-  // the number of ranks that still have data, until the next
-  // prepare_for_forward(). Without effect under a registered hook.
+  // Until the next prepare_for_forward(), divides gradients by the world size,
+  // or by the result of `count`, the number of ranks that still have data.
+  // Without effect if a hook is registered.
   void set_divisor(c10::intrusive_ptr<c10d::Work> count, bool use_world_size);
 
-  // Calls `step` with each of `parameters` whose bucket has arrived, after any
-  // comm hook, while backward goes on. Afterwards they have no gradients, nor
-  // before the next backward if it failed. To be called on every rank before
-  // training.
+  // Calls `step` with each of `parameters` during backward, when its bucket is
+  // complete and after any comm hook, then drops its gradient. After a failed
+  // backward, the next prepare call drops all of their gradients. Call it on
+  // all ranks before training.
   void step_in_backward(const std::vector<at::Tensor>& parameters,
                         ParameterStep step);
 
-  // No effect if the graph is static already. Errors: RuntimeError once
-  // training has begun.
+  // No effect if the graph is static already. Errors: RuntimeError after the
+  // first iteration.
   void set_static_graph();
 
-  // From here on gradients are announced by gradient_ready() and become of the
-  // parameters' dtype; a user's hook that is registered already gets buckets of
-  // `dtype`, if given. To be called on every rank before training.
+  // Switches to manual readiness, gradient_ready(). A registered hook of the
+  // user gets buckets of `dtype`, if given; gradients get the parameters'
+  // dtype. Call it on all ranks before training.
   void set_mixed_precision_dtype(std::optional<at::ScalarType> dtype);
 
-  // The number of ranks that used each parameter in the last reduction: int32,
-  // on the parameters' device. Undefined if the reducer does not count.
+  // Returns the number of ranks that used each parameter in the last reduction,
+  // int32 on the parameters' device; undefined without find_unused_parameters
+  // or static_graph.
   at::Tensor used_parameter_counts();
 
-  // False if the parameters that a graph left unused changed.
+  // Returns false if the set of unused parameters has changed.
   bool is_graph_static() const;
 
-  // Drops the iteration and the plan. The next call that needs them, or
-  // set_process_group(), makes them again.
+  // Destroys the Reducer, its iteration and plan. The next call makes a new
+  // one.
   void reset() { reducer_ = nullptr; }
   void set_process_group(c10::intrusive_ptr<c10d::ProcessGroup> group);
 
-  // Removes the hooks from the parameters for good: gradients are local then.
+  // Removes the hooks from the parameters permanently: gradients stay local.
   void remove_hooks();
 
-  // Timelines are of every `rate`-th iteration. Errors: ValueError below 1.
+  // Every `rate`-th iteration has a timeline. Errors: ValueError below 1.
   int64_t logging_sample_rate() const { return logging_sample_rate_; }
   void set_logging_sample_rate(int64_t rate);
 
-  // Of the last iteration that was sampled.
   Timeline timeline() const {
     return reducer_ ? reducer_->timeline() : Timeline{};
   }
 
-  // Of the last backward that failed.
   std::optional<ReductionError> last_error() const {
     return reducer_ ? reducer_->last_error() : std::nullopt;
   }
 
-  // Zeros and empty lists where there is no reducer.
+  // Zeros and empty lists after reset() or remove_hooks().
   ReducerStatistics statistics() const {
     return reducer_ ? reducer_->statistics() : ReducerStatistics{};
   }
@@ -160,7 +155,7 @@ class TorchReducer {
   void make();
   void make_ordered();
   void divide_by_count(bool has_data);
-  bool ready();  // makes a reducer after a reset
+  bool ready();  // makes a Reducer if needed; false after remove_hooks()
   std::shared_ptr<c10d::CommHookInterface> with_steps(
       std::shared_ptr<c10d::CommHookInterface> hook) const;
   void drop_gradients_of_failed_steps();
@@ -171,20 +166,20 @@ class TorchReducer {
   const std::vector<std::string> names_;  // by parameter, or empty
   const std::vector<std::vector<size_t>> first_buckets_;  // see Reducer
   c10::intrusive_ptr<c10d::ProcessGroup> group_;
-  ReducerOptions options_;  // but for names
+  ReducerOptions options_;  // without names
   int64_t logging_sample_rate_ = 100;
   std::optional<std::chrono::milliseconds> stall_report_after_;  // else default
   bool watches_gradients_ = true;
   bool finalizes_manually_ = false;
   bool expects_forwards_ = false;
-  std::string hook_name_;  // empty: none was registered
-  std::optional<c10d::BuiltinCommHookType> built_in_;  // the hook is this one
+  std::string hook_name_;  // empty: no hook is registered
+  std::optional<c10d::BuiltinCommHookType> built_in_;  // registered built-in
   std::shared_ptr<OrderedAllReduce> ordered_;          // null: not reproducible
   std::shared_ptr<AveragingHook> averaging_;
   ParameterStep step_;  // empty: optimizers step after backward
   std::unordered_set<const c10::TensorImpl*> stepped_;
-  int64_t failures_dropped_ = 0;  // iterations aborted, whose gradients went
-  int64_t launched_before_ = 0;   // buckets, by earlier iterations
+  int64_t failures_dropped_ = 0;  // aborted iterations with dropped gradients
+  int64_t launched_before_ = 0;   // buckets of earlier iterations
   bool hooks_removed_ = false;
   std::unique_ptr<Reducer> reducer_;  // null after reset() or remove_hooks()
 };

@@ -1,9 +1,8 @@
-"""The versions of torch that brigade may be built against, and the one that is there.
+"""Supported versions of torch (cmake/torch_versions.json), the installed one, and the wheel's.
 
-cmake/torch_versions.json holds the versions. The build backend asks here where torch
-is; scikit-build-core asks `Dependency` what pyproject.toml leaves open: which torch a
-wheel requires, namely the minor version that it was built against, since another
-has another binary interface.
+`Dependency` gives scikit-build-core the dependencies that pyproject.toml declares as dynamic: a
+wheel requires the minor version of torch that it was built against, since the binary interface
+changes with it.
 """
 
 from __future__ import annotations
@@ -17,28 +16,28 @@ from typing import Any
 
 _VERSIONS = pathlib.Path(__file__).resolve().parent.parent / "cmake" / "torch_versions.json"
 
-# LibTorch that the build backend was told to build against.
+# The LibTorch to build against; set by the build backend.
 chosen: pathlib.Path | None = None
 
 
 def supported() -> list[str]:
-    """Minor versions, oldest first."""
+    """Returns the supported minor versions, oldest first."""
     return json.loads(_VERSIONS.read_text())["supported"]
 
 
 def pinned() -> str:
-    """The version that brigade is developed and measured with."""
+    """Returns the version that brigade is developed and measured with."""
     return json.loads(_VERSIONS.read_text())["pinned"]
 
 
 def range_requirement() -> str:
-    """All supported versions, as pip writes it."""
+    """Returns a requirement specifier of all supported versions."""
     major, minor = supported()[-1].split(".")
     return f"torch>={supported()[0]},<{major}.{int(minor) + 1}"
 
 
 def minor_version(torch: pathlib.Path) -> str:
-    """Of a wheel's folder or an unpacked LibTorch: 2.15, for instance; '' for neither."""
+    """Returns, for example, "2.15" for a wheel's folder or an unpacked LibTorch, otherwise ""."""
     header = torch / "include" / "torch" / "headeronly" / "version.h"
     if not header.exists():
         return ""
@@ -47,7 +46,7 @@ def minor_version(torch: pathlib.Path) -> str:
 
 
 def of_environment() -> pathlib.Path | None:
-    """The torch package, of whatever version, beside which brigade is installed."""
+    """Returns the folder of the environment's torch package, or None."""
     for name in ("platlib", "purelib"):
         folder = pathlib.Path(sysconfig.get_path(name)) / "torch"
         if minor_version(folder):
@@ -56,7 +55,7 @@ def of_environment() -> pathlib.Path | None:
 
 
 class Dependency:
-    """A provider of scikit-build-core's for `dependencies`."""
+    """scikit-build-core's dynamic metadata provider of `dependencies`."""
 
     def build_state(self, state: str) -> None:
         self._state = state

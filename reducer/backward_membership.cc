@@ -33,7 +33,8 @@ bool BackwardMembership::is_undecided(int backward_id) const {
   return outputs_ == Outputs::kRequired || is_local(backward_id);
 }
 
-std::vector<EarlyGradient> BackwardMembership::take_from(int backward_id) {
+std::vector<EarlyGradient> BackwardMembership::take_early_gradients(
+    int backward_id) {
   std::vector<EarlyGradient> taken = std::exchange(early_, {});
   std::erase_if(taken, [&](const EarlyGradient& gradient) {
     return gradient.backward_id < backward_id;
@@ -53,7 +54,8 @@ void BackwardMembership::output_reached(Preparation preparation,
   reached_by_ = backward_id;
 }
 
-std::optional<int64_t> BackwardMembership::passed_by(int backward_id) const {
+std::optional<int64_t> BackwardMembership::finished_iteration_of(
+    int backward_id) const {
   if (backward_id != reached_by_ || !is_finished(reached_) ||
       reached_.number == last_repeatable_) {
     return std::nullopt;

@@ -31,7 +31,6 @@ std::vector<c10::Device> devices_of(const ParameterTable& table,
   return devices;
 }
 
-// A complex number is two reals to a comm hook.
 at::Tensor as_reals(const at::Tensor& buffer) {
   const bool is_pairs = buffer.layout() == at::kStrided && buffer.is_complex();
   return is_pairs ? at::view_as_real(buffer).view(-1) : buffer;
@@ -48,7 +47,8 @@ DimsList shapes_as_reals(const ParameterTable& table,
   return shapes;
 }
 
-// A user's hook may keep the bucket, and write to it in a later iteration.
+// A user's hook may keep the bucket and write to it in a later iteration, so
+// its memory is not donated.
 DenseReplica::Delivery delivery_of(bool gradients_as_views,
                                    const HookTraits& hook) {
   using enum DenseReplica::Delivery;
@@ -132,8 +132,8 @@ void Bucket::restart() {
   for (StreamUses& streams : streams_) streams.forget();
 }
 
-// A hook that declares a scale may change it from iteration to iteration. The
-// local replicas are averaged before anything travels.
+// A hook may change its scale between iterations. The division averages the
+// local replicas.
 double Bucket::scale() const {
   const double scale = hook_.wire_format == nullptr
                            ? 1.0
@@ -151,8 +151,8 @@ void Bucket::pack() {
 void Bucket::pack_replica(size_t replica) {
   const c10::DeviceGuard on_device(device_of(replica));
   if (streams_[replica].join()) {
-    // The gradients are freed on the streams that made them while this one may
-    // still read them.
+    // The allocator reuses freed gradients on the streams that produced them,
+    // while this stream may still read them.
     replicas_[replica]->record_stream(current_stream(device_of(replica)));
   }
   streams_[replica].forget();
@@ -188,8 +188,7 @@ void Bucket::adopt_gradients() {
 }
 
 c10::intrusive_ptr<c10::ivalue::Future> Bucket::launch() {
-  // Pairs with the record in pack(): another stream may have packed this
-  // bucket, long before the buckets ahead of it were full.
+  // Another stream may have packed this bucket.
   if (packed_) packed_->block(current_stream(device()));
   return run_hook(replicas_.front()->buffer());
 }
@@ -201,13 +200,13 @@ c10::intrusive_ptr<c10::ivalue::Future> Bucket::launch_substitute() {
 c10::intrusive_ptr<c10::ivalue::Future> Bucket::run_hook(
     const at::Tensor& buffer) {
   if (!grad_bucket_) make_grad_bucket();
-  // The hook of the last iteration may have put another buffer there.
+  // The hook may have assigned another buffer in the last iteration.
   grad_bucket_->getBufferRef() = as_reals(buffer);
   c10::intrusive_ptr<c10::ivalue::Future> future =
       hook_.hook->runHook(*grad_bucket_);
   TORCH_CHECK(future,
               "the comm hook must return a future, it returned none.\n"
-              "Return the future of the collective that it launched.");
+              "Return the future of the hook's collective.");
   return future;
 }
 
@@ -219,7 +218,8 @@ at::Tensor Bucket::result_of(const c10::IValue& value) {
           c10::isIntegralType(dtype_, /*includeBool=*/true),
       "the comm hook must return floating-point numbers for gradients of ",
       dtype_, ", it returned ", result.scalar_type(),
-      ".\nConvert what has travelled back before the hook's future is done.");
+      ".\nConvert the result back to ", dtype_,
+      " before the hook's future completes.");
   replicas_.front()->check_result(result);
   return result;
 }
@@ -227,8 +227,9 @@ at::Tensor Bucket::result_of(const c10::IValue& value) {
 void Bucket::deliver(const at::Tensor& result) {
   if (is_skipped()) return;
   std::vector<size_t> globally_unused;
-  if (used_ != nullptr)
+  if (used_ != nullptr) {
     globally_unused = used_->globally_unused_slots(members_);
+  }
   if (is_empty()) return deliver_empty(globally_unused);
   if (!result.defined()) {
     for (const std::unique_ptr<BucketReplica>& replica : replicas_) {
@@ -239,7 +240,7 @@ void Bucket::deliver(const at::Tensor& result) {
   replicas_.front()->deliver(result, globally_unused);
   for (size_t replica = 1; replica < replicas_.size(); ++replica) {
     const c10::DeviceGuard on_device(device_of(replica));
-    // A sparse result is installed as it is, so each replica needs its own.
+    // A sparse result becomes the gradient itself, so each replica gets a copy.
     replicas_[replica]->deliver(
         result.to(result.options().device(device_of(replica)),
                   /*non_blocking=*/true, /*copy=*/sparse_),

@@ -1,12 +1,11 @@
-// One bucket of the plan: its storage, and the GradBucket of its comm hook.
-// A hook sees complex gradients as pairs of reals, twice as many, so that one
-// that casts or compresses does not lose their imaginary parts.
+// One bucket of the plan: packs gradients, calls the comm hook and delivers the
+// result. The engine decides when.
 //
-// Each local replica has storage of its own. Their buffers are added up in
-// replica 0's, one collective runs on that, and the result goes to all.
+// Each local replica has its own storage. pack() adds all buffers to that of
+// replica 0, which is reduced; deliver() copies the result to every replica.
 //
-// A bucket knows how to pack, launch and deliver itself; when it does so is
-// decided by the engine.
+// A hook sees complex gradients as pairs of reals, so that casts and
+// compression keep the imaginary parts.
 //
 // Thread safety: none; the engine's lock covers it.
 
@@ -36,11 +35,10 @@ namespace brigade {
 
 class Bucket final : public Collective {
  public:
-  // `used`: which parameters have gradients; null: all.
+  // `used`: null if every parameter is used.
   //
-  // REQUIRES: `table`, the hook and all references outlive this object,
-  // but for its destructor; `index` is in `plan`, and the parameters of a
-  // bucket are of one dtype and device.
+  // REQUIRES: `table`, the hook and `used` live until this object's destructor;
+  // `index` is in `plan`; the bucket's parameters have one dtype and device.
   Bucket(const ParameterTable& table, const BucketPlan& plan, size_t index,
          const HookTraits& hook, bool gradients_as_views, UsedParameters* used);
 
@@ -49,37 +47,35 @@ class Bucket final : public Collective {
     return replicas_.size() * members_.size();
   }
 
-  // No rank used its parameters. Waits for the sum of the used map. Errors:
-  // those of that collective.
+  // True if no rank used its parameters. Waits for the all-reduce of the
+  // used-parameter bitmap. Errors: those of that collective.
   bool is_skipped();
   bool is_left_out() override { return is_empty() || is_skipped(); }
   bool needs_pack() override { return !is_skipped(); }
 
-  // An iteration begins: forgets the streams of an unfinished one.
+  // Begins an iteration: forgets the streams of an unfinished one.
   void restart();
 
-  // The calling thread's current stream has just produced one of its gradients.
+  // Records that the current stream has produced one of its gradients.
   void gradient_produced(size_t replica) { streams_[replica].note(); }
 
-  // Packs the gradients of each local replica, and sums these. Errors:
-  // BucketReplica::pack()'s.
+  // Errors: those of BucketReplica::pack().
   void pack() override;
 
-  // Calls the comm hook on the buffer. Errors: RuntimeError if the hook returns
-  // no future; those of the hook.
+  // Calls the comm hook. Errors: RuntimeError if the hook returns no future;
+  // those of the hook.
   c10::intrusive_ptr<c10::ivalue::Future> launch() override;
 
   c10::intrusive_ptr<c10::ivalue::Future> launch_substitute() override;
 
-  // Undefined if the value is None: the hook has set the gradients.
+  // Undefined if `value` is None: the hook has set the gradients itself.
   at::Tensor result_of(const c10::IValue& value) override;
 
-  // To all replicas. Gradients of parameters that no rank used stay as they
-  // were. If no element travels, gradients that other ranks have exist here
-  // too.
+  // Gradients of parameters that no rank used keep their values. A bucket
+  // without elements still makes gradients defined that other ranks have.
   void deliver(const at::Tensor& result) override;
 
-  // Buckets travel from that of replica 0.
+  // The device of replica 0.
   c10::Device device() const override { return devices_.front(); }
 
   bool fails_by_network_only() const override {
@@ -87,7 +83,7 @@ class Bucket final : public Collective {
   }
   std::string describe() const override;
 
-  // Adds the memory of gradients that are views.
+  // Adds the buffers that gradients are views of.
   void list_memory(MemoryRanges& memory) const;
 
   bool is_view_in(size_t replica, size_t slot,
@@ -95,18 +91,18 @@ class Bucket final : public Collective {
     return replicas_[replica]->is_view_in(slot, gradient);
   }
 
-  // True if another hook would get the same buffers and be the same delivery.
+  // True if `hook` can replace the current one without other buffers.
   bool fits(const HookTraits& hook) const;
 
-  // Travels by `hook` from here on. REQUIRES: it fits, and outlives this object
-  // likewise; nothing is in flight.
+  // REQUIRES: `hook` fits and lives until this object's destructor; no
+  // collective is in flight.
   void set_hook(const HookTraits& hook) { hook_ = hook; }
 
-  // Moves existing gradients into this bucket, if its views are gradients.
+  // Moves defined gradients into this bucket, if gradients are views.
   void adopt_gradients();
 
  private:
-  // No element travels. A sparse gradient's length varies.
+  // True if it is dense and has no elements.
   bool is_empty() const;
   c10::Device device_of(size_t replica) const { return devices_[replica]; }
   double scale() const;
@@ -117,21 +113,21 @@ class Bucket final : public Collective {
   void make_grad_bucket();
 
   const ParameterTable& table_;
-  const size_t index_;                 // in the plan
-  const size_t num_buckets_;           // of the plan
+  const size_t index_;
+  const size_t num_buckets_;
   const std::vector<size_t> members_;  // parameters, by slot
-  UsedParameters* const used_;         // null: all are
+  UsedParameters* const used_;         // null: all are used
   HookTraits hook_;
   const std::vector<c10::Device> devices_;  // by replica
-  const at::ScalarType dtype_;              // of the gradients
+  const at::ScalarType dtype_;
   const bool sparse_;
-  const at::ScalarType wire_dtype_;  // of the buffers
+  const at::ScalarType wire_dtype_;
   const bool gradients_as_views_;
   std::vector<std::unique_ptr<BucketReplica>> replicas_;  // never empty
-  std::span<const SlotRange> ranges_;  // of replica 0's slots; none if sparse
-  DimsList shapes_of_reals_;           // of complex gradients, for the hook
-  std::vector<StreamUses> streams_;    // by replica: who produced gradients
-  // Made when the hook is first called, since it is large.
+  std::span<const SlotRange> ranges_;  // by slot, in replica 0; none if sparse
+  DimsList shapes_of_reals_;           // for the hook; complex only
+  std::vector<StreamUses> streams_;    // by replica; produced gradients
+  // Large, so the first launch makes it.
   std::optional<c10d::GradBucket> grad_bucket_;
   std::optional<c10::Event> packed_;  // null on the CPU
 };

@@ -9,6 +9,16 @@
 #include "brigade/comm/streams/streams.h"
 
 namespace brigade {
+namespace {
+
+// An in-place write increases the version. A storage that cannot be resized is
+// shared with another library (NumPy), which holds no reference to it.
+bool is_as_autograd_made_it(const at::Tensor& gradient) {
+  return gradient._version() == 0 && gradient.use_count() == 1 &&
+         gradient.storage().use_count() == 1 && gradient.storage().resizable();
+}
+
+}  // namespace
 
 BucketMemory::BucketMemory(const ParameterTable& table, size_t replica,
                            std::span<const size_t> parameters,
@@ -24,7 +34,7 @@ BucketMemory::BucketMemory(const ParameterTable& table, size_t replica,
   int64_t numel = 0;
   ranges_.reserve(parameters.size());
   for (const size_t parameter : parameters) {
-    // The table knows, and is warm; thousands of tensors are not.
+    // The table is in the cache; thousands of tensors are not.
     ranges_.push_back({.offset_numel = numel, .numel = table.numel(parameter)});
     numel += ranges_.back().numel;
   }
@@ -39,35 +49,34 @@ BucketMemory::BucketMemory(const ParameterTable& table, size_t replica,
   zeroed_->record(*allocated_on_);
 }
 
-void BucketMemory::replace() {
+void BucketMemory::reallocate() {
   flat_ = at::empty(flat_.sizes(), flat_.options());
   wire_ = flat_;
   views_.assign(views_.size(), {});
 }
 
-// Buffers are zeroed on the stream that allocates them, and their memory goes
-// back to it. Others use them as well: where gradients are accumulated, and
-// where backward was called.
-void BucketMemory::use_here() {
+// The caching allocator reuses the memory on the stream that allocated it, so
+// every other stream is recorded.
+void BucketMemory::use_on_current_stream() {
   for (at::Tensor* const buffer : {&flat_, &wire_}) {
     const bool as_made = buffer->numel() == numel() &&
                          buffer->storage_offset() == 0 &&
                          buffer->is_contiguous();
-    // Makes the storage larger if it must.
+    // set_() also enlarges a storage that is too small.
     if (!as_made) buffer->set_(buffer->storage(), 0, {numel()}, {1});
   }
   base_ = static_cast<const char*>(flat_.const_data_ptr());
   if (flat_.device().is_cpu()) return;
   const c10::Stream here = current_stream(flat_.device());
   if (here == *allocated_on_) return;
-  if (zeroed_) zeroed_->block(here);  // pairs with the constructor's record
+  if (zeroed_) zeroed_->block(here);
   zeroed_.reset();
   flat_.record_stream(here);
-  if (!flat_travels()) wire_.record_stream(here);
+  if (!wire_is_flat()) wire_.record_stream(here);
 }
 
-// As as_strided() on these devices, without the dispatcher: this is
-// half of the time that it takes to make a replica of tiny parameters.
+// On the CPU and CUDA this equals as_strided() without the dispatcher, which
+// halves the time to construct a replica of tiny parameters.
 at::Tensor BucketMemory::make_view(size_t slot) const {
   if (!flat_.is_cpu() && !flat_.is_cuda()) {
     const at::AutoDispatchBelowADInplaceOrView no_view_tracking;
@@ -93,6 +102,40 @@ at::Tensor BucketMemory::empty_gradient(size_t slot) const {
 
 int64_t BucketMemory::numel() const {
   return ranges_.back().offset_numel + ranges_.back().numel;
+}
+
+BufferDonation::BufferDonation(const at::Tensor& flat) {
+  if (!flat.is_cpu()) return;
+  storage_ = flat.storage();
+  memory_ = storage_.data();
+  own_references_ = storage_.use_count();
+}
+
+bool BufferDonation::donate(const at::Tensor& gradient,
+                            const at::Tensor& view) {
+  if (!is_as_autograd_made_it(gradient)) return false;
+  gradient.set_data(view);
+  gradient.unsafeGetTensorImpl()->bump_version();
+  has_donated_ = true;
+  return true;
+}
+
+bool BufferDonation::is_held() const {
+  if (!has_donated_) return false;
+  if (storage_.use_count() != own_references_ || storage_.data() != memory_) {
+    return true;
+  }
+  // Dropping this copy synchronizes with the thread that dropped the last
+  // foreign reference, so its accesses happen before the next pack.
+  { const c10::Storage copy = storage_; }
+  return false;
+}
+
+void BufferDonation::start_again(const at::Tensor& flat) {
+  const int num_reallocations = num_reallocations_ + 1;
+  *this = num_reallocations < kMaxReallocations ? BufferDonation(flat)
+                                                : BufferDonation();
+  num_reallocations_ = num_reallocations;
 }
 
 }  // namespace brigade

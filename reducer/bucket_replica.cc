@@ -13,14 +13,12 @@
 #include <utility>
 
 #include "brigade/comm/streams/streams.h"
-#include "brigade/reducer/backward_membership.h"
 #include "brigade/reducer/packing/packer.h"
 
 namespace brigade {
 namespace {
 
-// True if `tensor` is of these sizes and lays out its elements so. Strides of
-// dimensions of size 1 do not matter.
+// Ignores strides of dimensions of size 1.
 bool is_laid_out_as(const at::Tensor& tensor, at::IntArrayRef sizes,
                     at::IntArrayRef strides) {
   const at::IntArrayRef own_sizes = tensor.sizes();
@@ -33,15 +31,12 @@ bool is_laid_out_as(const at::Tensor& tensor, at::IntArrayRef sizes,
   return true;
 }
 
-// True if both have elements of one dtype on one device, and nothing special
-// about them: no other layout, no lazy conjugation, no subclass.
+// Equal dispatch keys exclude other layouts, lazy conjugation and subclasses.
 bool same_kind(const at::Tensor& a, const at::Tensor& b) {
   return a.key_set() == b.key_set() && a.dtype() == b.dtype() &&
          a.device() == b.device();
 }
 
-// Errors: RuntimeError that names the parameter if its gradient is not dense,
-// or not of its dtype, shape and device.
 void check_gradient(const ParameterTable& table, size_t parameter,
                     const at::Tensor& gradient) {
   const at::Tensor& expected = table[parameter];
@@ -49,7 +44,7 @@ void check_gradient(const ParameterTable& table, size_t parameter,
               table.name_of(parameter),
               " must be dense, it is sparse.\n"
               "Set its flag in ReducerOptions::expect_sparse_gradients.");
-  // The parameter itself may be in another dtype for the time of a backward.
+  // The parameter may have another dtype during a backward.
   const bool fits_dtype = gradient.scalar_type() == table.dtype(parameter) ||
                           gradient.scalar_type() == expected.scalar_type();
   TORCH_CHECK(fits_dtype && gradient.device() == expected.device() &&
@@ -61,7 +56,7 @@ void check_gradient(const ParameterTable& table, size_t parameter,
               ".\nSet it to None before the next backward.");
 }
 
-// Thousands of tiny parameters are cold when their bucket is full.
+// Tiny parameters are often out of the cache when their bucket is full.
 constexpr size_t kPrefetchedSlots = 8;
 
 void prefetch(const at::Tensor& tensor) {
@@ -83,10 +78,10 @@ std::vector<const at::Tensor*> tensors_of(const ParameterTable& table,
   return tensors;
 }
 
-// Makes the future's tensor of a complex bucket that travelled as pairs of
-// reals complex again.
-at::Tensor as_numbers(const at::Tensor& result, at::ScalarType dtype,
-                      int64_t numel) {
+// Converts the result of a complex bucket, which was reduced as pairs of reals,
+// back to complex numbers.
+at::Tensor as_bucket_dtype(const at::Tensor& result, at::ScalarType dtype,
+                           int64_t numel) {
   if (c10::isComplexType(dtype) && !result.is_complex() &&
       result.numel() == 2 * numel) {
     return at::view_as_complex(
@@ -107,21 +102,21 @@ DenseReplica::DenseReplica(const ParameterTable& table, size_t replica,
       gradients_(parameters.size()),
       sources_(parameters.size()),
       destinations_(parameters.size()),
-      keeps_graph_(parameters.size()) {
+      requires_grad_(parameters.size()) {
   const std::span<const SlotRange> ranges = memory_.ranges();
   packer_ =
       make_packer(memory_.options().device(), table.dtype(parameters.front()),
                   {ranges.begin(), ranges.end()});
-  // Complex buckets are also seen as pairs of reals, which is one more tensor.
-  if (delivery == Delivery::kDonationOrCopy && memory_.flat_travels() &&
+  // A complex bucket's view as pairs of reals is another tensor in its memory.
+  if (delivery == Delivery::kDonationOrCopy && memory_.wire_is_flat() &&
       !memory_.flat().is_complex()) {
     donation_ = BufferDonation(memory_.flat());
   }
 }
 
-// Views take the place of gradients, whose memory goes back to the streams that
-// made them: in this backward (StreamUses knows those), or that of whoever
-// called it.
+// pack() replaces gradients by views; the allocator then reuses their memory on
+// the stream that allocated it. Bucket::pack_replica() covers the streams of
+// this backward. Other gradients belong to the stream that called backward.
 void DenseReplica::note_packing_stream() {
   if (memory_.flat().device().is_cpu()) return;
   packed_on_ = current_stream(memory_.flat().device());
@@ -130,8 +125,8 @@ void DenseReplica::note_packing_stream() {
   }
 }
 
-// `tensor`'s memory belongs to the packing stream, or was recorded on it; it is
-// used on the current one.
+// Records the current stream for `tensor`, whose memory was allocated or
+// recorded on the packing stream.
 void DenseReplica::record_delivery(const at::Tensor& tensor) const {
   if (!packed_on_) return;
   const c10::Stream here = current_stream(tensor.device());
@@ -140,10 +135,13 @@ void DenseReplica::record_delivery(const at::Tensor& tensor) const {
 
 void DenseReplica::pack(double scale, std::span<const size_t> unused_slots) {
   const at::NoGradGuard no_grad;
-  if (donation_.is_taken()) leave_memory_to_gradients();
-  memory_.use_here();
+  if (donation_.is_held()) {
+    memory_.reallocate();
+    donation_.start_again(memory_.flat());
+  }
+  memory_.use_on_current_stream();
   note_packing_stream();
-  set_aside(unused_slots);
+  save_gradients(unused_slots);
   for (size_t slot = 0; slot < num_slots(); ++slot) {
     const size_t ahead = slot + kPrefetchedSlots;
     if (ahead < num_slots()) {
@@ -152,75 +150,70 @@ void DenseReplica::pack(double scale, std::span<const size_t> unused_slots) {
     }
     if (gradients_as_views_) memory_.view(slot);
     gradients_[slot] = &parameter(slot).mutable_grad();
-    keeps_graph_[slot] = false;
+    requires_grad_[slot] = false;
     sources_[slot] = source_of(slot, *gradients_[slot]);
   }
   packer_->pack(sources_, memory_.wire(), scale);
   if (gradients_as_views_) {
     for (size_t slot = 0; slot < num_slots(); ++slot) {
-      // A view that was saved for another backward has another value now.
+      // Autograd must detect that a view saved for another backward changed.
       const at::Tensor& view = memory_.made_view(slot);
       if (view.use_count() > 1) view.unsafeGetTensorImpl()->bump_version();
-      if (!keeps_graph_[slot] && !contains(unused_slots, slot)) {
-        install(slot, *gradients_[slot]);
+      if (!requires_grad_[slot] && !contains(unused_slots, slot)) {
+        install_view(slot, *gradients_[slot]);
       }
     }
   }
-  rearranged_.clear();
+  reordered_.clear();
 }
 
-void DenseReplica::install(size_t slot, at::Tensor& gradient) {
+void DenseReplica::install_view(size_t slot, at::Tensor& gradient) {
   const at::Tensor& view = memory_.view(slot);
   if (!gradient.is_same(view)) gradient = view;
 }
 
-void DenseReplica::set_aside(std::span<const size_t> slots) {
-  set_aside_.clear();
+void DenseReplica::save_gradients(std::span<const size_t> slots) {
+  saved_.clear();
   for (const size_t slot : slots) {
     const at::Tensor& gradient = parameter(slot).grad();
     if (memory_.is_view(slot, gradient)) {
-      set_aside_.push_back({.slot = slot, .gradient = gradient.clone()});
+      saved_.push_back({.slot = slot, .gradient = gradient.clone()});
     }
   }
 }
 
-void DenseReplica::put_back(std::span<const size_t> slots) {
-  for (const SetAside& kept : set_aside_) {
-    if (!contains(slots, kept.slot)) continue;
-    record_delivery(kept.gradient);
-    memory_.view(kept.slot).copy_(kept.gradient);
+void DenseReplica::restore_gradients(std::span<const size_t> slots) {
+  for (const SavedGradient& saved : saved_) {
+    if (!contains(slots, saved.slot)) continue;
+    record_delivery(saved.gradient);
+    memory_.view(saved.slot).copy_(saved.gradient);
   }
-  set_aside_.clear();
+  saved_.clear();
 }
 
-void DenseReplica::leave_memory_to_gradients() {
-  memory_.replace();
-  donation_.leave(memory_.flat());
-}
-
-// Where to read the gradient of a slot; null if there is none.
+// Returns the address of the gradient's elements, in the slot's memory order;
+// null if the gradient is undefined.
 const void* DenseReplica::source_of(size_t slot, const at::Tensor& gradient) {
   if (!gradient.defined()) return nullptr;
   if (gradients_as_views_ && gradient.is_same(memory_.made_view(slot))) {
-    return memory_.place(slot);
+    return memory_.address_of(slot);
   }
-  keeps_graph_[slot] = gradient.requires_grad();
-  // A gradient may also be a piece of this bucket that is not its own place, if
-  // the user put it there; reading it while that place is written would mix
-  // them up.
+  requires_grad_[slot] = gradient.requires_grad();
+  // The user may have assigned a view of another slot. Packing could overwrite
+  // that slot before this gradient is read, so it is copied first.
   if (same_kind(gradient, memory_.flat()) &&
       is_laid_out_as(gradient, memory_.shape(slot), memory_.strides(slot))) {
     const void* const elements = gradient.const_data_ptr();
     if (!memory_.contains(elements)) return elements;
   }
   check_gradient(table_, memory_.parameter_at(slot), gradient);
-  rearranged_.push_back(memory_.empty_gradient(slot).copy_(gradient));
-  return rearranged_.back().const_data_ptr();
+  reordered_.push_back(memory_.empty_gradient(slot).copy_(gradient));
+  return reordered_.back().const_data_ptr();
 }
 
 void DenseReplica::check_result(const at::Tensor& result) const {
   const int64_t numel = memory_.numel();
-  const at::Tensor typed = as_numbers(
+  const at::Tensor typed = as_bucket_dtype(
       result, c10::typeMetaToScalarType(memory_.options().dtype()), numel);
   TORCH_CHECK(typed.layout() == at::kStrided && typed.numel() == numel &&
                   typed.device() == memory_.options().device(),
@@ -233,11 +226,11 @@ void DenseReplica::check_result(const at::Tensor& result) const {
 void DenseReplica::deliver(const at::Tensor& result,
                            std::span<const size_t> globally_unused_slots) {
   const at::NoGradGuard no_grad;
-  memory_.use_here();
-  memory_.have_travelled();
+  memory_.use_on_current_stream();
+  memory_.forget_zero_fill();
   if (packed_on_) delivered_on_ = current_stream(memory_.flat().device());
-  const at::Tensor typed =
-      as_numbers(result, memory_.flat().scalar_type(), memory_.flat().numel());
+  const at::Tensor typed = as_bucket_dtype(result, memory_.flat().scalar_type(),
+                                           memory_.flat().numel());
   if (gradients_as_views_) return deliver_views(typed, globally_unused_slots);
   const bool is_flat = typed.dim() == 1 && typed.is_contiguous();
   deliver_copies(is_flat ? typed : typed.reshape({-1}).contiguous(),
@@ -249,15 +242,15 @@ void DenseReplica::deliver_views(
   if (result.const_data_ptr() != memory_.flat().const_data_ptr()) {
     memory_.flat().copy_(result.reshape({-1}));
   }
-  put_back(globally_unused_slots);
+  restore_gradients(globally_unused_slots);
   for (size_t slot = 0; slot < num_slots(); ++slot) {
     if (contains(globally_unused_slots, slot)) continue;
     at::Tensor& gradient = *gradients_[slot];
-    if (keeps_graph_[slot] && gradient.defined()) {
+    if (requires_grad_[slot] && gradient.defined()) {
       record_delivery(gradient);
       gradient.detach().copy_(memory_.view(slot));
     } else {
-      install(slot, gradient);  // the user may have taken it out
+      install_view(slot, gradient);  // the user may have reassigned `.grad`
     }
   }
 }
@@ -265,16 +258,16 @@ void DenseReplica::deliver_views(
 void DenseReplica::deliver_nothing(
     std::span<const size_t> globally_unused_slots) {
   const at::NoGradGuard no_grad;
-  put_back(globally_unused_slots);
+  restore_gradients(globally_unused_slots);
 }
 
 void DenseReplica::deliver_copies(
     const at::Tensor& result, std::span<const size_t> globally_unused_slots) {
   const int64_t item_bytes = memory_.flat().element_size();
-  // Not the first time: buckets may be rebuilt after it, and would live on in
-  // gradients.
+  // The first delivery copies: buckets may be rebuilt after it, and donated
+  // gradients would keep the old ones alive.
   const bool may_donate = std::exchange(has_delivered_, true) &&
-                          result.const_data_ptr() == memory_.place(0);
+                          result.const_data_ptr() == memory_.address_of(0);
   const bool unpackable =
       result.scalar_type() == memory_.wire().scalar_type() ||
       result.scalar_type() == memory_.flat().scalar_type();
@@ -282,7 +275,7 @@ void DenseReplica::deliver_copies(
     destinations_[slot] = nullptr;
     if (contains(globally_unused_slots, slot)) continue;
     at::Tensor& gradient = parameter(slot).mutable_grad();
-    // The backward may have been in another dtype than the parameter is.
+    // The backward may have run in another dtype than the parameter's.
     if (!gradient.defined() ||
         gradient.scalar_type() != memory_.flat().scalar_type()) {
       gradient = memory_.empty_gradient(slot);
@@ -293,7 +286,7 @@ void DenseReplica::deliver_copies(
         is_laid_out_as(gradient, memory_.shape(slot), memory_.strides(slot));
     if (plain && may_donate &&
         donation_.is_worthwhile(numel(slot) * item_bytes) &&
-        donation_.give(gradient, memory_.make_view(slot))) {
+        donation_.donate(gradient, memory_.make_view(slot))) {
       continue;
     }
     record_delivery(gradient);
@@ -309,7 +302,7 @@ void DenseReplica::adopt_gradients() {
   const at::NoGradGuard no_grad;
   for (size_t slot = 0; slot < num_slots(); ++slot) {
     at::Tensor& gradient = parameter(slot).mutable_grad();
-    // The next pack reports a gradient that does not fit.
+    // The next pack() reports an unsuitable gradient.
     if (!gradient.defined() || gradient.requires_grad() ||
         gradient.layout() != at::kStrided ||
         gradient.sizes() != memory_.shape(slot)) {

@@ -1,8 +1,8 @@
-// The storage of one bucket on one local replica: gradients go in before it
-// travels, results come out after.
+// Storage of one bucket on one local replica: packs gradients into the buffer
+// that is reduced, and delivers the result as gradients.
 //
-// Dense gradients share one flat buffer (bucket_memory.h); a sparse gradient
-// has a bucket to itself.
+// Dense gradients share one flat buffer (bucket_memory.h). A sparse gradient
+// has its own bucket.
 //
 // Thread safety: none; the engine's lock covers it.
 
@@ -20,7 +20,6 @@
 #include <vector>
 
 #include "brigade/reducer/bucket_memory.h"
-#include "brigade/reducer/buffer_donation.h"
 #include "brigade/reducer/packing/packer.h"
 #include "brigade/reducer/parameter_table.h"
 
@@ -30,70 +29,70 @@ class BucketReplica {
  public:
   virtual ~BucketReplica() = default;
 
-  // Moves the gradients of all slots into buffer(), multiplied by `scale`;
-  // zeros for a missing one. `unused_slots`, ascending, got none in this
-  // iteration.
+  // Packs the gradients of all slots, multiplied by `scale`, into buffer().
+  // Packs zeros for an undefined gradient. `unused_slots`, ascending, got no
+  // gradient in this iteration.
   //
-  // Errors: RuntimeError naming the parameter whose gradient does not fit.
+  // Errors: RuntimeError that names the parameter if its gradient has another
+  // layout, dtype, shape or device than expected.
   virtual void pack(double scale, std::span<const size_t> unused_slots) = 0;
 
-  // The gradients are read on `stream`, which is not where they were made.
+  // Records `stream`, which has not produced the gradients, for all of them.
   virtual void record_stream(c10::Stream stream) const = 0;
 
   // Adds the buffer of another local replica, on any device.
   virtual void add(const at::Tensor& buffer) = 0;
 
-  // Travels. Dense: 1D, [numel], wire dtype.
+  // The buffer to reduce. Dense: 1D, [numel], wire dtype.
   virtual const at::Tensor& buffer() const = 0;
 
-  // Errors: RuntimeError if `result` can't be delivered.
+  // Errors: RuntimeError if deliver() does not accept `result`.
   virtual void check_result(const at::Tensor& result) const = 0;
 
-  // Hands the reduced buffer out as gradients. `result` may be buffer() or
-  // another tensor on the same device. The gradients of
-  // `globally_unused_slots`, a subset of pack()'s `unused_slots`, stay as they
-  // were before it.
+  // Writes the reduced values to the gradients. `result` may be buffer() or
+  // another tensor on the same device. `globally_unused_slots`, a subset of
+  // pack()'s `unused_slots`, keep the gradients that they had before pack().
   //
-  // Errors: RuntimeError if `result` does not have the bucket's numel or
-  // device.
+  // REQUIRES: check_result() accepts `result`.
   virtual void deliver(const at::Tensor& result,
                        std::span<const size_t> globally_unused_slots) = 0;
 
-  // In place of deliver(), where the comm hook has seen to the gradients.
+  // Ends an iteration whose comm hook has set the gradients itself, in place of
+  // deliver().
   virtual void deliver_nothing(
       std::span<const size_t> /*globally_unused_slots*/) {}
 
-  // Moves gradients that exist into the bucket, if gradients are views.
+  // Moves defined gradients into the bucket, if gradients are views.
   virtual void adopt_gradients() {}
 
-  // Zeros like buffer().
+  // Returns zeros in the shape and dtype of buffer().
   virtual at::Tensor zeros() const = 0;
 
-  // The memory of gradients that are views; undefined if there are none.
+  // The buffer that gradients are views of; undefined if they are not views.
   virtual at::Tensor views() const { return {}; }
 
-  // True if `gradient` is the view in the bucket that belongs to a slot.
+  // True if `gradient` is the bucket's view of that slot.
   virtual bool is_view_in(size_t /*slot*/,
                           const at::Tensor& /*gradient*/) const {
     return false;
   }
 };
 
-// Where gradients are views, these are put into `.grad`, whatever users put
-// there in between. An unused parameter's place travels as zeros: its gradient
-// is set aside, and restored if no rank has used it.
+// If gradients are views, pack() and deliver() assign the views to `.grad`,
+// also if the user has assigned another tensor. An unused parameter is packed
+// as zeros; pack() saves its gradient, and deliver() restores it if no rank
+// used the parameter.
 class DenseReplica final : public BucketReplica {
  public:
-  // How results become gradients.
   enum class Delivery {
     kViews,           // gradients are views of the buffer
-    kCopies,          // the buffer is copied into gradients
-    kDonationOrCopy,  // gradients may get the buffer's memory, or copies
+    kCopies,          // results are copied into gradients
+    kDonationOrCopy,  // gradients get the buffer's memory, or copies
   };
 
-  // REQUIRES: `parameters` index into `table`, are of one dtype and device, and
-  // `table` outlives this object. With kDonationOrCopy, nobody who is given
-  // buffer() writes to it after the collective.
+  // REQUIRES: `parameters` index into `table`, have one dtype and device, and
+  // `table` outlives this object. With kDonationOrCopy, nobody else writes to
+  // buffer() after the collective.
   DenseReplica(const ParameterTable& table, size_t replica,
                std::span<const size_t> parameters, at::ScalarType wire_dtype,
                Delivery delivery);
@@ -115,24 +114,22 @@ class DenseReplica final : public BucketReplica {
     return memory_.is_view(slot, gradient);
   }
 
-  // Units: elements.
   std::span<const SlotRange> ranges() const { return memory_.ranges(); }
 
  private:
-  struct SetAside {
+  struct SavedGradient {
     size_t slot;
     at::Tensor gradient;
   };
 
   void note_packing_stream();
   void record_delivery(const at::Tensor& tensor) const;
-  void leave_memory_to_gradients();
-  // The slot's gradient, which is `gradient`, is the bucket's view.
-  void install(size_t slot, at::Tensor& gradient);
-  // Keeps the values of these gradients where they are views.
-  void set_aside(std::span<const size_t> slots);
-  // Restores the values of `slots`, ascending, and discards the others.
-  void put_back(std::span<const size_t> slots);
+  // Assigns the bucket's view to `gradient`, which is the slot's `.grad`.
+  void install_view(size_t slot, at::Tensor& gradient);
+  // Copies those gradients of `slots` that are views.
+  void save_gradients(std::span<const size_t> slots);
+  // Restores the saved gradients of `slots`, ascending; discards the others.
+  void restore_gradients(std::span<const size_t> slots);
   const void* source_of(size_t slot, const at::Tensor& gradient);
   void deliver_views(const at::Tensor& result,
                      std::span<const size_t> globally_unused_slots);
@@ -149,24 +146,24 @@ class DenseReplica final : public BucketReplica {
 
   BucketMemory memory_;
   std::unique_ptr<Packer> packer_;
-  BufferDonation donation_;  // of memory_'s, from the second delivery on
+  BufferDonation donation_;  // of memory_, from the second delivery on
   bool has_delivered_ = false;
   // On devices with streams.
   std::optional<c10::Stream> packed_on_;     // last
   std::optional<c10::Stream> delivered_on_;  // last
 
   // This iteration only.
-  std::vector<at::Tensor*> gradients_;  // by slot: the parameters' .grad
+  std::vector<at::Tensor*> gradients_;  // by slot: the parameter's `.grad`
   std::vector<const void*> sources_;    // by slot
   std::vector<void*> destinations_;     // by slot
-  std::vector<char> keeps_graph_;       // by slot: its gradient has a history
-  std::vector<at::Tensor> rearranged_;  // gradients of another memory order
-  std::vector<SetAside> set_aside_;     // of unused parameters
+  std::vector<char> requires_grad_;     // by slot: true with create_graph
+  std::vector<at::Tensor> reordered_;   // copies in the slot's memory order
+  std::vector<SavedGradient> saved_;    // of unused parameters
 };
 
-// A bucket of one parameter whose gradient is a sparse COO tensor: the gradient
-// itself travels, scaled. Its number of entries differs from rank to rank,
-// which sparse all-reduces allow for.
+// A bucket of one parameter whose gradient is a sparse COO tensor. The buffer
+// is the scaled gradient. Its number of entries may differ between ranks, which
+// a sparse all-reduce supports.
 class SparseReplica final : public BucketReplica {
  public:
   // REQUIRES: `variable` is in `table`, which outlives this object.
@@ -174,7 +171,7 @@ class SparseReplica final : public BucketReplica {
 
   void pack(double scale, std::span<const size_t> unused_slots) override;
 
-  // Sparse COO, parameter's sizes and dtype; undefined before the first pack.
+  // Sparse COO, in the parameter's sizes and dtype; undefined before pack().
   const at::Tensor& buffer() const override { return buffer_; }
   void record_stream(c10::Stream stream) const override;
   void add(const at::Tensor& buffer) override;
@@ -188,8 +185,8 @@ class SparseReplica final : public BucketReplica {
   const ParameterTable& table_;
   const VariableIndex variable_;
   at::Tensor buffer_;
-  // Of the last gradient; until there is one, rows, as embeddings have. It must
-  // be equal on all ranks, also on those that contribute nothing.
+  // That of the last gradient; 1, an embedding's, before the first. Must be
+  // equal on all ranks, also on those without a gradient.
   int64_t sparse_dim_ = 1;
 };
 

@@ -1,8 +1,10 @@
 #include "brigade/reducer/data_parallel_policy.h"
 
 #include <ATen/ops/zeros_like.h>
+#include <ATen/record_function.h>
 #include <c10/util/Exception.h>
 #include <c10/util/hash.h>
+#include <torch/csrc/distributed/autograd/context/context.h>
 
 #include <algorithm>
 #include <tuple>
@@ -16,15 +18,16 @@
 #include "brigade/hooks/graph_search.h"
 #include "brigade/planning/bucket_plan.h"
 #include "brigade/reducer/gradient_errors.h"
-#include "brigade/reducer/observations.h"
 
 namespace brigade {
 namespace {
 
-// Until buckets are rebuilt; 0: never.
+using torch::distributed::autograd::ThreadLocalDistAutogradContext;
+
+// Returns the number of iterations before buckets are rebuilt; 0: never.
 int64_t observed_iterations(const ReducerOptions& options) {
   if (!rebuilds_buckets(options)) return 0;
-  // Programs that count warm-up iterations expect torch's third forward.
+  // Torch rebuilds in its third forward; programs count warm-up iterations so.
   return options.static_graph ? 2 : 1;
 }
 
@@ -37,9 +40,8 @@ std::unique_ptr<UsedParameters> used_parameters(const ReducerOptions& options,
       table, group, !is_static && options.skip_all_reduce_unused_parameters);
 }
 
-// Equal on ranks with the same buckets: the same parameters, lengths,
-// strides and wire dtypes in the same order. The same in every process of the
-// same build.
+// Hash of the buckets' parameters, lengths, strides and wire dtypes, in order.
+// Equal in all processes of the same build.
 uint64_t plan_fingerprint(const BucketPlan& plan, const ParameterTable& table,
                           const HookTraits& hook) {
   uint64_t fingerprint = plan.num_buckets();
@@ -65,6 +67,40 @@ uint64_t plan_fingerprint(const BucketPlan& plan, const ParameterTable& table,
 
 }  // namespace
 
+ContextGradients::~ContextGradients() {
+  for (auto& [key, taken] : taken_) {
+    taken.parameter.mutable_grad() = std::move(taken.former_gradient);
+  }
+}
+
+void ContextGradients::take(const at::Tensor& parameter,
+                            const MemoryRanges& buckets) {
+  if (!context_) {
+    context_ = ThreadLocalDistAutogradContext::getContextPtr();
+    if (!context_) return;
+  }
+  at::Tensor former = parameter.grad();
+  if (former.defined() && buckets.contains(former)) former = former.clone();
+  taken_.try_emplace(parameter.unsafeGetTensorImpl(),
+                     Taken{.parameter = parameter, .former_gradient = former});
+  context_->runGradCallbackForVariable(parameter,
+                                       [&parameter](at::Tensor& gradient) {
+                                         parameter.mutable_grad() = gradient;
+                                         return false;
+                                       });
+}
+
+void ContextGradients::write_back() {
+  for (auto& [key, taken] : std::exchange(taken_, {})) {
+    context_->runGradCallbackForVariable(
+        taken.parameter, [&parameter = taken.parameter](at::Tensor& gradient) {
+          if (parameter.grad().defined()) gradient = parameter.grad();
+          return true;
+        });
+    taken.parameter.mutable_grad() = std::move(taken.former_gradient);
+  }
+}
+
 DataParallelPolicy::DataParallelPolicy(ReducerSetup setup)
     : group_(std::move(setup.group)),
       table_(std::move(setup.table)),
@@ -84,8 +120,8 @@ void DataParallelPolicy::set_hooks(const GradientHooks& hooks) {
   if (used_ && !hook_counts_) unused_search_.emplace(hooks.accumulators());
 }
 
-// Of hooks that declare a wire format ranks know that all have one, but not
-// that all were given none.
+// Ranks agree that every hook declares a wire format, but not that every rank
+// uses the default hook, so HostSums::meet() compares `wants`.
 void DataParallelPolicy::connect_on_host() {
   if (options_.reproducible || !hook_.wire_format) return;
   const bool wants =
@@ -128,19 +164,19 @@ bool DataParallelPolicy::is_learning() const {
          (hook_counts_ && hook_counts_->is_learning());
 }
 
-// The used map of a static graph is summed once; it is last.
+// A static graph reduces its used-parameter bitmap, the last entry, only once.
 std::span<Collective* const> DataParallelPolicy::sequence() const {
-  const bool sums_map = !hook_counts_ || hook_counts_->are_all_learning();
-  return sums_map ? bound_.sequence
-                  : std::span(bound_.sequence).first(bound_.buckets.size());
+  const bool reduces_bitmap = !hook_counts_ || hook_counts_->are_all_learning();
+  return reduces_bitmap
+             ? bound_.sequence
+             : std::span(bound_.sequence).first(bound_.buckets.size());
 }
 
 bool DataParallelPolicy::skips_unused_buckets() const {
   return used_ && used_->goes_first();
 }
 
-// No backward brings gradients, whatever it goes through: a discriminator's
-// while the generator is trained.
+// A discriminator is frozen while its generator is trained.
 bool DataParallelPolicy::expects_gradients() const {
   for (const std::vector<at::Tensor>& replica : table_.replicas()) {
     for (const at::Tensor& parameter : replica) {
@@ -152,7 +188,7 @@ bool DataParallelPolicy::expects_gradients() const {
 
 bool DataParallelPolicy::replan() {
   BucketPlan plan = value_or_throw(plan_by_size(
-      table_.specs(), ready_order_.order(), options_.bucket_caps_bytes));
+      table_.specs(), ready_order_.order(), options_.bucket_cap_bytes));
   const bool is_other = plan != bound_.plan;
   if (is_other) adopt(bind(std::move(plan), hook_));
   ready_order_.freeze();
@@ -170,12 +206,13 @@ void DataParallelPolicy::before_iteration() {
 void DataParallelPolicy::check_variables() const {
   if (const auto detached = hooks_->first_detached(table_.replicas())) {
     TORCH_CHECK(false, "Reducer: ", table_.name_of(detached->parameter),
-                " was moved or cast after the reducer was made, so that its "
-                "gradient is not seen.\nMove the module first, then wrap it.");
+                " was moved or cast after the reducer was made, so the "
+                "reducer does not see its gradient.\n"
+                "Move or cast the module before you wrap it.");
   }
   if (const auto resized = table_.first_resized()) {
     TORCH_CHECK(false, "Reducer: ", table_.describe_resized(*resized),
-                ".\nResize parameters first, then wrap the module.");
+                ".\nResize parameters before you wrap the module.");
   }
   if (!options_.gradient_as_bucket_view) return;
   for (size_t r = 0; r < table_.num_replicas(); ++r) {
@@ -185,8 +222,8 @@ void DataParallelPolicy::check_variables() const {
   }
 }
 
-// A gradient that the user put where it is must not lie in the place of another
-// one, which travels while this one is still accumulated.
+// The user may have assigned a view of another gradient's slot to `.grad`. That
+// slot may be reduced while autograd still accumulates here, so it is copied.
 void DataParallelPolicy::keep_out_of_buckets(VariableIndex variable) const {
   at::Tensor& gradient = table_[variable].mutable_grad();
   if (!gradient.defined() || gradient.layout() != at::kStrided) return;
@@ -202,16 +239,14 @@ void DataParallelPolicy::on_prepared(std::span<const at::Tensor> outputs) {
   if (hook_counts_) hook_counts_->restart();
 }
 
-// The graph of every forward is searched, so that buckets need not wait for
-// gradients that will not come. A search left out while all parameters are used
-// would make the place of a launch depend on earlier iterations: a rank
-// that then leaves a parameter out would launch later than its peers.
+// Searches the graph of every forward. To skip searches while all parameters
+// are used would make the time of a launch depend on earlier iterations: a rank
+// with a newly unused parameter would launch later than its peers.
 void DataParallelPolicy::predict_unused(std::span<const at::Tensor> outputs) {
   if (unused_search_) {
-    // As torch calls it, since tools look for it.
-    static const std::string name =
-        "torch.distributed.ddp.reducer::search_unused_parameters";
-    const ProfilerRange searching(name, at::RecordScope::FUNCTION);
+    // Torch's name, which tools search for.
+    RECORD_FUNCTION("torch.distributed.ddp.reducer::search_unused_parameters",
+                    c10::ArrayRef<const c10::IValue>());
     unused_ = unused_search_->unreached(outputs);
     if (std::exchange(has_searched_, true) && unused_ != last_found_unused_) {
       found_same_unused_ = false;
@@ -222,7 +257,8 @@ void DataParallelPolicy::predict_unused(std::span<const at::Tensor> outputs) {
   } else if (!hook_counts_->is_learning()) {
     unused_ = hook_counts_->silent();
   } else if (!hooks_->are_removed()) {
-    // No more than this: reentrant checkpoints hide their parameters.
+    // Reentrant checkpoints hide their parameters, so the search only shows
+    // whether any parameter is reached.
     none_reached_ =
         GraphSearch(hooks_->accumulators()).unreached(outputs).size() ==
         table_.num_variables();
@@ -235,8 +271,8 @@ bool DataParallelPolicy::begins_at_outputs() const {
   return skips_unused_buckets() || !unused_.empty();
 }
 
-// Of a shadow, marks belong to gradients of earlier backwards, which do not
-// travel.
+// A shadow's marks belong to earlier backwards, whose gradients are not
+// reduced.
 void DataParallelPolicy::mark_used_at_begin(bool is_shadow) {
   if (is_shadow) {
     if (used_) used_->clear_marks();
@@ -257,8 +293,8 @@ void DataParallelPolicy::on_backward_begins(bool is_shadow, Mark mark) {
   }
 }
 
-// A function may write to `.grad` itself and return nothing. Source: torch's
-// Reducer, which looks at `.grad` too.
+// An autograd function may write `.grad` itself and return an undefined
+// gradient. Source: torch's Reducer, which also checks `.grad`.
 void DataParallelPolicy::on_local_gradient(VariableIndex variable,
                                            bool is_defined) {
   if (used_ && (is_defined || table_[variable].grad().defined())) {
@@ -333,7 +369,6 @@ std::shared_ptr<void> DataParallelPolicy::abandon(
   return keep(std::move(old));
 }
 
-// Gradients that are views of a bucket leave it.
 void DataParallelPolicy::zero_views(const Bucket& bucket, size_t index) const {
   const std::vector<size_t>& members = bound_.plan.buckets()[index];
   for (size_t r = 0; r < table_.num_replicas(); ++r) {
@@ -351,16 +386,14 @@ std::shared_ptr<void> DataParallelPolicy::let_go() {
   return keep(std::move(bound_));
 }
 
-// Collectives in flight go on; they keep their buckets, the memory of the used
-// map's sum, and the hook, whose continuations they run. The hook may own its
-// group.
+// Collectives in flight still use their buckets, the bitmap's result, and the
+// hook, whose continuations they run. The hook may own its group.
 std::shared_ptr<void> DataParallelPolicy::keep(BoundPlan bound) {
   at::Tensor sum = used_ ? used_->abandon() : at::Tensor();
   return end_on_own_thread(
       std::tuple(std::move(bound), std::move(sum), options_.comm_hook));
 }
 
-// Gradients that lie in the old buckets move to the new ones.
 void DataParallelPolicy::adopt(BoundPlan bound) {
   for (Bucket& bucket : bound.buckets) bucket.adopt_gradients();
   bound_ = std::move(bound);
@@ -389,19 +422,16 @@ BoundPlan DataParallelPolicy::bind(BucketPlan plan, const HookTraits& hook) {
           .fingerprint = fingerprint};
 }
 
-void DataParallelPolicy::refuse(VariableIndex variable,
-                                Occasion occasion) const {
+void DataParallelPolicy::refuse(VariableIndex variable, IterationId id) const {
   const size_t number = table_.number_of(variable);
   const size_t parameter = variable.parameter;
   if (hook_counts_ && hook_counts_->is_silent(number)) {
-    TORCH_CHECK(false,
-                describe_unexpected_gradient(table_, parameter, occasion));
+    TORCH_CHECK(false, describe_unexpected_gradient(table_, parameter, id));
   }
-  TORCH_CHECK(
-      false,
-      std::ranges::binary_search(unused_, number)
-          ? describe_gradient_of_unused(table_, parameter, occasion, options_)
-          : describe_second_gradient(table_, parameter, occasion, options_));
+  TORCH_CHECK(false,
+              std::ranges::binary_search(unused_, number)
+                  ? describe_gradient_of_unused(table_, parameter, id, options_)
+                  : describe_second_gradient(table_, parameter, id, options_));
 }
 
 }  // namespace brigade

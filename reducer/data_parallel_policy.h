@@ -1,7 +1,8 @@
-// The buckets of a Reducer: the sequence of their collectives, the gradients
-// that will not come, and new plans. Variables go by their number.
+// Policy of data parallelism for the engine: the buckets and the order of their
+// collectives, the gradients that will not arrive, and new bucket plans.
+// Variables are given by their number in the ParameterTable.
 //
-// Thread safety: none; the engine's lock covers it, but for table().
+// Thread safety: none; the engine's lock covers all but table().
 
 #ifndef BRIGADE_REDUCER_DATA_PARALLEL_POLICY_H_
 #define BRIGADE_REDUCER_DATA_PARALLEL_POLICY_H_
@@ -15,6 +16,7 @@
 #include <optional>
 #include <span>
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
+#include <unordered_map>
 #include <vector>
 
 #include "brigade/comm_hooks/hook_traits.h"
@@ -24,38 +26,70 @@
 #include "brigade/reducer/bucket.h"
 #include "brigade/reducer/bucket_memory.h"
 #include "brigade/reducer/collective.h"
-#include "brigade/reducer/context_gradients.h"
-#include "brigade/reducer/hook_counts.h"
+#include "brigade/reducer/learned_graph.h"
 #include "brigade/reducer/parameter_table.h"
-#include "brigade/reducer/ready_order.h"
 #include "brigade/reducer/reducer_options.h"
 #include "brigade/reducer/reducer_setup.h"
 #include "brigade/reducer/used_parameters.h"
+
+namespace torch::distributed::autograd {
+class DistAutogradContext;
+}  // namespace torch::distributed::autograd
 
 namespace brigade {
 
 class HostSums;
 
-// How an iteration ended.
+// The end of an iteration on this rank.
 enum class Outcome {
-  kDelivered,       // well; on all ranks, unless on_end_refuted() follows
-  kAborted,         // on no rank, and all know
-  kDeliveryFailed,  // well on all ranks, but this one could not deliver
+  kDelivered,       // on all ranks, unless on_end_refuted() follows
+  kAborted,         // on no rank; all ranks know
+  kDeliveryFailed,  // reduced on all ranks, but not delivered on this one
 };
 
 // The entry of the sequence that a gradient belongs to.
 struct Slot {
   uint32_t entry = 0;
-  bool has_gradient = true;  // false: it counts as ready without one
+  bool has_gradient = true;  // false: ready, but unused
 };
 
-// A plan, its buckets, and the sequence of collectives.
+// A plan, its buckets, and the sequence of their collectives.
 struct BoundPlan {
   BucketPlan plan;
   std::vector<Bucket> buckets;
-  std::vector<Collective*> sequence;  // the buckets, and the used map
-  size_t first_bucket = 0;            // its place there; the others follow
-  uint64_t fingerprint = 0;  // equal on ranks that launch the same lengths
+  std::vector<Collective*> sequence;  // buckets and used-parameter bitmap
+  size_t first_bucket = 0;            // index of bucket 0 in `sequence`
+  uint64_t fingerprint = 0;           // equal on ranks with equal buckets
+};
+
+// Gradients of a distributed-autograd backward. They belong to its context;
+// during a reduction they are in `.grad`.
+class ContextGradients {
+ public:
+  ContextGradients() = default;
+
+  // Restores `.grad`. Discards gradients that write_back() did not take.
+  ~ContextGradients();
+
+  ContextGradients(const ContextGradients&) = delete;
+  ContextGradients& operator=(const ContextGradients&) = delete;
+
+  // Moves the gradient that autograd has just accumulated for `parameter` to
+  // `.grad`, if this thread runs a backward of distributed autograd. Saves the
+  // former `.grad`, or a copy if it lies in `buckets`, which are overwritten.
+  void take(const at::Tensor& parameter, const MemoryRanges& buckets);
+
+  // Writes the reduced gradients to the context and restores `.grad`.
+  void write_back();
+
+ private:
+  struct Taken {
+    at::Tensor parameter;
+    at::Tensor former_gradient;  // may be undefined
+  };
+
+  std::shared_ptr<torch::distributed::autograd::DistAutogradContext> context_;
+  std::unordered_map<const c10::TensorImpl*, Taken> taken_;
 };
 
 class DataParallelPolicy {
@@ -64,112 +98,122 @@ class DataParallelPolicy {
   DataParallelPolicy(const DataParallelPolicy&) = delete;
   DataParallelPolicy& operator=(const DataParallelPolicy&) = delete;
 
-  // Once, before anything is prepared. REQUIRES: they outlive this object but
-  // for its destructor.
+  // Call once, before the first prepare. REQUIRES: `hooks` live until this
+  // object's destructor.
   void set_hooks(const GradientHooks& hooks);
 
   const c10::intrusive_ptr<c10d::ProcessGroup>& group() const { return group_; }
 
-  // Constant, but for the comm hook.
+  // options() is constant except for the comm hook.
   const ParameterTable& table() const { return table_; }
   const ReducerOptions& options() const { return options_; }
   const BucketPlan& plan() const { return bound_.plan; }
 
-  // Ranks of one host sum in shared memory from here on. Collective, before
-  // anything is prepared. REQUIRES: ranks have compared their options.
+  // Lets the ranks of one host reduce in shared memory. Collective; call before
+  // the first prepare. REQUIRES: ranks have compared their options.
   void connect_on_host();
 
-  // Null: the default. Returns whether the sequence has changed.
+  // Null: the default hook. Returns whether the sequence has changed.
   bool set_hook(std::shared_ptr<c10d::CommHookInterface> hook);
 
-  // Null unless unused parameters are looked for or the graph is static.
+  // Null unless find_unused_parameters or static_graph is set.
   UsedParameters* used_parameters() { return used_.get(); }
   bool is_graph_static() const;
 
-  // ---- The sequence. Equal on all ranks; valid until a method changes it.
+  // ---- The sequence of collectives. Equal on all ranks; valid until a method
+  // changes it.
 
   std::span<Collective* const> sequence() const;
 
   uint64_t fingerprint() const { return bound_.fingerprint; }
 
-  // The used map's sum is the first entry and decides which buckets are left
-  // out. Ranks compare before the first launch of every iteration.
+  // True if the all-reduce of the used-parameter bitmap is the first entry and
+  // selects the buckets to reduce. Ranks then compare statuses before the first
+  // launch of every iteration.
   bool skips_unused_buckets() const;
 
   const HookTraits& hook_traits() const { return hook_; }
 
   // ---- An iteration, in this order.
 
-  // False: no backward brings gradients; nothing is prepared.
+  // False if no parameter requires a gradient.
   bool expects_gradients() const;
 
   // Errors: RuntimeError if a variable was moved, cast or resized.
   void check_variables() const;
 
-  // On all ranks at the same place: the order of gradients has been observed.
+  // True once the order of gradients has been observed; in the same iteration
+  // on all ranks.
   bool is_replan_due() const { return ready_order_.is_pending(); }
 
-  // Takes rank 0's order. Collective, once. Throws its errors.
+  // Adopts rank 0's order. Collective; call once. Throws the collective's
+  // errors.
   void agree_on_order() { ready_order_.agree(group_); }
 
-  // Plans in that order. Returns whether the sequence has changed, which is
-  // equal on all ranks.
+  // Plans buckets in the agreed order. Returns whether the sequence has
+  // changed; equal on all ranks.
   bool replan();
 
   void before_iteration();
   void on_prepared(std::span<const at::Tensor> outputs);
 
-  // True if something can be launched before any gradient has come.
+  // True if a collective can be launched before the first gradient.
   bool begins_at_outputs() const;
 
-  // The gradient of a variable is as ready as it will be.
+  // Marks the gradient of a variable ready.
   using Mark = c10::function_ref<void(size_t variable, Slot slot)>;
 
-  // A backward begins: marks the used parameters, before their sum is launched;
-  // then the gradients that will not come. `is_shadow`: this rank launches
-  // substitutes only.
+  // A backward begins. Marks used parameters; call before the bitmap's launch.
+  // `is_shadow`: this rank launches substitutes only.
   void mark_used_at_begin(bool is_shadow);
+
+  // A backward begins. Marks unused parameters ready.
   void on_backward_begins(bool is_shadow, Mark mark);
 
-  // A gradient has been accumulated outside of an iteration, or before it is
-  // known to be one of it. `is_defined`: false if it is undefined.
+  // Notes a gradient that was accumulated outside of an iteration, or before it
+  // is known to belong to one. `is_defined`: false for an undefined gradient.
   void on_local_gradient(VariableIndex variable, bool is_defined);
 
-  // Where a gradient of the iteration goes; none: more parts of it are to come.
+  // Returns the slot of a gradient of the iteration; nullopt if the static
+  // graph accumulates into it again.
   std::optional<Slot> on_gradient(VariableIndex variable, bool is_defined);
 
-  // Marks the gradients that only the end of a static graph's first backward
-  // tells.
+  // Marks gradients whose readiness is known only when a static graph's first
+  // backward ends.
   void on_backward_ends(Mark mark);
 
-  // A backward that reached the outputs may bring no gradient at all.
+  // True if a backward through the outputs may produce no gradient.
   bool may_end_without_gradients() const { return none_reached_; }
 
-  // The end of an iteration will tell the order of gradients or a static graph.
+  // True while iterations are observed for the gradient order or a static
+  // graph.
   bool is_learning() const;
 
-  // All ranks have ended the iteration well: before its results are delivered,
-  // or, if this one did not wait for the others, before the next is prepared.
+  // All ranks have completed the iteration. Called before its results are
+  // delivered or, if this rank did not wait for the others, before the next
+  // prepare.
   void on_end_confirmed();
 
-  // In place of that: it has been delivered here, and not on all ranks.
+  // Called instead if it was delivered on this rank but not on all.
   void on_end_refuted();
 
-  // It is over on this rank, perhaps before it began. Must not throw unless all
-  // was delivered.
+  // The iteration is over on this rank, perhaps before it began. Throws only
+  // after a complete delivery.
   void on_iteration_over(Outcome outcome, bool is_shadow);
 
-  // ---- A peer is lost.
+  // ---- Failure.
 
-  // Goes on with other memory than these may still write to; their contents are
-  // lost. Returns an owner of theirs, to be kept until they are done.
+  // Replaces all buckets by new ones, since collectives in flight may still
+  // write to the old memory. Gradients in the buckets of `in_flight` become
+  // zeros. Returns the owner of the old memory, to keep until the collectives
+  // are complete.
   std::shared_ptr<void> abandon(std::span<Collective* const> in_flight);
 
-  // The same at destruction.
+  // Returns the owner of all buckets, likewise. Call at destruction.
   std::shared_ptr<void> let_go();
 
-  // A gradient came that was ready already. Throws RuntimeError.
-  [[noreturn]] void refuse(VariableIndex variable, Occasion occasion) const;
+  // Throws RuntimeError for a gradient that was ready already.
+  [[noreturn]] void refuse(VariableIndex variable, IterationId id) const;
 
  private:
   BoundPlan bind(BucketPlan plan, const HookTraits& hook);
@@ -186,26 +230,26 @@ class DataParallelPolicy {
 
   const c10::intrusive_ptr<c10d::ProcessGroup> group_;
   const ParameterTable table_;
-  ReducerOptions options_;  // constant but for comm_hook, which is never null
-  HookTraits hook_;         // of that one
-  std::shared_ptr<HostSums> host_sums_;  // of default hooks; null: the group's
+  ReducerOptions options_;               // comm_hook is never null
+  HookTraits hook_;                      // of options_.comm_hook
+  std::shared_ptr<HostSums> host_sums_;  // for default hooks; null: use group_
   const GradientHooks* hooks_ = nullptr;
 
-  // Of the graph, from earlier iterations.
+  // Observed in earlier iterations.
   ReadyOrder ready_order_;
-  std::optional<GraphSearch> unused_search_;  // if it may change
+  std::optional<GraphSearch> unused_search_;  // find_unused_parameters
   bool has_searched_ = false;
   bool found_same_unused_ = true;          // in all searches
   std::vector<size_t> last_found_unused_;  // by the last search
-  std::optional<HookCounts> hook_counts_;  // if it is static
-  std::unique_ptr<UsedParameters> used_;   // in both cases
+  std::optional<HookCounts> hook_counts_;  // static_graph
+  std::unique_ptr<UsedParameters> used_;   // either of the two
 
-  MemoryRanges memory_;  // of the gradients that are views
+  MemoryRanges memory_;  // of gradients that are views
   BoundPlan bound_;
 
-  // Of the iteration that is prepared.
-  std::vector<size_t> unused_;  // variables that no gradient reaches; ascending
-  bool none_reached_ = false;   // the graph shows no parameter
+  // Valid for the prepared iteration.
+  std::vector<size_t> unused_;  // variables outside the graph; ascending
+  bool none_reached_ = false;   // the graph contains no parameter
   std::optional<ContextGradients> context_gradients_;
 };
 

@@ -17,7 +17,7 @@
 namespace brigade {
 namespace {
 
-// Of a user's hook, to see whether its continuations launch collectives.
+// Iterations with a new user's hook in which its continuations are watched.
 constexpr int64_t kWatchedIterations = 5;
 
 }  // namespace
@@ -38,17 +38,17 @@ Engine::Engine(ReducerSetup setup)
 }
 
 Engine::~Engine() {
-  observations_.stall_watch = nullptr;  // asks this object
+  stall_watch_ = nullptr;  // calls describe_progress()
 
-  // A backward that failed may report it a little late, on another thread.
+  // A failed backward may run its callbacks late, on another thread.
   const std::weak_ptr<GradientHooks> callbacks = hooks_;
   hooks_ = nullptr;
   while (!callbacks.expired()) std::this_thread::yield();
 
-  if (iteration_) end_.let_go(*iteration_);
+  if (iteration_) end_.release_in_flight(*iteration_);
 }
 
-// Ranks have compared everything that the plan follows from: it is agreed on.
+// Ranks have compared parameters and options, which determine the plan.
 void Engine::connect() {
   const std::lock_guard<std::mutex> lock(mutex_);
   if (!policy_.options().verify_across_ranks) return;  // ranks connect later
@@ -59,9 +59,41 @@ void Engine::connect() {
 
 void Engine::connect_ranks() {
   peers_.connect();
-  observations_.watch_stalls(policy_.group(), peers_.store_prefix(),
-                             {.engine = "Reducer", .unit = "bucket"},
-                             [this] { return describe_progress(); });
+  stall_watch_ = StallWatch::start(policy_.group(), peers_.store_prefix(),
+                                   {.engine = "Reducer", .unit = "bucket"},
+                                   observations_.progress,
+                                   [this] { return describe_progress(); });
+  if (!stall_watch_) return;
+  if (stall_report_after_) stall_watch_->set_report_after(*stall_report_after_);
+  stall_watch_->set_handler(std::exchange(stall_handler_, nullptr));
+}
+
+void Engine::set_stall_report_after(std::chrono::milliseconds time) {
+  stall_report_after_ = time;
+  if (stall_watch_) stall_watch_->set_report_after(time);
+}
+
+void Engine::set_stall_handler(
+    std::function<void(const std::string& report)> handler) {
+  if (stall_watch_) {
+    stall_watch_->set_handler(std::move(handler));
+  } else {
+    stall_handler_ = std::move(handler);
+  }
+}
+
+void Engine::note_error() {
+  // May take Python's GIL, which is taken before error_mutex_.
+  std::string text = message_of(std::current_exception());
+  const std::lock_guard<std::mutex> lock(error_mutex_);
+  last_error_ = {.time_ns = now_ns(),
+                 .iteration = observations_.progress->iteration,
+                 .text = std::move(text)};
+}
+
+std::optional<ReductionError> Engine::last_error() const {
+  const std::lock_guard<std::mutex> lock(error_mutex_);
+  return last_error_;
 }
 
 // ---- An iteration
@@ -101,29 +133,27 @@ void Engine::start_iteration() {
   agree_on_sequence(*agreeing);
 }
 
-// A checkpoint around the wrapped module, for instance, runs forward again in
-// backward.
+// A checkpoint around the wrapped module runs forward again in backward.
 void Engine::require_no_running_backward() const {
   const bool is_inside = iteration_ && iteration_->phase == Phase::kReducing &&
                          running_backward_id() >= 0;
   TORCH_CHECK(!is_inside,
-              "Reducer: expected a forward outside of the backward of ",
-              describe(iteration_->occasion),
-              ", found one inside of it, which is to be reduced as well.\n"
-              "Checkpoint inside of what is wrapped, not around it; or call it "
-              "there under no_sync().");
+              "Reducer: expected the forward outside of the backward of ",
+              describe(iteration_->id),
+              ", found a forward inside of it that would be reduced, too.\n"
+              "Put checkpoints inside the wrapped module, not around it; or "
+              "run this forward under no_sync().");
 }
 
-// An iteration that has begun and is not over will get no more gradients.
 void Engine::end_unfinished_iteration() {
   if (!has_begun()) return;
   Iteration& iteration = *iteration_;
-  // A backward whose end was not reported has thrown, on another thread.
+  // The backward has thrown on another thread, so its end was not reported.
   if (iteration.phase != Phase::kSuspended) return abort_iteration();
   TORCH_CHECK(
       !finalizes_manually_ || !iteration.order.all_launched(),
       "Expected to have finalized the prior backward pass, but that of ",
-      describe(iteration.occasion),
+      describe(iteration.id),
       " was not.\nCall finalize_backward() once after each backward "
       "that is reduced.");
   iteration.failure = describe_missing(iteration);
@@ -147,7 +177,7 @@ void Engine::shadow() {
     observations_.counts.begun = iteration_->number;
     peers_.backward_begins();
     try {
-      if (policy_.skips_unused_buckets()) end_.begin_together(*iteration_);
+      if (policy_.skips_unused_buckets()) end_.compare_begin(*iteration_);
       iteration_->is_shadow = true;
       mark_at_begin();
       iteration_->order.mark_all();
@@ -164,8 +194,8 @@ void Engine::shadow() {
 void Engine::set_manual_finalization(bool required) {
   const std::lock_guard<std::mutex> lock(mutex_);
   if (required == finalizes_manually_) return;
-  TORCH_CHECK(!iteration_, "Reducer::set_manual_finalization: ",
-              describe(iteration_->occasion),
+  TORCH_CHECK(!iteration_,
+              "Reducer::set_manual_finalization: ", describe(iteration_->id),
               " is prepared or under way; this cannot be called after forward "
               "while a backward is expected.\nCall it before forward, or when "
               "the iteration is over.");
@@ -178,7 +208,7 @@ void Engine::finalize() {
                 "Reducer::finalize_backward: manual backward finalization is "
                 "not required.\nSet it before forward, or let backward end the "
                 "iteration.");
-    TORCH_CHECK(has_begun() && !iteration_->is_ending(),
+    TORCH_CHECK(has_begun() && !iteration_->has_failed(),
                 "Reducer::finalize_backward: no gradient reduction requires "
                 "finalization.\nCall it once, after a backward outside of "
                 "no_sync.");
@@ -187,7 +217,7 @@ void Engine::finalize() {
         "Reducer::finalize_backward: called before all DDP buckets were ready: "
         "gradients of ",
         policy_.table().name_of_variables(missing(*iteration_)),
-        " are missing.\nCall it when all have come, at the latest after "
+        " are missing.\nCall it when all gradients are ready, or after "
         "backward.");
     finish();
   });
@@ -196,7 +226,8 @@ void Engine::finalize() {
 void Engine::finish() {
   const std::shared_ptr<Iteration> iteration = take_iteration();
   membership_.mark_finished(iteration->preparation, iteration->creates_graph);
-  has_forward_ = iteration->creates_graph;  // which a backward may go through
+  // A later backward may run through the graph of this one.
+  has_forward_ = iteration->creates_graph;
   end_.finish(iteration);
 }
 
@@ -220,35 +251,35 @@ std::shared_ptr<Iteration> Engine::take_iteration() {
 
 std::string Engine::describe_missing(const Iteration& iteration) const {
   return describe_missing_gradients(policy_.table(), missing(iteration),
-                                    iteration.occasion, policy_.options());
+                                    iteration.id, policy_.options());
 }
 
-Occasion Engine::occasion(int64_t iteration) const {
+IterationId Engine::iteration_id(int64_t iteration) const {
   return {.iteration = iteration, .rank = policy_.group()->getRank()};
 }
 
-// ---- In a backward: gradients become ready, collectives are launched
+// ---- During a backward: gradients become ready, collectives are launched
 
-// The outputs of any forward since the last iteration are this one's.
+// Outputs of every forward since the last reduction belong to this iteration.
 void Engine::on_output_reached(Preparation preparation) {
   noting_errors([&] {
     const int backward_id = running_backward_id();
     membership_.output_reached(preparation, backward_id);
-    if (!iteration_ || iteration_->is_ending() ||
+    if (!iteration_ || iteration_->has_failed() ||
         membership_.is_finished(preparation)) {
       return;
     }
     observations_.timeline.backward_begins();
     enter_backward(backward_id);
     try {
-      // Launches that need no gradient go first: on a rank that leaves
-      // out all but the last parameters the first gradient may come after
-      // another collective of the backward, which its peers meet after their
-      // first units.
+      // Launches entries that wait for no gradient before backward runs a
+      // collective of the program. Otherwise a rank that uses only the last
+      // parameters would launch them after it, and its peers before it.
       if (policy_.begins_at_outputs() && accumulates_all_gradients()) {
         begin_reduction();
       }
-      for (const EarlyGradient& early : membership_.take_from(backward_id)) {
+      for (const EarlyGradient& early :
+           membership_.take_early_gradients(backward_id)) {
         accept_gradient(early.variable, early.is_defined);
       }
     } catch (...) {
@@ -272,17 +303,18 @@ void Engine::on_local_output_reached() {
 void Engine::gradient_ready(VariableIndex variable, bool is_defined) {
   noting_errors([&] {
     const int backward_id = running_backward_id();
-    if (!iteration_ || iteration_->is_ending()) {
+    if (!iteration_ || iteration_->has_failed()) {
       policy_.on_local_gradient(variable, is_defined);
       if (iteration_) return;
-      if (const auto finished = membership_.passed_by(backward_id)) {
+      if (const auto finished =
+              membership_.finished_iteration_of(backward_id)) {
         TORCH_CHECK(false,
                     describe_late_gradient(policy_.table(), variable.parameter,
-                                           occasion(*finished)));
+                                           iteration_id(*finished)));
       }
       if (expects_forwards_ && !has_forward_ &&
           !membership_.is_local(backward_id)) {
-        report_unannounced(variable);
+        report_gradient_without_forward(variable);
       }
       return;
     }
@@ -301,16 +333,15 @@ void Engine::gradient_ready(VariableIndex variable, bool is_defined) {
   });
 }
 
-// The program called the wrapped module and not its wrapper, say.
-void Engine::report_unannounced(VariableIndex variable) {
-  const std::string text =
-      describe_gradient_without_forward(policy_.table(), variable.parameter,
-                                        occasion(observations_.counts.begun));
+void Engine::report_gradient_without_forward(VariableIndex variable) {
+  const std::string text = describe_gradient_without_forward(
+      policy_.table(), variable.parameter,
+      iteration_id(observations_.counts.begun));
   TORCH_CHECK(!policy_.options().one_backward_per_forward, text);
   if (!std::exchange(has_warned_, true)) TORCH_WARN(text);
 }
 
-// Reentrant backwards inside of one change nothing.
+// Reentrant backwards change nothing.
 void Engine::enter_backward(int backward_id) {
   Phase& phase = iteration_->phase;
   if (phase == Phase::kPrepared) {
@@ -324,7 +355,7 @@ void Engine::enter_backward(int backward_id) {
   watch_end(backward_id);
 }
 
-// Autograd reports a backward's end only to those who ask during it.
+// Autograd accepts such a callback only while the backward runs.
 void Engine::watch_end(int backward_id) {
   const int64_t preparation = iteration_->preparation.number;
   const auto on_abandoned = [this, preparation] {
@@ -341,23 +372,22 @@ void Engine::watch_end(int backward_id) {
       on_abandoned);
 }
 
-// The backward may come to the prepared outputs later; else the gradient stays
-// on this rank.
+// The gradient is local unless the backward reaches the prepared outputs later.
 void Engine::accept_early_gradient(VariableIndex variable, bool is_defined,
                                    int backward_id) {
   policy_.on_local_gradient(variable, is_defined);
   const Iteration& iteration = *iteration_;
   if (iteration.is_ready[policy_.table().number_of(variable)]) {
-    // Its unit is on its way. The iteration should have been over.
+    // Its bucket may be in flight: this iteration was never completed.
     TORCH_CHECK(false, describe_missing(iteration));
   }
-  membership_.keep({.variable = variable,
-                    .is_defined = is_defined,
-                    .backward_id = backward_id});
+  membership_.keep_early({.variable = variable,
+                          .is_defined = is_defined,
+                          .backward_id = backward_id});
 }
 
-// Gradients that will not come are ready once backward has begun. Not before:
-// forward's outputs may be used for something else.
+// Unused parameters count as ready from here on, and not earlier: the outputs
+// of a forward may never get a backward.
 void Engine::begin_reduction() {
   Iteration& iteration = *iteration_;
   if (iteration.has_begun()) return;
@@ -365,7 +395,7 @@ void Engine::begin_reduction() {
   observations_.counts.begun = iteration.number;
   observations_.timeline.backward_begins();
   iteration.creates_graph = at::GradMode::is_enabled();
-  if (policy_.skips_unused_buckets()) end_.begin_together(*iteration_);
+  if (policy_.skips_unused_buckets()) end_.compare_begin(*iteration_);
   if (!policy_.hook_traits().fails_by_network_only &&
       iteration.number <= watches_continuations_until_) {
     iteration.continuations.emplace();
@@ -374,31 +404,29 @@ void Engine::begin_reduction() {
   launch_ready();
 }
 
-// Marks the gradients that the policy knows will not come.
 void Engine::mark_at_begin() {
   const bool is_shadow = iteration_->is_shadow;
   policy_.mark_used_at_begin(is_shadow);
-  // Before anything is launched that depends on the map.
-  if (policy_.skips_unused_buckets()) deliver_used_map();
+  // The map decides which buckets are launched.
+  if (policy_.skips_unused_buckets()) await_used_map();
   policy_.on_backward_begins(
       is_shadow, [this](size_t variable, Slot slot) { mark(variable, slot); });
 }
 
-// The sum of the used parameters, which is launched first.
-void Engine::deliver_used_map() {
+// The used-parameter map is the first entry.
+void Engine::await_used_map() {
   launch_ready();
   const WaitForPeers waiting(*observations_.progress);
   Collective& map = *iteration_->launches.front().collective;
   try {
-    map.deliver(/*result=*/{});  // which waits
+    map.deliver(/*result=*/{});
   } catch (...) {
     end_.raise(*iteration_,
-               failure_of(iteration_->occasion, ErrorSource::kFuture, map));
+               failure_of(iteration_->id, ErrorSource::kFuture, map));
   }
 }
 
-// `then_launch`: the entries that are ready.
-void Engine::mark(size_t variable, Slot slot, bool then_launch) {
+void Engine::mark(size_t variable, Slot slot, bool launch_if_ready) {
   if (slot.has_gradient) {
     observations_.timeline.gradient_ready(policy_.table().variable(variable));
   }
@@ -406,7 +434,7 @@ void Engine::mark(size_t variable, Slot slot, bool then_launch) {
   if (!iteration_->order.mark(slot.entry)) return;
   const HookScope scope(iteration_->preparer);
   pack(*iteration_, slot.entry, observations_);
-  if (then_launch) launch_in_scope();
+  if (launch_if_ready) launch_in_scope();
 }
 
 void Engine::launch_ready() {
@@ -426,10 +454,10 @@ void Engine::accept_gradient(VariableIndex variable, bool is_defined) {
   begin_reduction();
   const size_t number = policy_.table().number_of(variable);
   if (iteration_->is_ready[number]) {
-    policy_.refuse(variable, iteration_->occasion);
+    policy_.refuse(variable, iteration_->id);
   }
   if (const auto slot = policy_.on_gradient(variable, is_defined)) {
-    mark(number, *slot, /*then_launch=*/true);
+    mark(number, *slot, /*launch_if_ready=*/true);
   }
 }
 
@@ -437,9 +465,8 @@ void Engine::on_backward_end(int64_t preparation, int backward_id) {
   noting_errors([&] {
     const std::shared_ptr<Iteration> iteration = iteration_;
     if (!iteration || iteration->preparation.number != preparation) return;
-    if (iteration->is_ending()) return abort_iteration();
-    // Gradients were computed, but not of parameters; perhaps there are none to
-    // come.
+    if (iteration->has_failed()) return abort_iteration();
+    // The backward reached no parameter.
     if (!iteration->has_begun() && !policy_.may_end_without_gradients()) {
       iteration->phase = Phase::kPrepared;
       return;
@@ -455,7 +482,8 @@ void Engine::on_backward_end(int64_t preparation, int backward_id) {
       abort_iteration();
       throw;
     }
-    // Comm hooks that have only now been called may have queued callbacks.
+    // The comm hooks of these launches may have queued more callbacks of this
+    // backward.
     if (iteration->launches.size() > launched_before) {
       return watch_end(backward_id);
     }
@@ -465,23 +493,22 @@ void Engine::on_backward_end(int64_t preparation, int backward_id) {
     } else if (policy_.options().one_backward_per_forward) {
       end_unfinished_iteration();
     }
-    // Otherwise another backward may bring the missing gradients. Launches are
-    // not waited for: a peer may have failed before its own.
+    // Does not wait for the launches: a peer may have failed before its own.
   });
 }
 
-// ---- Between iterations: ranks meet, and the sequence changes
+// ---- Between iterations: ranks compare, and the sequence changes
 
 // Peers may be in an iteration that this rank has not begun.
-void Engine::come_together(std::string_view deed) {
+void Engine::barrier(std::string_view action) {
   end_unfinished_iteration();
   peers_.require_open();
   if (end_.runs_ahead()) return end_.confirm_due_ends();
   if (!peers_.is_connected()) connect_ranks();
   agree(*make_iteration(observations_.counts.begun),
         {.kind = StatusKind::kAsk,
-         .fingerprint = std::hash<std::string_view>()(deed),
-         .text = status_text(deed)});
+         .fingerprint = std::hash<std::string_view>()(action),
+         .text = status_text(action)});
 }
 
 void Engine::agree(Iteration& iteration, const RankStatus& own) {
@@ -496,7 +523,7 @@ void Engine::agree(Iteration& iteration, const RankStatus& own) {
 bool Engine::replan() {
   return noting_errors([&] {
     if (has_begun()) return false;
-    // An observed order counts when the iteration's end is confirmed.
+    // The policy takes an observed order when the iteration's end is confirmed.
     if (policy_.is_learning()) end_.confirm_ends();
     return replan_if_due();
   });
@@ -517,19 +544,19 @@ bool Engine::replan_if_due() {
 
 void Engine::require_not_reducing(std::string_view caller) const {
   TORCH_CHECK(!has_begun(), caller, ": ",
-              describe(occasion(observations_.counts.begun)),
+              describe(iteration_id(observations_.counts.begun)),
               " is being reduced.\nCall it before the backward or after it.");
 }
 
 void Engine::set_hook(std::shared_ptr<c10d::CommHookInterface> hook) {
   noting_errors([&] {
     require_not_reducing("Reducer::set_comm_hook");
-    // All ranks change it, whatever each of them is still to hear.
-    std::exception_ptr refuted;
+    // A late failure must not keep this rank from the collective below.
+    std::exception_ptr late_failure;
     try {
       end_.confirm_ends();
     } catch (...) {
-      refuted = std::current_exception();
+      late_failure = std::current_exception();
     }
     if (policy_.set_hook(std::move(hook))) {
       end_.adopt_sequence(iteration_.get());
@@ -537,14 +564,12 @@ void Engine::set_hook(std::shared_ptr<c10d::CommHookInterface> hook) {
     peers_.compare_others(!policy_.hook_traits().fails_by_network_only);
     const int64_t begun = observations_.counts.begun;
     watches_continuations_until_ = begun + kWatchedIterations;
-    // Later ranks may be in different places.
     if (peers_.is_connected()) agree_on_sequence(*make_iteration(begun + 1));
-    if (refuted) std::rethrow_exception(refuted);
+    if (late_failure) std::rethrow_exception(late_failure);
   });
 }
 
-// A sequence is agreed on where it is made: later a peer may wait for something
-// else than this rank's next forward or first gradient.
+// Called where the sequence changes: later a peer may be in another collective.
 void Engine::agree_on_sequence(Iteration& iteration) {
   if (!peers_.is_connected()) connect_ranks();
   if (peers_.is_agreed(policy_.fingerprint())) return;
@@ -552,21 +577,19 @@ void Engine::agree_on_sequence(Iteration& iteration) {
   peers_.set_agreed(policy_.fingerprint());
 }
 
-void Engine::call_between_iterations(std::string_view doing,
+void Engine::call_between_iterations(std::string_view action,
                                      const std::function<void()>& collective) {
   const WaitForPeers waiting(*observations_.progress);
   try {
     collective();
   } catch (...) {
     peers_.close(message_of(std::current_exception()));
-    throw_peer_error(absl::StrCat("Reducer: ", std::string(doing), " on rank ",
+    throw_peer_error(absl::StrCat("Reducer: ", std::string(action), " on rank ",
                                   policy_.group()->getRank()),
                      std::current_exception());
   }
 }
 
-// Called on another thread; never waits for the lock, which an engine that
-// waits for its peers holds.
 std::string Engine::describe_progress() const {
   const std::unique_lock<std::mutex> lock(mutex_, std::try_to_lock);
   const Progress& progress = *observations_.progress;
@@ -578,7 +601,7 @@ std::string Engine::describe_progress() const {
                                               : " and is inside a hook");
   }
   if (!iteration_) {
-    return absl::StrCat("has prepared nothing since iteration ",
+    return absl::StrCat("has prepared no backward since iteration ",
                         observations_.counts.begun);
   }
   if (!iteration_->has_begun()) {

@@ -1,36 +1,37 @@
-// The engine of a Reducer: brings the gradients of an iteration to its
-// collectives, launches those in one agreed order, and ends the iteration on
-// all ranks (iteration_end.h): delivered on all of them, or an error on all.
+// Engine of a Reducer: accepts the gradients of an iteration, launches its
+// collectives in one order on all ranks, and ends it on all ranks together
+// (iteration_end.h): either all deliver the results, or all throw.
 //
-// Buckets and used parameters are DataParallelPolicy's. The engine knows the
-// phases of an iteration and which backward belongs to it. docs/protocol.md
-// says when each collective is launched, and the consequences of a failure.
+// DataParallelPolicy owns the buckets and the used-parameter map. See
+// docs/protocol.md for the order of launches and the consequences of a failure.
 //
-// Thread safety: any thread, one call at a time; gradients on several threads
-// at once. Order of locks: the engine's, then Python's GIL, then a future's or
-// a store's own. The stall watch only tries the engine's.
+// Thread safety: any thread, one call at a time; gradients may arrive on
+// several threads at once. Lock order: the engine's mutex, then Python's GIL,
+// then the mutex of a future or store.
 
 #ifndef BRIGADE_REDUCER_ENGINE_H_
 #define BRIGADE_REDUCER_ENGINE_H_
 
 #include <ATen/core/Tensor.h>
 
+#include <chrono>
 #include <cstddef>
 #include <cstdint>
 #include <functional>
 #include <memory>
 #include <mutex>
+#include <optional>
 #include <span>
 #include <string>
 #include <string_view>
 
 #include "brigade/hooks/gradient_hooks.h"
+#include "brigade/observing/stall_watch.h"
 #include "brigade/observing/timeline.h"
 #include "brigade/reducer/backward_membership.h"
 #include "brigade/reducer/data_parallel_policy.h"
 #include "brigade/reducer/iteration.h"
 #include "brigade/reducer/iteration_end.h"
-#include "brigade/reducer/observations.h"
 #include "brigade/reducer/peer_status.h"
 #include "brigade/reducer/reducer_setup.h"
 
@@ -40,31 +41,34 @@ class Engine {
  public:
   explicit Engine(ReducerSetup setup);
 
-  // Takes the hooks off the variables. Does not wait for collectives in flight.
-  // REQUIRES: no backward through the variables is running.
+  // Removes the hooks from the variables. Does not wait for collectives in
+  // flight. REQUIRES: no backward through the variables is running.
   ~Engine();
 
   Engine(const Engine&) = delete;
   Engine& operator=(const Engine&) = delete;
 
-  // Once, before anything is prepared. Collective if the options say that ranks
-  // are compared; otherwise the first prepare() connects and compares.
+  // Connects the ranks for statuses. Called once, after construction.
+  // Collective. Without verify_across_ranks the first prepare() connects.
   void connect();
 
-  // These have the contract and the errors of Reducer's methods.
+  // Implement Reducer's methods, with the same contracts and errors.
   void prepare(std::span<const at::Tensor> outputs);
   void note_local_forward(std::span<const at::Tensor> outputs);
-  // `is_defined`: false if no gradient will come. REQUIRES: inside of a
-  // backward.
+  // REQUIRES: a backward runs on this thread.
   void gradient_ready(VariableIndex variable, bool is_defined);
   void shadow();
   void set_manual_finalization(bool required);
   void finalize();
   bool replan();
   void set_hook(std::shared_ptr<c10d::CommHookInterface> hook);
+  std::optional<ReductionError> last_error() const;
+  void set_stall_report_after(std::chrono::milliseconds time);
+  void set_stall_handler(
+      std::function<void(const std::string& report)> handler);
 
  private:
-  friend class Reducer;  // whose other methods are a few lines each
+  friend class Reducer;  // implements its shorter methods on these members
 
   template <typename Work>
   auto locked(const Work& work) {
@@ -72,24 +76,27 @@ class Engine {
     return work();
   }
 
-  // Under the lock, too; notes an exception of `work` as the last error.
+  // As locked(); also records an exception of `work` as the last error.
   template <typename Work>
   auto noting_errors(const Work& work) {
     try {
       return locked(work);
     } catch (...) {
-      observations_.note_error();
+      note_error();
       throw;
     }
   }
 
-  // REQUIRES: mutex_ held, for all that follow.
+  // Records the current exception. REQUIRES: mutex_ is not held.
+  void note_error();
 
-  // ---- In a backward.
+  // All methods below REQUIRE: mutex_ is held, unless they say otherwise.
+
+  // ---- During a backward. The on_...() are callbacks, and take mutex_.
   void on_output_reached(Preparation preparation);
   void on_local_output_reached();
   void on_backward_end(int64_t preparation, int backward_id);
-  void report_unannounced(VariableIndex variable);
+  void report_gradient_without_forward(VariableIndex variable);
   void enter_backward(int backward_id);
   void watch_end(int backward_id);
   void begin_reduction();
@@ -97,57 +104,70 @@ class Engine {
   void accept_gradient(VariableIndex variable, bool is_defined);
   void accept_early_gradient(VariableIndex variable, bool is_defined,
                              int backward_id);
-  void mark(size_t variable, Slot slot, bool then_launch = false);
+  void mark(size_t variable, Slot slot, bool launch_if_ready = false);
   void launch_ready();
   void launch_in_scope();
-  void deliver_used_map();
+  void await_used_map();
   void finish();
   void abort_iteration();
 
   // ---- Between iterations.
   void connect_ranks();
-  void come_together(std::string_view deed);
+  void barrier(std::string_view action);
   void start_iteration();
   bool replan_if_due();
   void require_no_running_backward() const;
   void require_not_reducing(std::string_view caller) const;
   void end_unfinished_iteration();
-  void call_between_iterations(std::string_view doing,
+  // Calls `collective`; if it throws, closes the group and throws PeerError.
+  void call_between_iterations(std::string_view action,
                                const std::function<void()>& collective);
-  // Drops the iteration that is prepared, if there is one, when ranks differ.
+  // Compares `own` with all ranks' statuses. Drops the prepared iteration if
+  // they differ.
   void agree(Iteration& iteration, const RankStatus& own);
-  // Compares the policy's sequence, unless ranks have compared it already.
+  // Compares the policy's sequence across ranks, once.
   void agree_on_sequence(Iteration& iteration);
 
-  // An iteration of the sequence as it is now.
   std::shared_ptr<Iteration> make_iteration(int64_t number) const;
-  // Whatever phase it was in, it is over on this rank. Null if there is none.
+  // Clears iteration_, and returns it; null if there was none.
   std::shared_ptr<Iteration> take_iteration();
-  Occasion occasion(int64_t iteration) const;
+  IterationId iteration_id(int64_t iteration) const;
   std::string describe_missing(const Iteration& iteration) const;
   bool has_begun() const { return iteration_ && iteration_->has_begun(); }
 
-  // Takes the lock only if it is free.
+  // Called by the stall watch's thread, without mutex_. Never blocks on it:
+  // mutex_ is held during waits for peers.
   std::string describe_progress() const;
 
   mutable std::mutex mutex_;
-  // Guarded by mutex_.
+  // Guarded by mutex_, but for `progress`.
   Observations observations_;
-  // But for its constants: table, group, and options except for the hook.
+  // Guarded by mutex_, but for table(), group(), and options() without the
+  // hook.
   DataParallelPolicy policy_;
+  // Guarded by mutex_.
   PeerStatus peers_;
   IterationEnd end_;
   std::shared_ptr<Iteration> iteration_;  // null: none is prepared
   BackwardMembership membership_;
-  // Continuations of the hook are watched up to this iteration.
+  // The last iteration in which continuations of the hook are watched.
   int64_t watches_continuations_until_;
   bool finalizes_manually_ = false;
   bool expects_forwards_ = false;
-  bool has_forward_ = false;  // since the last iteration was reduced
-  bool has_warned_ = false;   // of a gradient of no forward
+  bool has_forward_ = false;  // since the last reduction
+  bool has_warned_ = false;   // of a gradient without a forward
 
-  // Callbacks of a backward hold it while they run.
+  // Callbacks of a backward share ownership while they run.
   std::shared_ptr<GradientHooks> hooks_;
+
+  // Null: not connected, no peers, or no store.
+  std::unique_ptr<StallWatch> stall_watch_;
+  // Settings for a stall watch that is not made yet.
+  std::optional<std::chrono::milliseconds> stall_report_after_;
+  std::function<void(const std::string& report)> stall_handler_;
+
+  mutable std::mutex error_mutex_;
+  std::optional<ReductionError> last_error_;  // guarded by error_mutex_
 };
 
 }  // namespace brigade

@@ -1,5 +1,4 @@
-// Texts of a reducer's errors about gradients: expected, found, where, and one
-// thing to do.
+// Texts of a reducer's errors about gradients.
 //
 // Thread safety: pure functions.
 
@@ -18,24 +17,26 @@ namespace brigade {
 
 std::string describe_missing_gradients(const ParameterTable& table,
                                        std::span<const size_t> variables,
-                                       Occasion occasion,
+                                       IterationId id,
                                        const ReducerOptions& options);
 std::string describe_second_gradient(const ParameterTable& table,
-                                     size_t parameter, Occasion occasion,
+                                     size_t parameter, IterationId id,
                                      const ReducerOptions& options);
-// Of a parameter that the search has found unused: of a forward before the one
-// that was searched, say.
+// Of a parameter that find_unused_parameters found unused. For example, the
+// backward is of an earlier forward than the last.
 std::string describe_gradient_of_unused(const ParameterTable& table,
-                                        size_t parameter, Occasion occasion,
+                                        size_t parameter, IterationId id,
                                         const ReducerOptions& options);
-// In a static graph: of a parameter that the first iteration did not use.
+// Of a parameter that the first iteration of a static graph did not use.
 std::string describe_unexpected_gradient(const ParameterTable& table,
-                                         size_t parameter, Occasion occasion);
+                                         size_t parameter, IterationId id);
+// Of a second backward through the outputs of iteration `id`, which is over.
 std::string describe_late_gradient(const ParameterTable& table,
-                                   size_t parameter, Occasion occasion);
-// Of a backward when no forward has run since iteration `last`.
+                                   size_t parameter, IterationId id);
+// Of a backward without a forward since iteration `last`.
 std::string describe_gradient_without_forward(const ParameterTable& table,
-                                              size_t parameter, Occasion last);
+                                              size_t parameter,
+                                              IterationId last);
 
 }  // namespace brigade
 

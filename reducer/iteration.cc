@@ -1,9 +1,10 @@
 #include "brigade/reducer/iteration.h"
 
-#include <algorithm>
+#include <c10/util/Exception.h>
+
 #include <functional>
 #include <stdexcept>
-#include <utility>
+#include <typeinfo>
 
 #include "absl/strings/str_cat.h"
 #include "brigade/comm/errors/error_texts.h"
@@ -30,7 +31,7 @@ std::optional<Failure> launch(Iteration& iteration, Collective& entry,
             iteration.is_shadow ? entry.launch_substitute() : entry.launch();
       });
     } catch (...) {
-      return failure_of(iteration.occasion, ErrorSource::kHook, entry);
+      return failure_of(iteration.id, ErrorSource::kHook, entry);
     }
     if (unit) ++observations.counts.buckets_launched;
   }
@@ -39,7 +40,7 @@ std::optional<Failure> launch(Iteration& iteration, Collective& entry,
   return std::nullopt;
 }
 
-// The one that stands for all, where all are to blame.
+// Stands for all buckets in a failure that concerns all of them.
 Collective& first_unit(const Iteration& iteration) {
   return **std::ranges::find_if(
       iteration.sequence,
@@ -48,13 +49,87 @@ Collective& first_unit(const Iteration& iteration) {
 
 }  // namespace
 
+ProfilerRange::ProfilerRange(const std::string& name) {
+  auto callbacks = at::getStepCallbacksUnlessEmpty(at::RecordScope::USER_SCOPE);
+  if (!callbacks) return;
+  function_.emplace(*std::move(callbacks));
+  function_->before(name, c10::ArrayRef<const c10::IValue>());
+}
+
+void Observations::bind(std::vector<c10::Device> devices,
+                        size_t num_variables) {
+  pack_names.clear();
+  launch_names.clear();
+  for (size_t b = 0; b < devices.size(); ++b) {
+    const std::string bucket =
+        absl::StrCat("brigade: bucket ", b, " of ", devices.size());
+    pack_names.push_back(absl::StrCat(bucket, " pack"));
+    launch_names.push_back(absl::StrCat(bucket, " launch"));
+  }
+  progress->num_units.store(static_cast<int64_t>(devices.size()),
+                            std::memory_order_relaxed);
+  timeline.bind(std::move(devices), num_variables);
+}
+
+void Observations::iteration_begins(int64_t iteration) {
+  timeline.restart();
+  progress->iteration.store(iteration, std::memory_order_relaxed);
+  progress->launched.store(0, std::memory_order_relaxed);
+}
+
+void Observations::launched(size_t unit, c10::ivalue::Future* future) {
+  if (future != nullptr) timeline.launched(unit, *future);
+  progress->launched.fetch_add(1, std::memory_order_relaxed);
+}
+
+Failure failure_of(IterationId id, ErrorSource source, Collective& collective) {
+  return {.error = std::current_exception(),
+          .source = source,
+          .collective = &collective,
+          .where = absl::StrCat("Reducer: ", describe_place(collective, id))};
+}
+
+bool is_peer_failure(const Failure& failure) {
+  const bool by_network_only = failure.collective->fails_by_network_only();
+  try {
+    std::rethrow_exception(failure.error);
+  } catch (const c10::DistBackendError&) {
+    return true;
+  } catch (const c10::Error& known) {
+    return by_network_only && failure.source != ErrorSource::kDelivery &&
+           typeid(known) == typeid(c10::Error);
+  } catch (...) {
+    return failure.source == ErrorSource::kFuture ||
+           (by_network_only && failure.source == ErrorSource::kHook);
+  }
+}
+
+void rethrow_hook_error(const Failure& failure) {
+  try {
+    std::rethrow_exception(failure.error);
+  } catch (c10::Error& known) {
+    known.add_context(failure.where);
+    throw;
+  } catch (const std::exception& unknown) {
+    TORCH_CHECK(false, failure.where,
+                ": the comm hook threw: ", unknown.what());
+  } catch (...) {
+    TORCH_CHECK(false, failure.where,
+                ": the comm hook threw an unknown exception");
+  }
+}
+
+std::string describe_place(const Collective& collective, IterationId id) {
+  return absl::StrCat(collective.describe(), " in ", describe(id));
+}
+
 Iteration::Iteration(Preparation prepared_by, int rank,
-                     std::span<Collective* const> sequence_of_it,
+                     std::span<Collective* const> launch_sequence,
                      size_t num_variables)
     : preparation(prepared_by),
       number(prepared_by.iteration),
-      occasion{.iteration = number, .rank = rank},
-      sequence(sequence_of_it),
+      id{.iteration = number, .rank = rank},
+      sequence(launch_sequence),
       order(launch_order_of(sequence)),
       is_ready(num_variables) {
   launches.reserve(sequence.size());
@@ -154,9 +229,9 @@ std::optional<Failure> launch_chained(Iteration& iteration, PeerStatus& peers,
     });
     return std::nullopt;
   } catch (...) {
-    // There is no substitute for the launches of its peers.
+    // A second collective can't be launched on zeros.
     peers.set_cannot_continue();
-    return failure_of(iteration.occasion, ErrorSource::kFuture,
+    return failure_of(iteration.id, ErrorSource::kFuture,
                       first_unit(iteration));
   }
 }
@@ -166,13 +241,13 @@ std::optional<Failure> find_unordered_collectives(const Iteration& iteration,
   const bool has_seen_any = iteration.continuations.has_value() &&
                             iteration.continuations->has_seen_any();
   if (!has_seen_any || num_units(iteration.sequence) < 2) return std::nullopt;
-  Failure failure = failure_of(iteration.occasion, ErrorSource::kFuture,
-                               first_unit(iteration));
+  Failure failure =
+      failure_of(iteration.id, ErrorSource::kFuture, first_unit(iteration));
   failure.error = std::make_exception_ptr(std::runtime_error(absl::StrCat(
       describe(hook),
       " launched collectives in a continuation of its future: "
-      "continuations run in another order on each rank, so that results "
-      "are wrong.\nLaunch them by then_collective().")));
+      "continuations run in a different order on each rank, so results would "
+      "be wrong.\nLaunch them by then_collective().")));
   return failure;
 }
 

@@ -22,10 +22,9 @@
 namespace brigade {
 namespace {
 
-// A rank whose backward fails waits so long, and at most the group's timeout,
-// for peers to hear it. Then it closes the group, which ends collectives that
-// they may be blocked in.
-constexpr std::chrono::seconds kFailurePatience(5);
+// Time in which peers must receive a failure. Then the group is closed, which
+// ends collectives that block a peer.
+constexpr std::chrono::seconds kFailureTimeout(5);
 
 bool has_ended(const RankStatus& rank_status) {
   return rank_status.kind == StatusKind::kEnd;
@@ -41,10 +40,10 @@ bool launches_later(const RankStatus& rank_status) {
 
 std::string describe_awaited(const Iteration& iteration) {
   const auto& launches = iteration.launches;
-  if (launches.empty()) return describe(iteration.occasion);
+  if (launches.empty()) return describe(iteration.id);
   auto awaited = std::ranges::find_if(launches, is_pending);
   if (awaited == launches.end()) --awaited;
-  return describe_place(*awaited->collective, iteration.occasion);
+  return describe_place(*awaited->collective, iteration.id);
 }
 
 uint64_t hash_of_launched(const Iteration& iteration) {
@@ -55,7 +54,6 @@ uint64_t hash_of_launched(const Iteration& iteration) {
   return hash;
 }
 
-// Keeps the buffers that a policy drops until collectives in flight are done.
 void keep_until_done(const std::shared_ptr<void>& kept,
                      const Iteration& iteration) {
   for (const Launch& launch : iteration.launches) {
@@ -67,64 +65,62 @@ void keep_until_done(const std::shared_ptr<void>& kept,
 
 // ---- Results
 
-// A collective without a unit is waited for by who needs its result.
+// The used-parameter map has no unit: its readers wait for it.
 auto with_unit(Iteration& iteration) {
   return iteration.launches | std::views::filter([](const Launch& launch) {
            return launch.collective->unit().has_value();
          });
 }
 
-// Undefined: nothing travelled, or nothing is to be handed over. REQUIRES: its
-// future is complete.
+// REQUIRES: the future, if any, is complete.
 at::Tensor result_of(const Launch& launch) {
   if (!launch.future) return {};
   return launch.collective->result_of(launch.future->value());
 }
 
-// Of the exception that is being handled, of a delivery. If an entry without a
-// unit has failed, whose result the delivery waits for, it is that one's.
+// Returns the failure of a delivery with the current exception. Deliveries wait
+// for the used-parameter map: if that failed, the failure is the map's.
 Failure failed_delivery(const Iteration& iteration, Collective& collective) {
   for (const Launch& launch : iteration.launches) {
     if (!launch.collective->unit() && launch.future &&
         launch.future->completed() && launch.future->hasError()) {
-      return failure_of(iteration.occasion, ErrorSource::kFuture,
-                        *launch.collective);
+      return failure_of(iteration.id, ErrorSource::kFuture, *launch.collective);
     }
   }
-  return failure_of(iteration.occasion, ErrorSource::kDelivery, collective);
+  return failure_of(iteration.id, ErrorSource::kDelivery, collective);
 }
 
-// Waits for all results, also after an error: nothing may write into a bucket's
-// memory later. `await`: before the wait for each. `take` gets each as it
-// comes, up to the first error; `delivers`: by delivering it.
+// Waits for all results, also after an error, so that nothing writes to a
+// bucket later. Calls `await` before each wait, and `take` with each result up
+// to the first error. `delivers`: `take` delivers the result.
 template <typename Await, typename Take>
 std::optional<Failure> take_results(Iteration& iteration,
                                     TimelineRecorder& timeline, bool delivers,
                                     const Await& await, const Take& take) {
   std::optional<Failure> failure;
   for (Launch& launch : with_unit(iteration)) {
-    bool has_come = false;
+    bool is_complete = false;
     try {
       if (launch.future) {
         await(launch);
         launch.future->waitAndThrow();
         timeline.waited_for(*launch.collective->unit());
       }
-      has_come = true;
+      is_complete = true;
       if (!failure) take(*launch.collective, result_of(launch));
     } catch (...) {
       if (failure) continue;
-      failure = has_come && delivers
+      failure = is_complete && delivers
                     ? failed_delivery(iteration, *launch.collective)
-                    : failure_of(iteration.occasion, ErrorSource::kFuture,
+                    : failure_of(iteration.id, ErrorSource::kFuture,
                                  *launch.collective);
     }
   }
   return failure;
 }
 
-std::optional<Failure> deliver_as_results_come(Iteration& iteration,
-                                               TimelineRecorder& timeline) {
+std::optional<Failure> deliver_as_completed(Iteration& iteration,
+                                            TimelineRecorder& timeline) {
   return take_results(
       iteration, timeline, /*delivers=*/true, [](Launch&) {},
       [&](Collective& collective, const at::Tensor& result) {
@@ -134,8 +130,7 @@ std::optional<Failure> deliver_as_results_come(Iteration& iteration,
 
 using Results = std::vector<std::pair<Collective*, at::Tensor>>;
 
-// Waits for the results of a user's hook, `timeout` each. It is a failure, too,
-// if the hook's continuations launched collectives.
+// Waits for the results of a user's hook, `timeout` each.
 std::optional<Failure> collect(Iteration& iteration, const HookTraits& hook,
                                TimelineRecorder& timeline,
                                std::chrono::milliseconds timeout,
@@ -143,9 +138,9 @@ std::optional<Failure> collect(Iteration& iteration, const HookTraits& hook,
   auto failure = take_results(
       iteration, timeline, /*delivers=*/false,
       [&](Launch& launch) {
-        launch.is_overdue = !wait_for(*launch.future, timeout);
-        TORCH_CHECK(!launch.is_overdue, "the future of ", describe(hook),
-                    " was not done within ", timeout.count() / 1000.0,
+        launch.has_timed_out = !wait_for(*launch.future, timeout);
+        TORCH_CHECK(!launch.has_timed_out, "the future of ", describe(hook),
+                    " was not complete within ", timeout.count() / 1000.0,
                     " s, the group's timeout.\nComplete it on every rank.");
       },
       [&](Collective& collective, at::Tensor result) {
@@ -155,7 +150,6 @@ std::optional<Failure> collect(Iteration& iteration, const HookTraits& hook,
   return failure;
 }
 
-// Delivers the results of collect(), up to the first error.
 std::optional<Failure> deliver(const Iteration& iteration,
                                const Results& results) {
   if (iteration.is_shadow) return std::nullopt;
@@ -169,22 +163,22 @@ std::optional<Failure> deliver(const Iteration& iteration,
   return std::nullopt;
 }
 
-// Waits for all that an aborted iteration has launched, `timeout` each, so that
-// nothing writes into memory of the user's later.
+// Waits for all launches, `timeout` each, so that none writes to the user's
+// memory later.
 void drain(Iteration& iteration, std::chrono::milliseconds timeout) {
   iteration.chained.cancel(timeout);
   for (Launch& launch : iteration.launches) {
-    if (!launch.future || launch.is_overdue) continue;
+    if (!launch.future || launch.has_timed_out) continue;
     try {
-      launch.is_overdue = !wait_for(*launch.future, timeout);
-      if (launch.is_overdue) continue;
+      launch.has_timed_out = !wait_for(*launch.future, timeout);
+      if (launch.has_timed_out) continue;
       launch.future->wait();
       const c10::Device device = launch.collective->device();
-      // Waiting orders streams only, and not the ones that the user works on.
+      // wait() makes this thread's stream wait, but not the user's streams.
       if (!device.is_cpu()) current_stream(device).synchronize();
     } catch (...) {
       TORCH_WARN("Reducer: while waiting for ",
-                 describe_place(*launch.collective, iteration.occasion), ": ",
+                 describe_place(*launch.collective, iteration.id), ": ",
                  message_of(std::current_exception()));
     }
   }
@@ -206,13 +200,13 @@ void IterationEnd::adopt_sequence(Iteration* iteration) {
   observations_.bind(std::move(devices), policy_.table().num_variables());
 }
 
-void IterationEnd::let_go(const Iteration& iteration) {
+void IterationEnd::release_in_flight(const Iteration& iteration) {
   if (std::ranges::any_of(iteration.launches, is_pending)) {
     keep_until_done(policy_.let_go(), iteration);
     return;
   }
-  // A device may still work on a completed future: the current stream waits for
-  // it before the memory goes.
+  // A completed future's work may still run on the device: the current stream
+  // waits for it before the memory is freed.
   for (const Launch& launch : iteration.launches) {
     if (launch.future) launch.future->wait();
   }
@@ -221,22 +215,24 @@ void IterationEnd::let_go(const Iteration& iteration) {
 void IterationEnd::raise(Iteration& iteration, const Failure& failure) {
   const Collective& collective = *failure.collective;
   iteration.fail(failure.error);
-  // An entry without a unit has no hook.
+  // The used-parameter map has no hook.
   if (collective.unit() && policy_.hook_traits().throws_own_errors) {
     std::rethrow_exception(failure.error);
   }
   if (!is_peer_failure(failure)) rethrow_hook_error(failure);
 
-  // A user's hook may use other groups, and be mistaken about the network.
+  // A user's hook may use other groups: its network error may not be of this
+  // one.
   if (collective.fails_by_network_only()) {
-    peers_.leave({.kind = StatusKind::kFailed,
-                  .iteration = iteration.number,
-                  .unit = static_cast<int64_t>(collective.unit().value_or(
-                      num_units(policy_.sequence()))),
-                  .text = status_text(message_of(failure.error))});
+    peers_.send_and_close(
+        {.kind = StatusKind::kFailed,
+         .iteration = iteration.number,
+         .unit = static_cast<int64_t>(
+             collective.unit().value_or(num_units(policy_.sequence()))),
+         .text = status_text(message_of(failure.error))});
     iteration.phase = Phase::kOver;
   }
-  // By iteration: peers may notice the same loss in another collective of it.
+  // Keyed by iteration: peers may notice the same loss in another collective.
   const std::optional<LivenessProbe> probe =
       peers_.find_survivors(absl::StrCat(iteration.number));
   throw_peer_error(failure.where, failure.error,
@@ -245,9 +241,9 @@ void IterationEnd::raise(Iteration& iteration, const Failure& failure) {
 
 // ---- Agreement
 
-void IterationEnd::begin_together(Iteration& iteration) {
-  throw_if_apart(compare(iteration, begin_status()));
-  iteration.has_begun_together = true;
+void IterationEnd::compare_begin(Iteration& iteration) {
+  throw_unless_agreed(compare(iteration, begin_status()));
+  iteration.has_compared_begin = true;
 }
 
 RankStatus IterationEnd::begin_status() const {
@@ -261,22 +257,22 @@ RankStatus IterationEnd::begin_status() const {
 
 void IterationEnd::agree(Iteration& iteration, const RankStatus& own) {
   try {
-    throw_if_apart(compare(iteration, own));
+    throw_unless_agreed(compare(iteration, own));
   } catch (...) {
-    over(iteration, Outcome::kAborted);
+    record(iteration, Outcome::kAborted);
     throw;
   }
 }
 
-void IterationEnd::over(const Iteration& iteration, Outcome outcome) {
+void IterationEnd::record(const Iteration& iteration, Outcome outcome) {
   auto& counts = observations_.counts;
   ++(outcome == Outcome::kDelivered ? counts.reduced : counts.aborted);
   policy_.on_iteration_over(outcome, iteration.is_shadow);
 }
 
 StatusComparison IterationEnd::compare(Iteration& iteration, RankStatus own,
-                                       Patience patience) {
-  // Its peers may be in an iteration that it has not begun.
+                                       Timeout timeout) {
+  // Peers may be in an iteration that this rank has not begun.
   if (own.kind == StatusKind::kAsk && !policy_.skips_unused_buckets()) {
     own.launches_later = 1;
   }
@@ -284,7 +280,7 @@ StatusComparison IterationEnd::compare(Iteration& iteration, RankStatus own,
   try {
     confirm_ends();
     const WaitForPeers waiting(*observations_.progress);
-    found = exchange(iteration, own, patience);
+    found = exchange(iteration, own, timeout);
   } catch (...) {
     iteration.phase = Phase::kOver;
     abandon_buffers(iteration);
@@ -316,13 +312,13 @@ RankStatus IterationEnd::send(const Iteration& iteration, RankStatus own) {
 
 StatusComparison IterationEnd::exchange(Iteration& iteration,
                                         const RankStatus& own,
-                                        Patience patience) {
+                                        Timeout timeout) {
   try {
-    StatusComparison found = peers_.await(send(iteration, own), patience);
+    StatusComparison found = peers_.await(send(iteration, own), timeout);
     // Peers have delivered buckets that this rank has not launched.
     found.must_close |= !found.status.ok() && runs_ahead() && !has_ended(own) &&
                         std::ranges::any_of(found.by_rank, has_ended);
-    catch_up(iteration, own, found, patience);
+    catch_up(iteration, own, found, timeout);
     return found;
   } catch (const c10::DistBackendError& error) {
     const std::string where = describe_awaited(iteration);
@@ -342,18 +338,17 @@ std::string IterationEnd::launch_substitutes(Iteration& iteration) {
   }
 }
 
-// Ranks that have launched less than others launch zeros, and tell whether they
-// could. Not before all are known to have ended: until then zeros might meet
-// another collective of the program. Where ranks begin each iteration together,
-// only those that have begun it launch later.
+// Launches zeros for the entries that this rank has not launched, and exchanges
+// whether that succeeded. With skip_all_reduce_unused_parameters only ranks
+// that have begun the iteration launch zeros.
 void IterationEnd::catch_up(Iteration& iteration, const RankStatus& own,
-                            StatusComparison& found, Patience patience) {
+                            StatusComparison& found, Timeout timeout) {
   if (found.status.ok() ||
       !std::ranges::any_of(found.by_rank, launches_later)) {
     return;
   }
   if (found.must_close) {
-    // On devices peers that have ended wait for these in the user's stream.
+    // On devices the streams of peers that have ended wait for these.
     if (launches_later(own) && runs_ahead()) launch_substitutes(iteration);
     return;
   }
@@ -373,29 +368,31 @@ void IterationEnd::catch_up(Iteration& iteration, const RankStatus& own,
     caught_up.text = status_text(problem);
   }
   found.must_close =
-      peers_.await(send(iteration, caught_up), patience).must_close;
+      peers_.await(send(iteration, caught_up), timeout).must_close;
 }
 
 void IterationEnd::abort(Iteration& iteration) {
-  const bool do_all_know = iteration.phase == Phase::kOver;
   int64_t& begun = observations_.counts.begun;
   begun = std::max(begun, iteration.number);
+  if (iteration.phase == Phase::kOver) {
+    return record(iteration, Outcome::kAborted);
+  }
   if (iteration.failure.empty()) {
     iteration.failure = "an exception ended backward";
   }
-  // Peers have delivered, or will: they hear of it some iterations later.
   const bool is_alone = policy_.group()->getSize() == 1;
+  // On devices peers deliver this iteration, and receive the status later.
   const bool is_late = !is_alone && may_defer_status(iteration);
   RankStatus status = {.kind = StatusKind::kFailed,
                        .cannot_continue = is_late ? 1 : 0,
                        .unit = next_unit(iteration),
                        .launched = hash_of_launched(iteration),
                        .text = status_text(iteration.failure)};
-  // Peers that have not begun it together wait for a status, not a collective.
+  // Otherwise peers are still in compare_begin(), and have launched nothing.
   const bool is_launched_by_peers =
-      !policy_.skips_unused_buckets() || iteration.has_begun_together;
+      !policy_.skips_unused_buckets() || iteration.has_compared_begin;
   std::string problem;
-  if (!do_all_know && !is_alone && is_launched_by_peers) {
+  if (!is_alone && is_launched_by_peers) {
     if (!peers_.can_continue()) {
       problem = "a collective has failed after it was launched";
     } else if (is_late) {
@@ -405,8 +402,7 @@ void IterationEnd::abort(Iteration& iteration) {
     }
   }
   if (!problem.empty()) peers_.set_cannot_continue();
-  over(iteration, Outcome::kAborted);
-  if (do_all_know) return;
+  record(iteration, Outcome::kAborted);
   try {
     if (is_late) {
       const RankStatus sent = send(iteration, status);
@@ -414,14 +410,13 @@ void IterationEnd::abort(Iteration& iteration) {
           absl::StrCat("This rank ", describe_status(sent), "."));
       return drop_results(iteration);
     }
-    const StatusComparison found = compare(iteration, status, kFailurePatience);
+    const StatusComparison found = compare(iteration, status, kFailureTimeout);
     if (!found.must_close) return;
-    if (problem.empty()) problem = "another rank can't go on";
+    if (problem.empty()) problem = "another rank can't continue";
   } catch (...) {
     if (problem.empty()) problem = message_of(std::current_exception());
   }
-  TORCH_WARN("Reducer: while aborting ", describe(iteration.occasion), ": ",
-             problem,
+  TORCH_WARN("Reducer: while aborting ", describe(iteration.id), ": ", problem,
              "\nThe process group was closed. Make a new one on all ranks.");
 }
 
@@ -459,26 +454,25 @@ void IterationEnd::finish(const std::shared_ptr<Iteration>& iteration) {
     deliver_together(*iteration);
   }
   observations_.timeline.finalized();
-  over(*iteration, Outcome::kDelivered);
+  record(*iteration, Outcome::kDelivered);
   if (!is_deferred) return;
-  // They hold the results, whose memory is the policy's to free, and the policy
-  // may have other entries before the end is confirmed.
+  // The policy may replace its entries before the end is confirmed.
   iteration->launches.clear();
   iteration->sequence = {};
 }
 
-// The result of a built-in hook is right on all ranks or on none, and is
-// delivered as it comes. A user's hook may fail on one rank alone, so ranks
-// compare their results' statuses before any delivers.
+// A built-in hook succeeds on all ranks or on none, so each result is delivered
+// when it is complete. A user's hook may fail on one rank alone, so ranks
+// exchange statuses between the last result and the first delivery.
 void IterationEnd::deliver_together(Iteration& iteration) {
   if (policy_.hook_traits().fails_by_network_only) {
     policy_.on_end_confirmed();
     return require_delivered(
-        iteration, deliver_as_results_come(iteration, observations_.timeline));
+        iteration, deliver_as_completed(iteration, observations_.timeline));
   }
   const std::chrono::milliseconds timeout = group_timeout(*policy_.group());
   if (!iteration.chained.empty()) {
-    // One that a rank has not launched would be waited for in vain.
+    // Nobody may wait for one that a rank could not launch.
     exchange_results(iteration, StatusKind::kChained,
                      launch_chained(iteration, peers_, timeout));
   }
@@ -490,9 +484,8 @@ void IterationEnd::deliver_together(Iteration& iteration) {
   require_delivered(iteration, deliver(iteration, results));
 }
 
-// Sends `end` and does not wait for the peers' status. A user's hook's results
-// come first; if they fail, that status is sent instead, and peers are waited
-// for.
+// Sends `end` and delivers, without waiting for the peers' statuses. A user's
+// hook may fail on one rank alone, so its results are awaited first.
 void IterationEnd::deliver_unconfirmed(
     const std::shared_ptr<Iteration>& iteration, const RankStatus& end) {
   const HookTraits& hook = policy_.hook_traits();
@@ -501,7 +494,7 @@ void IterationEnd::deliver_unconfirmed(
     if (const auto failure =
             collect(*iteration, hook, observations_.timeline,
                     group_timeout(*policy_.group()), results)) {
-      tell_of_failure(*iteration, *failure);
+      send_and_throw(*iteration, *failure);
     }
   }
   try {
@@ -509,34 +502,33 @@ void IterationEnd::deliver_unconfirmed(
     unconfirmed_ends_.push_back({.iteration = iteration, .sent = sent});
   } catch (...) {
     abandon_buffers(*iteration);
-    over(*iteration, Outcome::kAborted);
+    record(*iteration, Outcome::kAborted);
     throw;
   }
-  require_delivered(*iteration, hook.fails_by_network_only
-                                    ? deliver_as_results_come(
-                                          *iteration, observations_.timeline)
-                                    : deliver(*iteration, results));
+  require_delivered(
+      *iteration, hook.fails_by_network_only
+                      ? deliver_as_completed(*iteration, observations_.timeline)
+                      : deliver(*iteration, results));
 }
 
-// Throws on all ranks if one has failed.
+// Throws on all ranks if one passes a failure.
 void IterationEnd::exchange_results(Iteration& iteration, StatusKind kind,
                                     const std::optional<Failure>& failure) {
-  if (failure) tell_of_failure(iteration, *failure);
+  if (failure) send_and_throw(iteration, *failure);
   agree(iteration, {.kind = kind});
 }
 
-// Throws it after the peers know, or can't be reached.
-void IterationEnd::tell_of_failure(Iteration& iteration,
-                                   const Failure& failure) {
+void IterationEnd::send_and_throw(Iteration& iteration,
+                                  const Failure& failure) {
   try {
     compare(iteration,
             {.kind = StatusKind::kFailed,
              .unit = static_cast<int64_t>(*failure.collective->unit()),
              .text = status_text(message_of(failure.error))});
   } catch (...) {
-    // This rank has an error of its own.
+    // This rank throws its own failure.
   }
-  over(iteration, Outcome::kAborted);
+  record(iteration, Outcome::kAborted);
   if (policy_.hook_traits().throws_own_errors) {
     std::rethrow_exception(failure.error);
   }
@@ -546,11 +538,11 @@ void IterationEnd::tell_of_failure(Iteration& iteration,
 void IterationEnd::require_delivered(Iteration& iteration,
                                      const std::optional<Failure>& failure) {
   if (!failure) return;
-  over(iteration, Outcome::kDeliveryFailed);
+  record(iteration, Outcome::kDeliveryFailed);
   raise(iteration, *failure);
 }
 
-// ---- Ends that are confirmed later
+// ---- Unconfirmed ends
 
 bool IterationEnd::runs_ahead() const {
   return std::ranges::none_of(policy_.sequence(), [](const Collective* entry) {
@@ -567,14 +559,14 @@ void IterationEnd::confirm_oldest_end() {
     if (found.status.ok()) return policy_.on_end_confirmed();
     found.must_close = true;
     peers_.close(std::string(found.status.message()));
-    throw_if_apart(
-        found,
-        absl::StrCat(
-            "Reducer: iteration ", end.iteration->number,
-            num_later == 0 ? ""
-                           : absl::StrCat(", and ", num_later, " after it"),
-            ", whose results were delivered before this was known.\nLoad a "
-            "checkpoint on all ranks"));
+    throw_unless_agreed(
+        found, absl::StrCat("Reducer: iteration ", end.iteration->number,
+                            num_later == 0 ? ""
+                                           : absl::StrCat(", and ", num_later,
+                                                          " after it"),
+                            ", whose results were delivered before the failure "
+                            "was known.\nLoad "
+                            "a checkpoint on all ranks"));
   } catch (...) {
     if (!peers_.is_closed()) {
       peers_.close(message_of(std::current_exception()));
@@ -590,21 +582,21 @@ void IterationEnd::confirm_ends() {
   while (!unconfirmed_ends_.empty()) confirm_oldest_end();
 }
 
-// Results of learning count before the next iteration. An iteration that could
-// not be delivered still has entries of the policy's, which may change.
+// While the policy learns from iterations, the next one waits for all statuses.
+// So does one after a failed delivery, whose entries the policy may replace.
 void IterationEnd::confirm_due_ends() {
   const auto is_delivered = [](const UnconfirmedEnd& end) {
     return end.iteration->launches.empty();
   };
-  const bool must_know_all =
+  const bool must_confirm_all =
       policy_.is_learning() ||
       !std::ranges::all_of(unconfirmed_ends_, is_delivered);
-  const size_t may_be_open =
-      must_know_all
+  const size_t max_unconfirmed =
+      must_confirm_all
           ? 0
           : static_cast<size_t>(policy_.options().max_unconfirmed_iterations);
   while (!unconfirmed_ends_.empty() &&
-         (unconfirmed_ends_.size() > may_be_open ||
+         (unconfirmed_ends_.size() > max_unconfirmed ||
           peers_.is_complete(unconfirmed_ends_.front().sent))) {
     confirm_oldest_end();
   }

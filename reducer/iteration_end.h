@@ -1,15 +1,13 @@
-// The end of an iteration on all ranks: they agree on its outcome, and its
-// results are delivered or dropped.
+// End of an iteration on all ranks: they exchange statuses, and all deliver or
+// all drop the results.
 //
-// A rank that fails sends its status. When all ranks have sent theirs, it
-// launches zeros for the rest of its sequence. Earlier, zeros could meet a
-// collective of the program, such as batch norm over ranks. On devices it
-// launches them at once. If a rank can't launch its zeros, all ranks close the
-// group.
+// On the CPU a failed rank sends its status and awaits all statuses. Then it
+// launches zeros for the rest of its sequence; earlier they could meet a
+// collective of the program. If a rank can't launch zeros, all close the group.
 //
-// On devices the status of an iteration is sent when it ends and awaited some
-// iterations later (ReducerOptions::max_unconfirmed_iterations). Results have
-// been delivered by then, so a failure closes the group.
+// On devices a failed rank launches zeros at once. Statuses are awaited up to
+// max_unconfirmed_iterations later. The results are delivered by then, so a
+// failure closes the group.
 //
 // Thread safety: none; the engine's lock covers it.
 
@@ -26,7 +24,6 @@
 #include "brigade/reducer/collective.h"
 #include "brigade/reducer/data_parallel_policy.h"
 #include "brigade/reducer/iteration.h"
-#include "brigade/reducer/observations.h"
 #include "brigade/reducer/peer_status.h"
 
 namespace brigade {
@@ -38,83 +35,84 @@ class IterationEnd {
                Observations& observations)
       : policy_(policy), peers_(peers), observations_(observations) {}
 
-  // The policy's sequence has changed. `iteration`, if not null, goes on with
-  // it; if it has begun, its entries wait for the same gradients.
+  // Takes over the policy's new sequence, also in `iteration` unless null. If
+  // that has begun, the entries must wait for the same gradients.
   void adopt_sequence(Iteration* iteration);
 
-  // ---- Ranks compare. Throws on all ranks unless they agree: RuntimeError if
-  // they differ, PeerError if one has failed or does not answer. What the
-  // iteration has launched is dropped then.
+  // ---- Comparisons. Throw on all ranks, and drop the iteration's results:
+  // RuntimeError if ranks differ, PeerError if one has failed or does not
+  // answer.
 
-  // In a backward, before the first launch of the iteration.
-  void begin_together(Iteration& iteration);
+  // REQUIRES: a backward runs; nothing is launched.
+  void compare_begin(Iteration& iteration);
 
-  // Elsewhere. The iteration is aborted if it throws.
+  // Aborts the iteration if it throws.
   void agree(Iteration& iteration, const RankStatus& own);
 
-  // Of a rank that begins an iteration or has changed its sequence.
   RankStatus begin_status() const;
 
   // ---- Ends.
 
-  // All is launched: ranks end the iteration together, and deliver.
+  // Ends the iteration and delivers its results. REQUIRES: all is launched.
+  // Throws as agree(), and the errors of collectives and deliveries.
   void finish(const std::shared_ptr<Iteration>& iteration);
 
-  // After an error: tells the peers, unless they know. Does not throw.
+  // Ends a failed iteration: sends the failure unless peers know it. Does not
+  // throw.
   void abort(Iteration& iteration);
 
   // Throws `failure` with its place in front. A peer's failure closes the
   // group. REQUIRES: its collective exists.
   [[noreturn]] void raise(Iteration& iteration, const Failure& failure);
 
-  // The engine is destroyed: buffers live until collectives in flight are done.
-  void let_go(const Iteration& iteration);
+  // Keeps the buffers alive until the collectives in flight are complete.
+  void release_in_flight(const Iteration& iteration);
 
-  // ---- Ends that are confirmed later.
+  // ---- Unconfirmed ends: statuses that are sent and not yet awaited.
 
-  // True if the host does not wait for results: all of them are on devices.
+  // Returns true if all buckets are on devices: the host does not wait.
   bool runs_ahead() const;
 
-  // Awaits the statuses of all delivered iterations. Throws PeerError or
-  // RuntimeError if one has failed; the group is closed then.
+  // Awaits all. Closes the group and throws PeerError or RuntimeError if an
+  // iteration has failed on a peer.
   void confirm_ends();
 
-  // Awaits them down to the number that may be unconfirmed, and takes those
-  // that have come. Throws as confirm_ends().
+  // Awaits all but the last max_unconfirmed_iterations, and takes those that
+  // are complete. Throws as confirm_ends().
   void confirm_due_ends();
 
-  // Why delivered results are wrong; empty: they are right.
+  // Returns the error of a delivered iteration; empty: none.
   const std::string& late_failure() const { return late_failure_; }
 
  private:
-  using Patience = std::optional<std::chrono::milliseconds>;
+  // nullopt: the group's.
+  using Timeout = std::optional<std::chrono::milliseconds>;
 
   struct UnconfirmedEnd {
     std::shared_ptr<Iteration> iteration;
     RankStatus sent;
   };
 
-  // On devices, whose collectives don't block the host.
+  // Returns true on devices, unless chained collectives block the host anyway.
   bool may_defer_status(const Iteration& iteration) const {
     return runs_ahead() && iteration.chained.empty();
   }
 
-  // Sends `own` of this iteration, and does not wait.
   RankStatus send(const Iteration& iteration, RankStatus own);
 
-  // Sends `own` and awaits all. If ranks differ, all have launched the same
-  // when this returns, or `must_close` is set. Closes the group and throws
-  // PeerError if peers do not answer within `patience`.
+  // Sends `own` and awaits all. If ranks differ, then on return all have
+  // launched the same entries, or `must_close` is set. If a peer does not
+  // answer, closes the group and throws PeerError.
   StatusComparison exchange(Iteration& iteration, const RankStatus& own,
-                            Patience patience);
+                            Timeout timeout);
   void catch_up(Iteration& iteration, const RankStatus& own,
-                StatusComparison& found, Patience patience);
+                StatusComparison& found, Timeout timeout);
 
-  // As exchange(); if ranks differ, waits for the launches and drops results.
+  // As exchange(); if ranks differ, also drops the results.
   StatusComparison compare(Iteration& iteration, RankStatus own,
-                           Patience patience = std::nullopt);
+                           Timeout timeout = std::nullopt);
 
-  // Launches zeros for the rest of the sequence. Returns an error; empty: none.
+  // Calls launch_rest(). Returns its error's text; empty: none.
   std::string launch_substitutes(Iteration& iteration);
 
   void deliver_together(Iteration& iteration);
@@ -122,14 +120,14 @@ class IterationEnd {
                            const RankStatus& end);
   void exchange_results(Iteration& iteration, StatusKind kind,
                         const std::optional<Failure>& failure);
-  [[noreturn]] void tell_of_failure(Iteration& iteration,
-                                    const Failure& failure);
+  [[noreturn]] void send_and_throw(Iteration& iteration,
+                                   const Failure& failure);
   void require_delivered(Iteration& iteration,
                          const std::optional<Failure>& failure);
-  void over(const Iteration& iteration, Outcome outcome);
+  void record(const Iteration& iteration, Outcome outcome);
 
   void drop_results(Iteration& iteration);
-  // Gives gradients other memory than collectives that may never end.
+  // Moves gradients to new buckets: collectives in flight keep the old ones.
   void abandon_buffers(Iteration& iteration);
   void confirm_oldest_end();
 

@@ -26,20 +26,21 @@ std::string quoted_name(const std::vector<std::string>& names, size_t i) {
 void check_parameter(const at::Tensor& tensor,
                      absl::FunctionRef<std::string()> name) {
   TORCH_CHECK_VALUE(tensor.defined(), "parameter ", name(),
-                    " must be a tensor, it is undefined");
+                    " must be a tensor, found an undefined one");
   TORCH_CHECK_VALUE(
       tensor.requires_grad(), "parameter ", name(),
-      " must require a gradient; leave frozen parameters out of the list");
+      " must require a gradient.\nLeave frozen parameters out of the list.");
   TORCH_CHECK_VALUE(tensor.is_leaf(), "parameter ", name(),
-                    " must be a leaf, it is the result of ",
+                    " must be a leaf tensor, found the result of ",
                     tensor.grad_fn()->name(),
-                    "; its gradient is not accumulated");
+                    ".\nPass the leaf: autograd accumulates no gradient in "
+                    "other tensors.");
   TORCH_CHECK_VALUE(tensor.layout() == at::kStrided, "parameter ", name(),
-                    " must be a dense tensor");
+                    " must be a dense tensor, found layout ", tensor.layout());
 }
 
-// Dimensions are few: a loop takes a third of the instructions that comparing
-// memory does.
+// A loop takes a third of the instructions of a memory comparison, since
+// dimensions are few.
 bool differ(at::IntArrayRef a, at::IntArrayRef b) {
   if (a.size() != b.size()) return true;
   for (size_t d = 0; d < a.size(); ++d) {
@@ -48,17 +49,16 @@ bool differ(at::IntArrayRef a, at::IntArrayRef b) {
   return false;
 }
 
-void check_alike(const at::Tensor& first, const at::Tensor& tensor,
-                 absl::FunctionRef<std::string()> name) {
+void check_matches_replica_0(const at::Tensor& first, const at::Tensor& tensor,
+                             absl::FunctionRef<std::string()> name) {
   TORCH_CHECK_VALUE(!differ(tensor.sizes(), first.sizes()) &&
                         !differ(tensor.strides(), first.strides()) &&
                         tensor.scalar_type() == first.scalar_type(),
-                    "parameter ", name(), " must be like that of replica 0, ",
-                    describe_tensor("", first), "; it is ",
+                    "parameter ", name(), " must match that of replica 0, ",
+                    describe_tensor("", first), "; found ",
                     describe_tensor("", tensor));
 }
 
-// Replica by replica; nullopt if there is none.
 template <typename Predicate>
 std::optional<VariableIndex> first_variable(const ParameterTable& table,
                                             const Predicate& holds) {
@@ -71,10 +71,66 @@ std::optional<VariableIndex> first_variable(const ParameterTable& table,
   return std::nullopt;
 }
 
+using Names = std::vector<std::string>;
+using Tensors = absl::flat_hash_set<const c10::TensorImpl*>;
+
+const c10::TensorImpl* key_of(const at::Tensor& tensor) {
+  return tensor.unsafeGetTensorImpl();
+}
+
+void insert(const std::vector<RegisteredParameter>& parameters,
+            Tensors& tensors) {
+  for (const auto& each : parameters) tensors.insert(key_of(each.tensor));
+}
+
+struct Changes {
+  Names added;
+  Names replaced;
+  Names removed;
+  Names unfrozen;
+};
+
+Changes changes_of(const WrappedParameters& wrapped,
+                   std::span<const RegisteredParameter> present) {
+  Tensors known;
+  insert(wrapped.reduced, known);
+  insert(wrapped.frozen, known);
+  for (const at::Tensor& other : wrapped.others) known.insert(key_of(other));
+  absl::flat_hash_set<std::string_view> reduced_names;
+  for (const auto& each : wrapped.reduced) reduced_names.insert(each.name);
+  const absl::flat_hash_set<std::string_view> ignored(wrapped.ignored.begin(),
+                                                      wrapped.ignored.end());
+  Changes changes;
+  Tensors present_tensors;
+  absl::flat_hash_set<std::string_view> present_names;
+  for (const auto& [name, tensor, stands_in] : present) {
+    present_tensors.insert(key_of(tensor));
+    present_names.insert(name);
+    if (stands_in || !tensor.requires_grad()) continue;
+    if (known.contains(key_of(tensor)) || ignored.contains(name)) continue;
+    (reduced_names.contains(name) ? changes.replaced : changes.added)
+        .push_back(name);
+  }
+  for (const auto& each : wrapped.reduced) {
+    if (!present_tensors.contains(key_of(each.tensor)) &&
+        !present_names.contains(each.name)) {
+      changes.removed.push_back(each.name);
+    }
+  }
+  for (const auto& each : wrapped.frozen) {
+    if (each.tensor.requires_grad()) changes.unfrozen.push_back(each.name);
+  }
+  return changes;
+}
+
+std::string quoted(const Names& names) {
+  return shortened_list(
+      names.size(), [&](size_t i) { return absl::StrCat("'", names[i], "'"); });
+}
+
 }  // namespace
 
-// Thousands of tensors don't stay in a cache: all that is asked of one is asked
-// at once.
+// One pass over the tensors, since thousands of them do not stay in the cache.
 ParameterTable::ParameterTable(std::vector<std::vector<at::Tensor>> replicas,
                                std::vector<std::string> names,
                                const std::vector<bool>& expect_sparse)
@@ -94,7 +150,7 @@ ParameterTable::ParameterTable(std::vector<std::vector<at::Tensor>> replicas,
   gradient_strides_.reserve(size());
   absl::flat_hash_set<const c10::TensorImpl*> seen;
   seen.reserve(num_variables());
-  // Of a parameter's variables, side by side.
+  // By parameter, then by replica.
   std::vector<at::Device> devices(num_variables(), at::kCPU);
   at::DimVector room;
   for (size_t r = 0; r < num_replicas(); ++r) {
@@ -108,14 +164,14 @@ ParameterTable::ParameterTable(std::vector<std::vector<at::Tensor>> replicas,
         return name_with_replica({.replica = r, .parameter = i});
       };
       check_parameter(tensor, name);
-      if (r > 0) check_alike(tensors()[i], tensor, name);
+      if (r > 0) check_matches_replica_0(tensors()[i], tensor, name);
       if (!seen.insert(tensor.unsafeGetTensorImpl()).second) {
         const auto first = first_variable(*this, [&](VariableIndex variable) {
           return (*this)[variable].is_same(tensor);
         });
         TORCH_CHECK_VALUE(false, "parameter ", name(),
                           " is the same tensor as parameter ",
-                          name_with_replica(*first), "; list it once");
+                          name_with_replica(*first), ".\nList it once.");
       }
       devices[i * num_replicas() + r] = tensor.device();
       if (r > 0) continue;
@@ -129,7 +185,7 @@ ParameterTable::ParameterTable(std::vector<std::vector<at::Tensor>> replicas,
   const auto devices_of = [&](size_t i) {
     return std::span(devices).subspan(i * num_replicas(), num_replicas());
   };
-  std::vector<size_t> first_of_kind;  // a few
+  std::vector<size_t> first_of_kind;
   for (size_t i = 0; i < size(); ++i) {
     const auto known = std::ranges::find_if(first_of_kind, [&](size_t k) {
       return dtypes_[k] == dtypes_[i] &&
@@ -195,6 +251,32 @@ std::vector<std::string> ParameterTable::describe_all() const {
         specs_[i].sparse ? ", sparse gradient" : ""));
   }
   return descriptions;
+}
+
+bool check_parameters(std::string_view module_name,
+                      const WrappedParameters& wrapped,
+                      std::span<const RegisteredParameter> present) {
+  const Changes changes = changes_of(wrapped, present);
+  std::vector<std::string> found;
+  const auto add = [&](const char* change, const Names& names) {
+    if (!names.empty()) {
+      found.push_back(absl::StrCat(change, ": ", quoted(names)));
+    }
+  };
+  add("added", changes.added);
+  add("replaced", changes.replaced);
+  add("removed", changes.removed);
+  add("unfrozen", changes.unfrozen);
+  const bool only_added = found.size() == 1 && !changes.added.empty();
+  TORCH_CHECK(found.empty(), "DistributedDataParallel: the parameters of ",
+              module_name, " have changed since it was wrapped; ",
+              absl::StrJoin(found, "; "),
+              ". Their gradients would not be averaged.\n"
+              "Change the module before you wrap it.",
+              only_added ? " If its forward creates parameters lazily, run one "
+                           "forward on every rank before you wrap it."
+                         : "");
+  return std::ranges::none_of(present, &RegisteredParameter::stands_in);
 }
 
 }  // namespace brigade

@@ -15,8 +15,8 @@
 
 namespace brigade {
 
-void throw_if_apart(const StatusComparison& comparison,
-                    const std::string& where) {
+void throw_unless_agreed(const StatusComparison& comparison,
+                         const std::string& where) {
   if (comparison.status.ok()) return;
   std::string text(comparison.status.message());
   if (comparison.must_close) {
@@ -36,7 +36,7 @@ PeerStatus::PeerStatus(c10::intrusive_ptr<c10d::ProcessGroup> group)
 std::optional<int64_t> PeerStatus::group_count() {
   if (!group_counts_) return std::nullopt;
   const std::optional<int64_t> count = count_collectives(*group_);
-  group_counts_ = count.has_value();  // not to be asked again: slow
+  group_counts_ = count.has_value();  // asking again would be slow
   return count;
 }
 
@@ -47,16 +47,18 @@ void PeerStatus::backward_begins() {
   hash_ = 0;
 }
 
-// 0: nothing to compare.
+// Returns 0 if there is nothing to compare.
 uint64_t PeerStatus::hash_of_others() {
-  // Launches by continuations depend on timing.
+  // Not hashed: the number of launches by continuations depends on timing.
   if (last_count_) note_if_others(group_count());
   last_count_.reset();
   const uint64_t hash = std::exchange(hash_, 0);
-  return std::exchange(num_launches_, 0) > 1 ? hash : 0;  // one has one order
+  const bool has_order = std::exchange(num_launches_, 0) > 1;
+  return has_order ? hash : 0;
 }
 
-// Before the first launch nothing is compared: forwards may differ in number.
+// Hashes nothing before the first launch: ranks may run different numbers of
+// forwards.
 void PeerStatus::note_others(std::optional<int64_t> count) {
   if (!count || !last_count_) return;
   note_if_others(count);
@@ -85,8 +87,8 @@ RankStatus PeerStatus::send(RankStatus own, bool ends_iteration) {
 }
 
 StatusComparison PeerStatus::await(
-    const RankStatus& sent, std::optional<std::chrono::milliseconds> patience) {
-  StatusComparison comparison = {.by_rank = channel_->await(sent, patience)};
+    const RankStatus& sent, std::optional<std::chrono::milliseconds> timeout) {
+  StatusComparison comparison = {.by_rank = channel_->await(sent, timeout)};
   comparison.status = check_statuses(comparison.by_rank);
   comparison.must_close =
       !comparison.status.ok() && must_close_groups(comparison.by_rank);
@@ -102,12 +104,12 @@ void PeerStatus::close(std::string_view reason) {
   close_group(*group_);
 }
 
-void PeerStatus::leave(const RankStatus& last) {
+void PeerStatus::send_and_close(const RankStatus& last) {
   set_cannot_continue();
   try {
     send(last, /*ends_iteration=*/true);
   } catch (const std::exception&) {
-    // The channel has failed as well, which peers notice by themselves.
+    // Peers notice a failed channel themselves.
   }
   close(words_of(last.text));
 }
@@ -119,16 +121,15 @@ void PeerStatus::note_closed(std::string_view reason) {
 void PeerStatus::require_open() const {
   if (!is_closed()) return;
   throw_peer_error(
-      "Reducer: expected a process group that can be used, found one that was "
-      "closed",
+      "Reducer: expected an open process group, found one that was closed",
       std::make_exception_ptr(std::runtime_error(absl::StrCat(
           closed_because_, "\nMake a new process group on all ranks."))));
 }
 
 std::optional<LivenessProbe> PeerStatus::find_survivors(
-    const std::string& occasion) {
+    const std::string& key) {
   if (!channel_) return std::nullopt;
-  return channel_->find_survivors(occasion);
+  return channel_->find_survivors(key);
 }
 
 }  // namespace brigade

@@ -3,20 +3,179 @@
 #include <c10/util/Exception.h>
 
 #include <exception>
+#include <set>
 #include <stdexcept>
 #include <utility>
 
+#include "absl/status/status.h"
 #include "absl/strings/str_cat.h"
+#include "absl/strings/str_join.h"
+#include "brigade/comm/agreement.h"
 #include "brigade/comm/errors/peer_error.h"
 #include "brigade/comm/group/group_collectives.h"
+#include "brigade/comm/group/group_info.h"
+#include "brigade/comm_hooks/averaging_hook.h"
 #include "brigade/comm_hooks/hook_traits.h"
+#include "brigade/comm_hooks/ordered_all_reduce.h"
 #include "brigade/hooks/backward_events.h"
 #include "brigade/reducer/engine.h"
 
 namespace brigade {
 namespace {
 
-// A list in braces would copy it.
+using Buckets = std::vector<std::vector<size_t>>;
+
+BucketPlan initial_plan(const ParameterTable& table,
+                        const std::vector<int64_t>& caps_bytes,
+                        const Buckets& given) {
+  if (given.empty()) {
+    return value_or_throw(plan_by_size(
+        table.specs(), reverse_registration_order(table.size()), caps_bytes));
+  }
+  throw_if_error(check_bucket_caps(caps_bytes));  // for the rebuilt plan
+  BucketPlan plan = value_or_throw(BucketPlan::create(given, table.size()));
+  throw_if_error(check_bucket_kinds(plan, table.specs()));
+  return plan;
+}
+
+void check_devices(const ParameterTable& table,
+                   const c10d::ProcessGroup& group) {
+  // Parameters of one kind have one device: checks the first of each.
+  int num_kinds = 0;
+  for (size_t i = 0; i < table.size(); ++i) {
+    if (table.specs()[i].kind < num_kinds) continue;
+    ++num_kinds;
+    const at::Device device = table[i].device();
+    TORCH_CHECK_VALUE(
+        supports_device(group, device.type()), table.name_of(i), " is on ",
+        device,
+        ", but the process group has no backend for that device; create a "
+        "group for that device, or move the parameter");
+  }
+}
+
+// `hook`: the user's, or null.
+void check_reproducible(c10d::CommHookInterface* hook,
+                        const ParameterTable& table) {
+  TORCH_CHECK_VALUE(
+      hook == nullptr || traits_of(*hook).sums_in_order,
+      "reproducible: expected no comm hook, or one that sums in rank order; "
+      "remove the hook or reproducible");
+  for (size_t i = 0; i < table.size(); ++i) {
+    TORCH_CHECK_VALUE(
+        !table.is_sparse(i), "reproducible: expected dense gradients, but ",
+        table.name_of(i), " has a sparse gradient; remove reproducible");
+  }
+}
+
+std::string describe_hook(c10d::CommHookInterface& hook,
+                          const ParameterTable& table) {
+  const HookTraits traits = traits_of(hook);
+  if (traits.wire_format == nullptr) {
+    return traits.name.empty() ? "a user's hook" : traits.name;
+  }
+  std::set<std::string> formats;
+  for (const at::Tensor& parameter : table.tensors()) {
+    const at::ScalarType dtype = parameter.scalar_type();
+    formats.insert(absl::StrCat(c10::toString(dtype), " is sent as ",
+                                c10::toString(traits.wire_dtype(dtype))));
+  }
+  return absl::StrJoin(formats, ", ");
+}
+
+std::string describe_flag(const char* flag, bool value) {
+  return absl::StrCat(flag, value ? " = true" : " = false");
+}
+
+// Returns the options that must be equal on all ranks, one line each.
+std::vector<std::string> describe_options(const ReducerOptions& options,
+                                          const Buckets& given,
+                                          const ParameterTable& table) {
+  std::vector<std::string> buckets;
+  for (const std::vector<size_t>& bucket : given) {
+    buckets.push_back(absl::StrCat("[", absl::StrJoin(bucket, ", "), "]"));
+  }
+  return {
+      absl::StrCat("local replicas = ", table.num_replicas()),
+      absl::StrCat("bucket_cap_bytes = [",
+                   absl::StrJoin(options.bucket_cap_bytes, ", "), "]"),
+      absl::StrCat("bucket_plan = [", absl::StrJoin(buckets, ", "), "]"),
+      describe_flag("buckets are rebuilt", rebuilds_buckets(options)),
+      describe_flag("find_unused_parameters", options.find_unused_parameters),
+      describe_flag("skip_all_reduce_unused_parameters",
+                    options.skip_all_reduce_unused_parameters),
+      describe_flag("static_graph", options.static_graph),
+      absl::StrCat("max_unconfirmed_iterations = ",
+                   options.max_unconfirmed_iterations),
+      describe_flag("reproducible", options.reproducible),
+      absl::StrCat("comm_hook: ", describe_hook(*options.comm_hook, table))};
+}
+
+// Checks the arguments of a constructor, and compares them with all ranks. A
+// rank with bad arguments takes part, so that all ranks throw.
+ReducerSetup checked_setup(std::vector<std::vector<at::Tensor>> replicas,
+                           c10::intrusive_ptr<c10d::ProcessGroup> group,
+                           ReducerOptions options,
+                           const Buckets& first_buckets) {
+  TORCH_CHECK_VALUE(group,
+                    "Reducer needs a process group, got null.\n"
+                    "Create one with init_process_group(), or with "
+                    "single_process_group() for a world size of 1.");
+  if (!replicas.empty() && !replicas.front().empty() &&
+      replicas.front().front().defined()) {
+    suggest_control_device(group, replicas.front().front().device());
+  }
+  const Buckets& given =
+      options.bucket_plan.empty() ? first_buckets : options.bucket_plan;
+  std::optional<ParameterTable> table;
+  std::optional<BucketPlan> plan;
+  absl::Status local;  // this rank's error, which all ranks throw below
+  try {
+    TORCH_CHECK_VALUE(options.max_unconfirmed_iterations >= 0 &&
+                          options.max_unconfirmed_iterations <= 32,
+                      "max_unconfirmed_iterations must be 0 to 32, got ",
+                      options.max_unconfirmed_iterations);
+    table.emplace(std::move(replicas), std::move(options.parameter_names),
+                  options.expect_sparse_gradients);
+    check_devices(*table, *group);
+    if (options.reproducible) {
+      check_reproducible(options.comm_hook.get(), *table);
+    }
+    plan = initial_plan(*table, options.bucket_cap_bytes, given);
+  } catch (const c10::ValueError& error) {
+    local = absl::InvalidArgumentError(error.what_without_backtrace());
+  }
+  std::shared_ptr<OrderedAllReduce> ordered;
+  if (!options.comm_hook && options.reproducible) {
+    ordered = std::make_shared<OrderedAllReduce>(group);
+  }
+  if (!options.comm_hook) {
+    options.comm_hook = default_hook(group, std::nullopt, ordered);
+  }
+
+  const bool compares = group->getSize() > 1 && options.verify_across_ranks;
+  std::vector<std::string> items;
+  if (local.ok() && compares) items = table->describe_all();
+  if (options.verify_across_ranks) {
+    require_agreement(group, "parameter", items, local);
+  } else {
+    throw_if_error(local);
+  }
+  if (compares) {
+    require_agreement(group, "reducer option",
+                      describe_options(options, given, *table),
+                      absl::OkStatus());
+  }
+  if (ordered && options.verify_across_ranks) {
+    ordered->connect_for(table->tensors());
+  }
+  return {.group = std::move(group),
+          .options = std::move(options),
+          .table = *std::move(table),
+          .plan = *std::move(plan)};
+}
+
+// Moves the list; a list in braces would copy it.
 std::vector<std::vector<at::Tensor>> only_replica(
     std::vector<at::Tensor> parameters) {
   std::vector<std::vector<at::Tensor>> replicas;
@@ -61,18 +220,18 @@ void Reducer::expect_forwards() {
 
 void Reducer::shadow_iteration() { engine_->shadow(); }
 
-void Reducer::meet_peers(std::string_view deed) {
-  engine_->noting_errors([&] { engine_->come_together(deed); });
+void Reducer::barrier(std::string_view action) {
+  engine_->noting_errors([&] { engine_->barrier(action); });
 }
 
 void Reducer::broadcast_before_forward(std::vector<at::Tensor> tensors,
                                        int source) {
-  const std::string doing = absl::StrCat(
+  const std::string action = absl::StrCat(
       "broadcasting ", tensors.size(),
       tensors.size() == 1 ? " buffer" : " buffers", " from rank ", source);
   engine_->noting_errors([&] {
-    engine_->come_together("came to a forward");
-    engine_->call_between_iterations(doing, [&] {
+    engine_->barrier("came to a forward");
+    engine_->call_between_iterations(action, [&] {
       broadcast_tensors(engine_->policy_.group(), std::move(tensors), source);
     });
   });
@@ -98,9 +257,9 @@ void Reducer::set_comm_hook(std::shared_ptr<c10d::CommHookInterface> hook) {
   TORCH_CHECK_VALUE(
       !engine_->policy_.options().reproducible ||
           (hook && traits_of(*hook).sums_in_order),
-      "Reducer::set_comm_hook: expected a hook that sums in the order of the "
-      "ranks, since reproducible is set, found ",
-      hook ? "another one" : "null", ".\nLeave out the hook or reproducible.");
+      "Reducer::set_comm_hook: expected a hook that sums in rank order, since "
+      "reproducible is set, found ",
+      hook ? "another hook" : "null", ".\nRemove the hook or reproducible.");
   engine_->set_hook(std::move(hook));
 }
 
@@ -120,9 +279,9 @@ BucketPlan Reducer::plan() const {
 void Reducer::stop_watching_gradients() {
   TORCH_CHECK_VALUE(
       !engine_->policy_.options().find_unused_parameters,
-      "Reducer::stop_watching_gradients: find_unused_parameters must be false, "
-      "it is true: parameters are found in the graph by the accumulators that "
-      "the reducer watches.\nSet static_graph instead.");
+      "Reducer::stop_watching_gradients: expected find_unused_parameters = "
+      "false, found true: the graph search needs the gradient hooks.\nSet "
+      "static_graph instead.");
   engine_->locked([&] {
     engine_->require_not_reducing("Reducer::stop_watching_gradients");
     engine_->hooks_->remove();
@@ -139,7 +298,7 @@ void Reducer::gradient_ready(size_t parameter, size_t replica) {
       "Reducer::gradient_ready: expected a parameter below ", table.size(),
       " and a replica below ", table.num_replicas(), ", got parameter ",
       parameter, " of replica ", replica,
-      ".\nGive the index in the list that the reducer was made of.");
+      ".\nPass the index in the list that the constructor was given.");
   TORCH_CHECK(running_backward_id() >= 0,
               "Reducer::gradient_ready: this thread runs no backward.\nCall it "
               "from a hook that runs in backward.");
@@ -163,15 +322,15 @@ bool Reducer::can_continue() const {
 
 void Reducer::abort_group() {
   engine_->locked([&] {
-    engine_->peers_.leave(
+    engine_->peers_.send_and_close(
         {.kind = StatusKind::kFailed,
          .iteration = engine_->observations_.counts.begun,
-         .text = status_text("A collective beside the iteration failed.")});
+         .text = status_text("A collective outside the iteration failed.")});
   });
 }
 
 std::optional<ReductionError> Reducer::last_error() const {
-  return engine_->observations_.last_error();
+  return engine_->last_error();
 }
 
 std::vector<size_t> Reducer::missing_gradients() const {
@@ -203,7 +362,7 @@ void Reducer::set_timeline_sample_rate(int64_t sample_rate) {
       sample_rate >= 0,
       "Reducer: the timeline's sample rate must be at least 0, got ",
       sample_rate,
-      ".\nGive the number of iterations between samples, or 0 for no "
+      ".\nPass the number of iterations between samples, or 0 for no "
       "timeline.");
   engine_->locked(
       [&] { engine_->observations_.timeline.set_sample_rate(sample_rate); });
@@ -214,21 +373,13 @@ void Reducer::set_stall_report_after(std::chrono::milliseconds time) {
       time.count() >= 0,
       "Reducer::set_stall_report_after: expected at least 0, got ",
       time.count(),
-      " ms.\nGive the time after which a stall is reported, or 0 for never.");
-  Observations& observations = engine_->observations_;
-  observations.stall_report_after = time;
-  if (observations.stall_watch)
-    observations.stall_watch->set_report_after(time);
+      " ms.\nPass the time after which a stall is reported, or 0 for never.");
+  engine_->set_stall_report_after(time);
 }
 
 void Reducer::set_stall_handler(
     std::function<void(const std::string& report)> handler) {
-  Observations& observations = engine_->observations_;
-  if (observations.stall_watch) {
-    observations.stall_watch->set_handler(std::move(handler));
-  } else {
-    observations.stall_handler = std::move(handler);
-  }
+  engine_->set_stall_handler(std::move(handler));
 }
 
 at::Tensor Reducer::used_parameter_counts() {

@@ -16,7 +16,7 @@ c10::intrusive_ptr<c10::ivalue::Future> future_of(c10d::Work& work) {
   try {
     return work.getFuture();
   } catch (const std::exception&) {
-    return nullptr;  // a backend of somebody's own, which can't tell
+    return nullptr;  // a user's backend without futures
   }
 }
 
@@ -46,7 +46,7 @@ std::vector<size_t> UsedParameters::unused_slots(
   return slots;
 }
 
-// A static graph's sum does not tell of gradients that have come since.
+// Gradients of a static graph may arrive after its only all-reduce.
 bool UsedParameters::is_marked_here(size_t parameter) const {
   for (size_t replica = 0; replica < table_.num_replicas(); ++replica) {
     if (is_marked(
@@ -74,14 +74,15 @@ bool UsedParameters::is_any_used_anywhere(std::span<const size_t> members) {
       members, [this](size_t member) { return is_used_anywhere(member); });
 }
 
-// Copied at once: only the stream that has waited follows the collective.
+// Copies right after the wait, since only the current stream has waited for the
+// collective.
 const at::Tensor& UsedParameters::counts() {
-  finish();
+  wait();
   if (!host_sum_.defined()) host_sum_ = sum_.cpu();
   return host_sum_;
 }
 
-void UsedParameters::finish() {
+void UsedParameters::wait() {
   if (!work_) return;
   work_->wait();
   work_ = nullptr;
@@ -96,9 +97,9 @@ at::Tensor UsedParameters::abandon() {
 c10::intrusive_ptr<c10::ivalue::Future> UsedParameters::launch() {
   const at::NoGradGuard no_grad;
   try {
-    finish();  // the last sum, if nobody needed it
+    wait();  // the last all-reduce, if nobody read its result
   } catch (const std::exception&) {
-    work_ = nullptr;  // nor its failure
+    work_ = nullptr;  // its failure does not matter either
   }
   const at::Tensor used = local_.size(0) == 1
                               ? local_[0]
@@ -106,13 +107,12 @@ c10::intrusive_ptr<c10::ivalue::Future> UsedParameters::launch() {
   if (sum_.is_cpu()) {
     sum_.copy_(used);
   } else {
-    // Its memory goes back to the caching allocator, which hands it out again
-    // only after the copy is done.
+    // The caching host allocator reuses this memory only after the copy.
     const at::Tensor staging =
         at::empty_like(used, used.options().pinned_memory(true));
     staging.copy_(used);
-    // New memory: that of the last sum belongs to the stream that launched it,
-    // and this one may not follow it.
+    // New memory: the old one belongs to the stream of the last launch, which
+    // the current stream may not have waited for.
     sum_ = staging.to(sum_.device(), /*non_blocking=*/true);
   }
   host_sum_.reset();

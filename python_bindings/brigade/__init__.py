@@ -1,10 +1,9 @@
-"""Data-parallel training with brigade's reducer, in place of torch's.
-
-    import brigade
+"""Drop-in replacements for torch's DistributedDataParallel and fully_shard.
 
     model = brigade.DistributedDataParallel(model)
 
-or, for frameworks that wrap the model themselves, once at the start:
+or ``brigade.fully_shard(model)``; or, for frameworks that wrap the model themselves, once at the
+start::
 
     brigade.install()
 """
@@ -13,11 +12,11 @@ import torch  # LibTorch must be loaded before the extension
 
 from brigade import _built_with
 
-# Another minor version has another binary interface.
+# The binary interface changes with torch's minor version.
 if not torch.__version__.startswith(f"{_built_with.TORCH}."):
     raise ImportError(
-        f"brigade was built with torch {_built_with.TORCH}, this is torch {torch.__version__}.\n"
-        f"Install torch=={_built_with.TORCH}.*, or build brigade again with the torch that is here."
+        f"brigade was built with torch {_built_with.TORCH}, found torch {torch.__version__}.\n"
+        f"Install torch=={_built_with.TORCH}.*, or rebuild brigade with the installed torch."
     )
 
 from brigade._C import Reducer, then_collective

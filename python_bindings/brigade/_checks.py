@@ -1,4 +1,4 @@
-"""Checks of the arguments of DistributedDataParallel, with the words of torch's errors."""
+"""Argument checks of DistributedDataParallel and fully_shard; errors contain torch's words."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ import torch.distributed as dist
 from brigade import _C
 
 _LARGEST_CAP_MIB = 2**40
-_LATE_S = 3.0
+_LATE_S = 3.0  # then a rank that waits with its error prints it
 
 
 def require(holds: object, error: type[Exception], text: str) -> None:
-    """Raises `error` with DistributedDataParallel's name and `text` unless `holds`."""
+    """Raises `error` with the text "DistributedDataParallel: {text}" unless `holds`."""
     if not holds:
         raise error(f"DistributedDataParallel: {text}")
 
 
 def require_type(wanted: type, **arguments: Any) -> None:
-    """Raises TypeError naming the first argument that is neither None nor a `wanted`."""
+    """Raises TypeError for the first argument that is neither None nor a `wanted`."""
     for name, value in arguments.items():
         if value is not None and not isinstance(value, wanted):
             raise TypeError(
@@ -37,24 +37,30 @@ def require_type(wanted: type, **arguments: Any) -> None:
             )
 
 
-def bytes_of_cap(name: str, mib: Any) -> int:
+def require_count(value: object, name: str, least: int = 1) -> int:
+    """Returns fully_shard()'s argument `name`. Raises ValueError unless it is an int >= `least`."""
+    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        raise ValueError(f"fully_shard: {name}: expected an integer >= {least}, found {value!r}.")
+    return value
+
+
+def cap_in_bytes(name: str, mib: Any) -> int:
     require(
         isinstance(mib, numbers.Real),
         TypeError,
-        f"{name} must be numbers of MiB, got {type(mib).__name__}: {mib!r:.100}.",
+        f"{name} must be in MiB, a number, got {type(mib).__name__}: {mib!r:.100}.",
     )
     require(
         0 <= mib < _LARGEST_CAP_MIB,
         ValueError,
-        f"{name} must be at least 0 and less than {_LARGEST_CAP_MIB:.0e} MiB, got {mib}.\nGive "
-        "25, or leave it out.",
+        f"{name} must be >= 0 and < {_LARGEST_CAP_MIB:.0e} MiB, got {mib}.\nThe default is 25.",
     )
-    return max(1, int(mib * 1024 * 1024))  # one bucket per parameter
+    return max(1, int(mib * 1024 * 1024))  # 0 MiB: one bucket per parameter
 
 
-def plan_of(bucket_plan: Any) -> list[list[int]]:
-    wrong = "bucket_plan must be sequences of indices of parameters, got "
-    advice = ".\nGive the result of bucket_plan(), or leave it out."
+def checked_plan(bucket_plan: Any) -> list[list[int]]:
+    wrong = "bucket_plan must be a list of lists of parameter indices, got "
+    advice = ".\nPass the result of bucket_plan(), or leave it out."
     try:
         plan = [[operator.index(i) for i in bucket] for bucket in bucket_plan]
     except TypeError:
@@ -67,59 +73,58 @@ def plan_of(bucket_plan: Any) -> list[list[int]]:
 def process_group_of(
     process_group: dist.ProcessGroup | None, device_mesh: Any
 ) -> dist.ProcessGroup:
-    """The group to reduce over: given, of a 1-D mesh, or the default one."""
+    """Returns the given group, the group of a 1-D mesh, or the default group."""
     require_type(dist.ProcessGroup, process_group=process_group)
     require_type(dist.DeviceMesh, device_mesh=device_mesh)
     if device_mesh is None and process_group is None:
         return dist.distributed_c10d._get_default_group()
     if device_mesh is None:
-        # Sums would be divided by another number of ranks than they are taken over.
+        # Averages divide by one of the two sizes and sum over the other.
         size, in_cpp = process_group.size(), dist.ProcessGroup.size(process_group)
         require(
             in_cpp == size,
             RuntimeError,
-            f"{type(process_group).__name__} says in Python that it has {size} ranks, and {in_cpp} "
-            "where C++ asks.\nGive rank and size to torch.distributed.ProcessGroup.__init__() in "
-            "the class's own __init__().",
+            f"{type(process_group).__name__}.size() must be equal in Python and C++, got {size} in "
+            f"Python and {in_cpp} in C++.\nPass rank and size to "
+            "torch.distributed.ProcessGroup.__init__() in the class's __init__().",
         )
         return process_group
     require(
         process_group is None,
         RuntimeError,
-        "process_group and device_mesh are both given.\nGive one of them.",
+        "process_group and device_mesh exclude each other.\nPass one of them.",
     )
     require(
         device_mesh.ndim == 1,
         RuntimeError,
-        f"device_mesh must have 1 dimension, it has {device_mesh.ndim}: {device_mesh}.\nGive a "
-        "slice of it, such as mesh['data'].",
+        f"device_mesh must have 1 dimension, got {device_mesh.ndim}: {device_mesh}.\nPass a slice "
+        "of it, for example mesh['data'].",
     )
     return device_mesh.get_group(mesh_dim=0)
 
 
 @contextlib.contextmanager
-def failure_told_to_peers(
-    group: dist.ProcessGroup | None, tell: Callable[[str], None] | None = None
+def raises_on_all_ranks(
+    group: dist.ProcessGroup | None, send: Callable[[str], None] | None = None
 ) -> Iterator[None]:
-    """Makes the peers raise an error inside too, in their next require_agreement().
+    """Context manager without communication: the peers raise its exception, too.
 
-    Collective where something is raised, unless `group` is None. `tell` takes the place of
-    require_agreement() where the peers' next collective is another one.
-    Prints the error to stderr while peers are late. Nothing inside communicates.
+    They raise in their next require_agreement(), or in the collective that matches `send`. The
+    error is printed to stderr if they are late. With `group` None, only this rank raises.
     """
     try:
         yield
     except Exception as error:
         if group is not None:
             failure = f"{type(error).__name__}: {error}"
-            text = f"brigade: waiting to tell the other ranks: {failure}"
+            text = f"brigade: waiting to send an error to the other ranks: {failure}"
             late = threading.Timer(_LATE_S, print, [text], {"file": sys.stderr, "flush": True})
             late.daemon = True
             late.start()
             try:
-                tell(failure) if tell else _C.require_agreement(group, "option", [], failure)
+                send(failure) if send else _C.require_agreement(group, "option", [], failure)
             except (RuntimeError, ValueError):
-                pass  # this rank's own error stands, whatever became of its peers
+                pass  # this rank raises its own error
             finally:
                 late.cancel()
         raise
@@ -129,11 +134,11 @@ def require_comm_hook(hook: Callable[..., Any]) -> None:
     if not callable(hook):
         raise TypeError(
             f"register_comm_hook: Communication hook must be callable, got {hook!r}.\n"
-            "Give a function of a state and a torch.distributed.GradBucket."
+            "Pass a function of a state and a torch.distributed.GradBucket."
         )
     try:
         signature = inspect.signature(hook, eval_str=True)
-    except (NameError, TypeError, ValueError):  # annotations that only a type checker understands
+    except (NameError, TypeError, ValueError):  # annotations that can't be evaluated
         return
     found = {"return": signature.return_annotation}
     if "bucket" in signature.parameters:
@@ -146,18 +151,17 @@ def require_comm_hook(hook: Callable[..., Any]) -> None:
         name, kind = wanted[part]
         if annotation not in (inspect.Signature.empty, kind):
             raise ValueError(
-                f"register_comm_hook: Communication hook: {part} annotation should be {name}; "
-                f"that of {name_of(hook)} is {annotation}.\nCorrect the annotation, or leave it "
-                "out."
+                f"register_comm_hook: Communication hook: {part} annotation should be {name}, got "
+                f"{annotation} for {hook_name(hook)}.\nCorrect or remove the annotation."
             )
 
 
-def name_of(hook: Any) -> str:
+def hook_name(hook: Any) -> str:
     return getattr(hook, "__qualname__", type(hook).__qualname__)
 
 
 def some_of(names: Sequence[str], limit: int = 5) -> str:
-    """The first names, quoted, and how many more there are."""
+    """Quotes the first `limit` names and counts the others."""
     shown = ", ".join(f"'{name}'" for name in names[:limit])
     more = len(names) - limit
     return f"{shown} and {more} more" if more > 0 else shown

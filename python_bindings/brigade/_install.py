@@ -1,7 +1,7 @@
-"""Lets torch's names make brigade's classes, for programs that don't name brigade's.
+"""install(): torch's DistributedDataParallel and fully_shard construct brigade's.
 
-torch's classes stay where they are, so that a program which binds, derives from or asks for one of
-them, at any time, has the same class. install() changes the result of their construction.
+torch's classes are not replaced: references, subclasses and isinstance() checks stay valid.
+install() patches their construction instead.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _TorchDDP = torch.nn.parallel.distributed.DistributedDataParallel
 _TorchFSDPModule = torch.distributed.fsdp.FSDPModule
 _torch_init = _TorchDDP.__init__
 _torch_setstate = _TorchDDP.__setstate__
-# The modules that have the functions which install() replaces.
+# Modules that export the replaced functions.
 _HOMES = (
     torch.distributed.fsdp,
     torch.distributed.fsdp._fully_shard,
@@ -49,37 +49,44 @@ _torchs = {
 }
 
 _MISSING = object()
-# Owner, name, the value before and brigade's.
+# Owner, name, original value, brigade's value.
 _replaced: list[tuple[Any, str, Any, Any]] = []
 
 
 def install() -> contextlib.ExitStack:
-    """Lets torch's DistributedDataParallel and fully_shard make brigade's, until uninstall().
+    """Makes torch's DistributedDataParallel and fully_shard construct brigade's, until uninstall().
 
-    So do classes derived from torch's, defaults and partials that hold it, and
-    pickles of it. Objects made meanwhile stay brigade's afterwards, and are
-    pickled under the name that the program used: read where brigade isn't, they
-    are torch's. Objects made before stay torch's; so does fully_shard where it
-    was imported by name before, which a warning says, and on devices that are
-    neither CPUs nor CUDA's.
+    Call it on every rank before models are wrapped: brigade's and torch's wrappers do not
+    communicate with each other. Subclasses of torch's class, partials that hold it and its pickles
+    construct brigade's, too.
 
-    To be called on every rank, before models are wrapped: brigade's wrapper and
-    torch's do not understand each other.
+    Not affected: objects made before, functions that were imported by name before
+    (``from torch.distributed.fsdp import fully_shard``), and fully_shard on devices other than
+    CPUs and CUDA devices.
 
-    ``isinstance`` holds for either class; ``type(model) is DistributedDataParallel``
-    does not.
+    Objects made meanwhile stay brigade's after uninstall(). Their pickles name torch's class, so
+    that a process without brigade loads torch's wrapper. ``isinstance`` holds for both classes;
+    ``type(model) is DistributedDataParallel`` does not.
+
+    Returns:
+        A context manager whose exit calls uninstall(). Without effect if installed already.
+
+    Warns:
+        UserWarning: Names modules that imported torch's functions before.
 
     Example::
 
-        brigade.install()                     # for the rest of the program
-        with brigade.install(): trainer.fit() # for a while
+        brigade.install()  # for the rest of the program
+
+        with brigade.install():  # for one block
+            trainer.fit()
     """
     if _replaced:
         return contextlib.ExitStack()
     if bound := _bound_functions():
         warnings.warn(
-            f"brigade.install(): torch's functions are bound as {_checks.some_of(bound)} already; "
-            "these stay torch's.\nCall it before they are imported.",
+            f"brigade.install(): torch's functions are already imported as "
+            f"{_checks.some_of(bound)}; these stay torch's.\nCall install() before these imports.",
             stacklevel=2,
         )
     _replace(_TorchDDP, "__init__", _init)
@@ -93,11 +100,14 @@ def install() -> contextlib.ExitStack:
 
 
 def uninstall() -> None:
-    """Lets torch's classes make their own again; without effect if they do."""
+    """Reverts install(); without effect if it is not installed.
+
+    Objects that were made meanwhile stay brigade's.
+    """
     while _replaced:
         owner, name, before, ours = _replaced.pop()
         if vars(owner).get(name) is not ours:
-            continue  # somebody has wrapped it, and will find it passing on to torch's
+            continue  # wrapped since; brigade's function now calls torch's
         if before is _MISSING:
             delattr(owner, name)
         else:
@@ -111,7 +121,7 @@ def _replace(owner: Any, name: str, value: Any) -> None:
 
 
 def _bound_functions() -> list[str]:
-    """Names outside torch that hold functions which install() replaces."""
+    """Returns names outside torch that are bound to the functions that install() replaces."""
     return [
         f"{name}.{key}"
         for name, module in list(sys.modules.items())
@@ -122,7 +132,7 @@ def _bound_functions() -> list[str]:
 
 
 class _MadeUnderInstall(DistributedDataParallel):
-    """Made through torch's class, or one derived from it, which is `_called`."""
+    """An object that was constructed through `_called`, torch's class or a subclass of it."""
 
     _called: type = _TorchDDP
 
@@ -132,7 +142,7 @@ class _MadeUnderInstall(DistributedDataParallel):
         return copyreg._reconstructor, (self._called, object, None), self.__getstate__()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        # Stays brigade's after uninstall(), unlike a pickle.
+        # A copy by pickling would be torch's after uninstall().
         copied = object.__new__(type(self))
         memo[id(self)] = copied
         copied.__setstate__(copy.deepcopy(self.__getstate__(), memo))
@@ -141,7 +151,7 @@ class _MadeUnderInstall(DistributedDataParallel):
 
 @functools.cache
 def _ours_for(called: type) -> type[DistributedDataParallel]:
-    """`called`, with brigade's class between it and torch's."""
+    """Returns a subclass of `called` with brigade's class between `called` and torch's."""
     bases = (_MadeUnderInstall,) if called is _TorchDDP else (called, _MadeUnderInstall)
     named = DistributedDataParallel if called is _TorchDDP else called
     names = {name: getattr(named, name) for name in ("__module__", "__qualname__", "__doc__")}
@@ -173,8 +183,8 @@ def _setstate(self: torch.nn.Module, state: dict[str, Any]) -> None:
         DistributedDataParallel.__setstate__(self, state)
 
 
-def _passing_on(is_ours: Callable[[Any], bool], ours: Callable) -> Callable:
-    """Torch's function of that name, with brigade's for a first argument that is brigade's."""
+def _dispatched(is_ours: Callable[[Any], bool], ours: Callable) -> Callable:
+    """Returns a function that calls `ours` if `is_ours(first argument)`, otherwise torch's."""
     torchs = _torchs[ours.__name__]
 
     @functools.wraps(torchs)
@@ -187,11 +197,11 @@ def _passing_on(is_ours: Callable[[Any], bool], ours: Callable) -> Callable:
 
 @functools.wraps(_torchs["fully_shard"])
 def _shard(module: Any, **kwargs: Any) -> Any:
-    mesh, below = kwargs.get("mesh"), _sharded_below(module)
-    if not _is_ours(below, mesh):
+    mesh, submodules = kwargs.get("mesh"), _sharded_submodules(module)
+    if not _shards_with_brigade(submodules, mesh):
         return _torchs["fully_shard"](module, **kwargs)
     if mesh is None and dist.is_initialized():
-        kwargs["mesh"] = _default_mesh(below)
+        kwargs["mesh"] = _default_mesh(submodules)
     return fully_shard(module, **kwargs)
 
 
@@ -200,28 +210,28 @@ def _mesh_of(kind: str, group: dist.ProcessGroup) -> DeviceMesh:
     return init_device_mesh(kind, (group.size(),))
 
 
-def _default_mesh(below: list[FSDPModule]) -> DeviceMesh | None:
-    """Of the accelerator, as torch chooses, or of modules sharded already; None: of CPUs."""
-    part = next((part for each in below for part in each.parameters()), None)
-    kind = torch._C._get_accelerator().type if part is None else part.device.type
+def _default_mesh(submodules: list[FSDPModule]) -> DeviceMesh | None:
+    """Returns a mesh of the submodules' device type, otherwise torch's default; None for CPUs."""
+    first = next((parameter for each in submodules for parameter in each.parameters()), None)
+    kind = torch._C._get_accelerator().type if first is None else first.device.type
     return None if kind == "cpu" else _mesh_of(kind, dist.group.WORLD)
 
 
-def _sharded_below(module: Any) -> list[_TorchFSDPModule]:
+def _sharded_submodules(module: Any) -> list[_TorchFSDPModule]:
     modules = module if isinstance(module, (list, tuple)) else [module]
     return [c for each in modules for c in each.modules() if isinstance(c, _TorchFSDPModule)]
 
 
-def _is_ours(below: list[_TorchFSDPModule], mesh: Any) -> bool:
-    """Whether brigade shards it; warns where torch does since its devices are others."""
-    if below:
-        return all(isinstance(child, FSDPModule) for child in below)
+def _shards_with_brigade(submodules: list[_TorchFSDPModule], mesh: Any) -> bool:
+    """Returns False if torch's fully_shard is to be used; warns if that is for the device type."""
+    if submodules:
+        return all(isinstance(child, FSDPModule) for child in submodules)
     kind = torch._C._get_accelerator().type if mesh is None else mesh.device_type
     if kind in ("cpu", "cuda"):
         return True
     warnings.warn(
-        f"brigade.install(): fully_shard on devices of type '{kind}' is torch's: brigade shards on "
-        "CPUs and CUDA devices so far.\nNothing is to be done.",
+        f"brigade.install(): fully_shard on '{kind}' devices is torch's: brigade supports CPUs and "
+        "CUDA devices.",
         stacklevel=3,
     )
     return False
@@ -229,10 +239,10 @@ def _is_ours(below: list[_TorchFSDPModule], mesh: Any) -> bool:
 
 _OURS = {
     "fully_shard": _shard,
-    "register_fsdp_forward_method": _passing_on(
+    "register_fsdp_forward_method": _dispatched(
         lambda module: isinstance(module, FSDPModule), register_fsdp_forward_method
     ),
-    "share_comm_ctx": _passing_on(
+    "share_comm_ctx": _dispatched(
         lambda modules: any(isinstance(each, FSDPModule) for each in modules), share_comm_ctx
     ),
 }

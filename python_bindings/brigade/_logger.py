@@ -1,4 +1,4 @@
-"""Logging data of DistributedDataParallel: the dictionary of torch's _get_ddp_logging_data()."""
+"""Logger of DistributedDataParallel: torch's _get_ddp_logging_data() for brigade's reducer."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from brigade._C import Reducer
 
 
 class Logger(dist.Logger):
-    """Torch's logger, with values of brigade's reducer, by torch's names. Times are in ns.
+    """torch's logger with the values of brigade's reducer. Keys are torch's; times are in ns.
 
-    `parameters` are the reducer's, `options` are of torch's Reducer.
+    `parameters` are the reducer's; `options` are keyword arguments of torch's Reducer.
     """
 
     def __init__(
@@ -25,7 +25,7 @@ class Logger(dist.Logger):
         group: dist.ProcessGroup,
         **options: Any,
     ) -> None:
-        # torch's logger holds a reducer of torch's. This one reduces nothing.
+        # torch's logger needs a reducer of torch's; this one is never used.
         dtypes = {parameter.dtype for parameter in parameters}
         idle = [torch.zeros(1, dtype=dtype, device="cpu", requires_grad=True) for dtype in dtypes]
         buckets = [[i] for i in range(len(idle))]
@@ -33,7 +33,7 @@ class Logger(dist.Logger):
         self._reducer = reducer
         self._bytes = [parameter.nbytes for parameter in parameters]
         self._num_samples = 0
-        self._error_time_ns = 0  # of the error in _data, steady clock
+        self._error_time_ns = 0  # steady clock
         self._data: dict[str, int | str] = {
             "iteration": 0,
             "num_parameter_tensors": len(parameters),
@@ -47,7 +47,7 @@ class Logger(dist.Logger):
         return ", ".join(map(str, sizes))
 
     def set_runtime_stats_and_log(self) -> None:
-        """Called when a forward begins: takes the values of the iteration before it, if sampled."""
+        """Records the previous iteration if it was sampled; called when a forward begins."""
         if (times := self._reducer._timeline()) is None:
             return
         statistics, data = self._reducer._statistics(), self._data
@@ -66,7 +66,7 @@ class Logger(dist.Logger):
         data["unused_parameter_size"] = sum(self._bytes) - sum(self._bytes[i] for i in set(order))
 
     def set_error_and_log(self, error: str) -> None:
-        """Keeps the text of an error."""
+        """Records the text of an error."""
         self._set_error(error, self._reducer._statistics()["iteration"], time.monotonic_ns())
 
     def _set_error(self, text: str, iteration: int, time_ns: int) -> None:

@@ -1,6 +1,7 @@
-"""Watches of a module's parameters, which find those that were replaced, removed or added.
+"""Detects parameters that were added, removed or replaced after a module was wrapped or sharded.
 
-A watch remembers which tensors are registered where, and looks closer only if that has changed.
+Each check compares the modules' parameter and child tables with a snapshot, and compares
+parameters one by one only if the snapshot differs.
 """
 
 from __future__ import annotations
@@ -18,27 +19,26 @@ from brigade._checks import some_of
 _requires_grad = operator.attrgetter("requires_grad")
 
 
-class _Registered:
-    """The parameters and children that are registered in modules, at the last look."""
+class _TableSnapshot:
+    """The parameters and children that were registered in modules when it was taken."""
 
     def __init__(self) -> None:
         self._tables: list[dict] | None = None
         self._entries: list[Any] = []
 
-    def remember(self, modules: Iterable[nn.Module]) -> None:
+    def take(self, modules: Iterable[nn.Module]) -> None:
         self._tables = [t for module in modules for t in (module._parameters, module._modules)]
         self._entries = _C.entries_of(self._tables)
 
-    def is_as_remembered(self) -> bool:
-        """Costs a pass over the modules' tables."""
+    def is_current(self) -> bool:
         return self._tables is not None and _C.has_entries(self._tables, self._entries)
 
 
 class ParameterWatch:
     """Watches the parameters of a module that DistributedDataParallel reduces.
 
-    None in `reduced` stands for one that may change; `all_parameters` may be there, reduced or
-    frozen; the names `ignored` are not watched.
+    `reduced` has None for a parameter that may be replaced. The module may have `all_parameters`.
+    The names `ignored` are not watched.
     """
 
     def __init__(
@@ -57,20 +57,20 @@ class ParameterWatch:
         named = module.named_parameters(remove_duplicate=False) if ignored else ()
         watched = {id(p) for p in all_parameters} - {id(p) for name, p in named if name in ignored}
         self._frozen = [p for p in module.parameters() if not p.requires_grad and id(p) in watched]
-        self._registered = _Registered()
-        self._registered.remember(module.modules())
+        self._snapshot = _TableSnapshot()
+        self._snapshot.take(module.modules())
 
     def check(self) -> None:
-        """Raises RuntimeError naming parameters that were added, removed, replaced or unfrozen."""
-        if self._registered.is_as_remembered() and not any(map(_requires_grad, self._frozen)):
+        """Raises RuntimeError if parameters were added, removed, replaced or unfrozen."""
+        if self._snapshot.is_current() and not any(map(_requires_grad, self._frozen)):
             return
         known, frozen = set(map(id, self._all)), set(map(id, self._frozen))
         present = [
             (name, each, id(each) not in known and not isinstance(each, nn.Parameter))
             for name, each in self._module.named_parameters()
         ]
-        reduced = zip(self._names(), self._reduced, strict=False)  # no names: none is watched
-        may_be_remembered = _C.check_parameters(
+        reduced = zip(self._names(), self._reduced, strict=False)  # without names none is watched
+        is_final = _C.check_parameters(
             type(self._module).__name__,
             present=present,
             reduced=[(name, each, False) for name, each in reduced if each is not None],
@@ -78,19 +78,20 @@ class ParameterWatch:
             others=self._all,
             ignored=list(self._ignored),
         )
-        if may_be_remembered:
-            self._registered.remember(self._module.modules())
+        if is_final:
+            self._snapshot.take(self._module.modules())
+
+
+# (module._parameters, name, parameter); a tied parameter has several.
+Slot = tuple[dict[str, Any], str, nn.Parameter]
 
 
 class ParameterSlots:
-    """Watches the parameters of one sharded unit: tables of modules, names there, parameters.
-
-    `names` returns the paths of modules in the outermost one. `ignored` are not sharded.
-    """
+    """Watches the parameters of one sharded unit; `names` returns module_paths(), for errors."""
 
     def __init__(
         self,
-        slots: list[tuple[dict[str, Any], str, nn.Parameter]],
+        slots: list[Slot],
         own_modules: Callable[[], Iterable[nn.Module]],
         names: Callable[[], dict[nn.Module, str]],
         ignored: set[nn.Parameter],
@@ -99,10 +100,10 @@ class ParameterSlots:
         self._own_modules = own_modules
         self._names = names
         self._ignored = ignored
-        self._registered = _Registered()
+        self._snapshot = _TableSnapshot()
 
     def restore_sharded(self, write: Callable[[torch.Tensor, torch.Tensor], None]) -> None:
-        """Takes a sharded tensor in a parameter's place, which init functions leave, as value."""
+        """Writes and puts back a parameter that an init function replaced by a sharded tensor."""
         for where, name, parameter in self._slots:
             found = where.get(name)
             if found is parameter or not isinstance(found, torch.Tensor):
@@ -112,8 +113,8 @@ class ParameterSlots:
                 where[name] = parameter
 
     def require_unchanged(self) -> None:
-        """Raises RuntimeError naming a parameter that was replaced, removed or added."""
-        if self._registered.is_as_remembered():
+        """Raises RuntimeError if a parameter was replaced, removed or added."""
+        if self._snapshot.is_current():
             return
         modules = list(self._own_modules())
         present = {id(module._parameters) for module in modules}
@@ -122,14 +123,14 @@ class ParameterSlots:
             if id(where) not in present or found is None:
                 raise RuntimeError(
                     f"fully_shard: parameter '{self._path(where, name)}' was removed after "
-                    "fully_shard.\nPut it back, or shard a new module that lacks it."
+                    "fully_shard.\nPut it back, or shard a new module without it."
                 )
             if found is not parameter:
                 raise RuntimeError(
-                    f"fully_shard: expected parameter '{self._path(where, name)}' as it was "
-                    f"sharded, found a {type(found).__name__} of {tuple(found.shape)} in its place."
-                    "\nPut the sharded one back, and give values by load_state_dict(); "
-                    "torch.func.functional_call works inside of whole_parameters() and no_grad()."
+                    f"fully_shard: parameter '{self._path(where, name)}' was replaced after "
+                    f"fully_shard: found a {type(found).__name__} of {tuple(found.shape)}.\nPut "
+                    "the sharded parameter back and load values with load_state_dict(). "
+                    "torch.func.functional_call needs whole_parameters() and no_grad()."
                 )
         known = {(id(where), name) for where, name, _ in self._slots}
         others = [
@@ -143,14 +144,13 @@ class ParameterSlots:
         ]
         if others:
             raise RuntimeError(
-                f"fully_shard: expected the parameters that were there when it was called, found "
-                f"{some_of(others)} beside them, whose gradients nobody would average.\nAdd them "
-                "before fully_shard, or freeze them."
+                f"fully_shard: {some_of(others)} were added after fully_shard; their gradients "
+                "would not be averaged.\nAdd them before fully_shard, or freeze them."
             )
-        self._registered.remember(modules)
+        self._snapshot.take(modules)
 
     def _path(self, where: dict[str, Any], name: str) -> str:
-        """In the outermost module; of a module that is gone, the name there."""
+        """Returns the path in the outermost module; only `name` if the module was removed."""
         for module, path in self._names().items():
             if module._parameters is where:
                 return f"{path}.{name}" if path else name

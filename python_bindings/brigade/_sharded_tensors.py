@@ -1,8 +1,7 @@
-"""Sharded tensors as Python sees them: of the unsharded shape, of which this rank holds a shard.
+"""Python classes of sharded tensors: the unsharded shape, with this rank's shard as the memory.
 
-C++ knows them by a dispatch key and decides which operators they take (fsdp/shard_operators.h).
-These classes add only methods: those that DTensors have, and the protocol by which
-torch.distributed.checkpoint saves whole tensors through boxes of them.
+C++ implements the operators by dispatch key (fsdp/shard_operators.h). These classes add DTensor's
+methods and the protocol of torch.distributed.checkpoint, which saves a shard as chunks.
 """
 
 from __future__ import annotations
@@ -29,18 +28,18 @@ if TYPE_CHECKING:
     from brigade._sharded_units import Unit
 
 
-# ---- Boxes, of which checkpoints are made.
+# ---- Chunks of checkpoints.
 
 
-# Offsets and sizes of neighbours in a tensor, which lie in memory one after the other.
+# Offsets and sizes of a box of elements that are consecutive in memory.
 _Box = tuple[tuple[int, ...], tuple[int, ...]]
 
 
 @functools.lru_cache(maxsize=4096)
 def _boxes_of(shape: tuple[int, ...], begin: int, end: int) -> tuple[_Box, ...]:
-    """The elements from `begin` up to `end`, in row-major order, as boxes in that order.
+    """Returns the row-major elements [begin, end) as nonempty boxes, in order.
 
-    At most 2 * len(shape) - 1 of them, none of them empty.
+    There are at most 2 * len(shape) - 1.
     """
     if begin == end:
         return ()
@@ -52,13 +51,13 @@ def _boxes_of(shape: tuple[int, ...], begin: int, end: int) -> tuple[_Box, ...]:
         inner = _boxes_of(shape[1:], begin - row * size, end - row * size)
         return tuple(((row, *offsets), (1, *sizes)) for offsets, sizes in inner)
 
-    first, last = -(-begin // size), end // size  # whole rows
+    first, last = -(-begin // size), end // size  # of the complete rows
     if first > last:
         return in_row(last, begin, end)
-    whole = ((first, *[0] * (len(shape) - 1)), (last - first, *shape[1:]))
+    complete = ((first, *[0] * (len(shape) - 1)), (last - first, *shape[1:]))
     return (
         in_row(first - 1, begin, first * size)
-        + ((whole,) if first < last else ())
+        + ((complete,) if first < last else ())
         + in_row(last, last * size, end)
     )
 
@@ -67,31 +66,49 @@ def _boxes_of(shape: tuple[int, ...], begin: int, end: int) -> tuple[_Box, ...]:
 
 
 class TensorShard(torch.Tensor):
-    """A sharded tensor: a gradient, an optimizer's state, or a result computed from them."""
+    """A sharded tensor: a gradient, an optimizer's state, or the result of operators on shards.
+
+    Outside of forward and backward, elementwise operators act on this rank's elements.
+    `shape` is the unsharded shape. It has DTensor's to_local(), full_tensor(), device_mesh and
+    placements, but is not a DTensor. It can't be pickled.
+
+    Example::
+
+        gradient = model.weight.grad
+        gradient.to_local().isfinite().all()  # on this rank
+        gradient.full_tensor()  # collective
+    """
 
     __torch_function__ = torch._C._disabled_torch_function_impl
     _brigade_unit: weakref.ref[Unit]
 
     def to_local(self) -> torch.Tensor:
-        """This rank's elements, 1D in memory order, in the memory that they are in."""
+        """Returns this rank's elements as a 1-D view, in memory order.
+
+        Read or write it before the next forward.
+        """
         return _C.local_of(self)
 
     def full_tensor(self) -> torch.Tensor:
-        """The whole tensor, copied. Collective over the ranks that share it."""
+        """Returns a copy of the unsharded tensor. Collective over the ranks that share it."""
         if self.is_meta:
             return torch.empty_strided(
                 self.shape, self.stride(), dtype=self.dtype, device=self.device
             )
-        return _C.gather_whole(self)
+        return _C.full_tensor(self)
 
     @property
     def device_mesh(self) -> Any:
-        """The mesh that fully_shard() was given, or one of its ranks."""
+        """The mesh passed to fully_shard(), otherwise a mesh of its ranks."""
         return self._unit().device_mesh()
 
     @property
     def placements(self) -> tuple:
-        """Of a DTensor of the same elements; shards are cut in memory order."""
+        """DTensor's counterpart: (Shard(0),), or (Replicate(), Shard(0)) on a 2-D mesh.
+
+        Only approximate: shards are cut in memory order, perhaps within a row. A tensor without
+        dimensions has Replicate() instead of Shard(0).
+        """
         placements = self._unit().placements()
         return placements if self.dim() > 0 else (Replicate(),) * len(placements)
 
@@ -100,7 +117,7 @@ class TensorShard(torch.Tensor):
         unit = None if reference is None else reference()
         if unit is None:
             raise RuntimeError(
-                "this sharded tensor belongs to no module that lives.\nKeep the module."
+                "the module of this sharded tensor was freed.\nKeep a reference to the module."
             )
         return unit
 
@@ -116,12 +133,12 @@ class TensorShard(torch.Tensor):
         torch.Tensor.data.__set__(self, value)
 
     def clone(self, *, memory_format: torch.memory_format = torch.preserve_format) -> torch.Tensor:
-        """Sharded alike, outside of forward and backward."""
+        """Returns a sharded copy; in forward and backward, an unsharded one."""
         copied = torch.Tensor.clone(self, memory_format=memory_format)
         return as_shard(copied, self) if _C.is_sharded(copied) else copied
 
     def view_as(self, other: torch.Tensor) -> torch.Tensor:
-        """Of its own shape, an alias: it leads to the gradient accumulator."""
+        """Returns an alias for its own shape; that keeps the gradient accumulator reachable."""
         if other.shape == self.shape:
             return torch.ops.aten.alias(self)
         return torch.Tensor.view_as(self, other)
@@ -151,31 +168,31 @@ class TensorShard(torch.Tensor):
         if not _C.is_sharded(copied):  # inside of whole_parameters()
             return copied.__reduce_ex__(protocol)
         raise NotImplementedError(
-            f"a sharded tensor of {tuple(self.shape)} can't be pickled: this rank holds a piece of "
-            "it.\nSave with torch.distributed.checkpoint, or full_state_dict(); to_local() is the "
-            "piece alone."
+            f"a sharded tensor of shape {tuple(self.shape)} can't be pickled: this rank holds only "
+            "a shard.\nSave with torch.distributed.checkpoint or full_state_dict(), or pickle "
+            "to_local()."
         )
 
-    # torch takes the device of these from the highest dispatch key.
+    # torch derives the device of these from the highest dispatch key.
 
     def new(self, *args: Any, **kwargs: Any) -> torch.Tensor:
-        """Plain, as torch's."""
+        """Returns a plain tensor."""
         return torch.empty(0, dtype=self.dtype, device=self.device).new(*args, **kwargs)
 
     def new_tensor(self, *args: Any, **kwargs: Any) -> torch.Tensor:
-        """Plain, as torch's."""
+        """Returns a plain tensor."""
         return torch.empty(0, dtype=self.dtype, device=self.device).new_tensor(*args, **kwargs)
 
     def is_shared(self) -> bool:
-        """Torch's reads the storage, which would end the process."""
+        """Returns False. torch's method would crash: it reads the storage."""
         return False
 
     # ---- For torch.distributed.checkpoint.
 
     def _boxes(self) -> Iterator[tuple[tuple[int, ...], torch.Tensor]]:
-        """Offsets in the whole tensor, and the memory."""
+        """Yields (offsets in the unsharded tensor, view of this rank's memory)."""
         local, begin = _C.local_of(self), _C.offset_of(self)
-        if self.numel() == 0:  # otherwise checkpoints lack its name
+        if self.numel() == 0:  # so that checkpoints have its name
             yield (0,) * self.dim(), local.view(self.shape)
             return
         order = sorted(range(self.dim()), key=lambda dim: (-self.stride(dim), -self.size(dim)))
@@ -185,7 +202,7 @@ class TensorShard(torch.Tensor):
         for offsets, sizes in _boxes_of(shape, begin, begin + local.numel()):
             numel = math.prod(sizes)
             memory = local.narrow(0, start, numel).view(sizes).permute(back)
-            yield tuple(offsets[place] for place in back), memory
+            yield tuple(offsets[dim] for dim in back), memory
             start += numel
 
     def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
@@ -210,28 +227,31 @@ class TensorShard(torch.Tensor):
             if offsets == tuple(index.offset):
                 return memory
         raise ValueError(
-            f"'{index.fqn}': expected a box that begins at {tuple(index.offset)}, found "
-            f"{[offsets for offsets, _ in self._boxes()]}.\nPlan anew with what is there."
+            f"'{index.fqn}': expected a chunk with offsets {tuple(index.offset)}, found "
+            f"{[offsets for offsets, _ in self._boxes()]}.\nMake a new plan for this model."
         )
 
     @property
     def global_shape(self) -> torch.Size:
-        """Compared with checkpoints."""
+        """The shape that checkpoints are compared with."""
         return self.shape
 
 
-# torch takes a tensor for one that is checkpointed in boxes if it has these, too; the methods
-# above come before them.
+# torch uses the checkpoint protocol above only for tensors that also have these attributes.
 for _name in ("global_offsets", "local_offsets", "local_sizes"):
     setattr(TensorShard, _name, ())
 
 
 class ShardedParameter(TensorShard, nn.Parameter):
-    """A sharded parameter: a leaf, which an optimizer is given."""
+    """A sharded parameter. Optimizers of torch update this rank's shard of it.
+
+    fully_shard() changes the class of the module's parameters to this one, in place. In forward and
+    backward, operators see the unsharded parameter; outside, they act on the shard.
+    """
 
     @property
     def grad(self) -> TensorShard | None:
-        """The average of its gradients over ranks, sharded alike."""
+        """The averaged gradient, sharded like the parameter, or None."""
         gradient = torch.Tensor.grad.__get__(self)
         if type(gradient) is torch.Tensor and _C.is_sharded(gradient):
             return as_shard(gradient, self)
@@ -249,7 +269,7 @@ class ShardedParameter(TensorShard, nn.Parameter):
 def as_shard(
     tensor: torch.Tensor, like: torch.Tensor, cls: type[TensorShard] = TensorShard
 ) -> TensorShard:
-    """The very tensor, which is of type `cls` and of the unit of `like` from here on."""
+    """Changes the class of `tensor` to `cls` and its unit to that of `like`; returns `tensor`."""
     tensor.__class__ = cls
     reference = getattr(like, "_brigade_unit", None)
     if reference is not None:
@@ -259,7 +279,7 @@ def as_shard(
 
 @functools.cache
 def parameter_class(own: type[nn.Parameter]) -> type[ShardedParameter]:
-    """For a parameter that has been sharded: it keeps the methods of its own class."""
+    """Returns the class of a sharded parameter whose class was `own`; keeps its methods."""
     if own is nn.Parameter:
         return ShardedParameter
     return type(f"Sharded{own.__name__}", (ShardedParameter, own), {})

@@ -1,6 +1,6 @@
-"""Every change of torch that fully_shard() makes, each with its reason.
+"""Patches of torch functions for sharded tensors, applied by the first fully_shard().
 
-install() has its own, which put brigade's classes in the place of torch's (_install.py).
+install() replaces torch's classes separately (_install.py).
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ import torch.distributed.checkpoint.state_dict
 from torch.distributed.checkpoint._state_dict_stager import StateDictStager as _StateDictStager
 from torch.distributed.checkpoint.planner import SavePlan
 from torch.distributed.checkpoint.staging import BlockingAsyncStager as _BlockingStager
-from torch.optim.optimizer import _foreach_supported_types as _of_optimizers
+from torch.optim.optimizer import _foreach_supported_types as _optimizer_foreach_types
 
 from brigade import _C
-from brigade._nests import map_tensors
-from brigade._sharded_state import gather_nest, leaves_of, sharded_state
+from brigade._full_state_dict import gather_full, leaves, shard_optimizer_state
 from brigade._sharded_tensors import ShardedParameter, TensorShard, as_shard
+from brigade._tensor_trees import map_tensors
 
 _state_dict = torch.distributed.checkpoint.state_dict
 _utils = torch.distributed._state_dict_utils
@@ -30,49 +30,50 @@ _utils = torch.distributed._state_dict_utils
 
 @functools.cache
 def patch_torch() -> None:
-    """Once, by the first fully_shard()."""
+    """Applies all patches once."""
     from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter
 
-    # clip_grad_norm_() asks for all norms at once then: one all-reduce, not one for each.
+    # clip_grad_norm_() then computes all norms at once: one all-reduce instead of one per tensor.
     torch.utils._foreach_utils._foreach_supported_types.append(TensorShard)
-    # Optimizers use lists where that is their default, on devices.
-    _of_optimizers.append(ShardedParameter)
+    # Optimizers then use their foreach implementation where it is the default, on devices.
+    _optimizer_foreach_types.append(ShardedParameter)
     clip = torch.nn.utils.clip_grad
     for owner, name, patch in (
-        # Ranks would clip differently beside gradients that each rank has for itself; and norms of
-        # a list are one all-reduce on CPUs, too.
-        (clip, "_get_total_norm", _of_shards_alone),
-        # An optimizer's state is torch.Tensor; torch.distributed.checkpoint asks for methods.
-        (torch.optim.Optimizer, "state_dict", _with_shards),
-        # Unsharded states, which torch would keep beside sharded parameters, are cut.
-        (torch.optim.Optimizer, "load_state_dict", _sharding),
-        # get_state_dict() and set_state_dict() with full_state_dict=True know DTensors only.
-        (_state_dict, "_gather_state_dict", _gathering),
-        (_state_dict, "_distribute_state_dict", _cutting),
-        (_utils, "_broadcast_tensors", _cutting),
-        # dcp.async_save() copies storages, which sharded tensors have none of.
-        (_StateDictStager, "_offload_tensor", _staging),
-        (_BlockingStager, "stage", _blocking),  # of file writers
-        # It would write several boxes of one tensor by one name, of which the last remains.
-        (HuggingFaceStorageWriter, "prepare_local_plan", _one_box_each),
-        (HuggingFaceStorageWriter, "prepare_global_plan", _one_writer_each),
+        # Rejects mixed lists, which ranks would clip differently. Uses foreach on CPUs, too: one
+        # all-reduce.
+        (clip, "_get_total_norm", _total_norm),
+        # Optimizer state is plain torch.Tensor; torch.distributed.checkpoint needs TensorShard.
+        (torch.optim.Optimizer, "state_dict", _optimizer_state_dict),
+        # Shards unsharded state, which torch would load unsharded.
+        (torch.optim.Optimizer, "load_state_dict", _load_optimizer_state_dict),
+        # get_state_dict() and set_state_dict() with full_state_dict=True support only DTensors.
+        (_state_dict, "_gather_state_dict", _gather_state_dict),
+        (_state_dict, "_distribute_state_dict", _shard_copied_values),
+        (_utils, "_broadcast_tensors", _shard_copied_values),
+        # dcp.async_save() copies storages; sharded tensors have none.
+        (_StateDictStager, "_offload_tensor", _offload_tensor),
+        (_BlockingStager, "stage", _stage),
+        # The writer names several chunks of one tensor identically, so the last would overwrite
+        # the others.
+        (HuggingFaceStorageWriter, "prepare_local_plan", _require_one_chunk_per_tensor),
+        (HuggingFaceStorageWriter, "prepare_global_plan", _require_one_writer_per_file),
     ):
         setattr(owner, name, _patched(getattr(owner, name), patch))
     torch.nn.utils.get_total_norm = clip._get_total_norm
 
 
-def _patched(of_torch: Callable, patch: Callable) -> Callable:
-    """A function, to which methods bind: `patch`, which torch's own one is given first."""
+def _patched(original: Callable, patch: Callable) -> Callable:
+    """Returns a function, which binds as a method, that calls `patch` with the original first."""
 
-    @functools.wraps(of_torch)
+    @functools.wraps(original)
     def patched(*args: Any, **kwargs: Any) -> Any:
-        return patch(of_torch, *args, **kwargs)
+        return patch(original, *args, **kwargs)
 
     return patched
 
 
-def _of_shards_alone(
-    of_torch: Callable,
+def _total_norm(
+    original: Callable,
     tensors: Any,
     norm_type: float = 2.0,
     error_if_nonfinite: bool = False,
@@ -82,46 +83,48 @@ def _of_shards_alone(
     num_sharded = sum(isinstance(tensor, TensorShard) for tensor in tensors)
     if 0 < num_sharded < len(tensors):
         raise NotImplementedError(
-            "a norm of sharded gradients together with others, which each rank has for itself: "
-            "ranks would clip differently.\nClip them separately."
+            f"total norm: expected sharded gradients only or none, found {num_sharded} of "
+            f"{len(tensors)}: ranks would clip differently.\nClip the others separately."
         )
     if foreach is None and num_sharded > 0:
         foreach = True
-    return of_torch(tensors, norm_type, error_if_nonfinite, foreach)
+    return original(tensors, norm_type, error_if_nonfinite, foreach)
 
 
-def _with_shards(of_torch: Callable, self: torch.optim.Optimizer) -> dict[str, Any]:
+def _optimizer_state_dict(original: Callable, self: torch.optim.Optimizer) -> dict[str, Any]:
     for parameter, values in self.state.items():
         if not isinstance(parameter, TensorShard):
             continue
         for value in values.values():
             if type(value) is torch.Tensor and _C.is_sharded(value):
                 as_shard(value, parameter)
-    return of_torch(self)
+    return original(self)
 
 
-def _sharding(of_torch: Callable, self: torch.optim.Optimizer, state_dict: dict[str, Any]) -> None:
+def _load_optimizer_state_dict(
+    original: Callable, self: torch.optim.Optimizer, state_dict: dict[str, Any]
+) -> None:
     parameters = [p for group in self.param_groups for p in group["params"]]
     saved = [index for group in state_dict["param_groups"] for index in group["params"]]
     state = dict(state_dict["state"])
-    for index, parameter in zip(saved, parameters, strict=False):  # torch compares numbers
+    for index, parameter in zip(saved, parameters, strict=False):  # torch checks the lengths
         if isinstance(parameter, TensorShard) and index in state:
-            state[index] = sharded_state(parameter, state[index])
-    of_torch(self, {**state_dict, "state": state})
+            state[index] = shard_optimizer_state(parameter, state[index])
+    original(self, {**state_dict, "state": state})
 
 
-def _staging(
-    of_torch: Callable, self: Any, x: torch.Tensor, memo: dict, non_blocking: bool = False
+def _offload_tensor(
+    original: Callable, self: Any, x: torch.Tensor, memo: dict, non_blocking: bool = False
 ) -> Any:
     if not isinstance(x, TensorShard):
-        return of_torch(self, x, memo, non_blocking)
+        return original(self, x, memo, non_blocking)
     memo[id(x)] = _copy_on_cpu(x)
     return memo[id(x)]
 
 
-def _blocking(of_torch: Callable, self: Any, state_dict: dict[str, Any]) -> dict[str, Any]:
-    if not any(isinstance(value, TensorShard) for _, value in leaves_of(state_dict)):
-        return of_torch(self, state_dict)
+def _stage(original: Callable, self: Any, state_dict: dict[str, Any]) -> dict[str, Any]:
+    if not any(isinstance(value, TensorShard) for _, value in leaves(state_dict)):
+        return original(self, state_dict)
     return copy.deepcopy(map_tensors(state_dict, _copy_on_cpu))
 
 
@@ -130,19 +133,21 @@ def _copy_on_cpu(tensor: torch.Tensor) -> torch.Tensor:
     return as_shard(copied, tensor) if isinstance(tensor, TensorShard) else copied
 
 
-def _gathering(of_torch: Callable, state_dict: dict[str, Any], **options: Any) -> dict[str, Any]:
-    if not any(isinstance(value, TensorShard) for _, value in leaves_of(state_dict)):
-        return of_torch(state_dict, **options)
-    whole = gather_nest(state_dict, tuple(options.get("ranks_only", ())) == (0,))
-    return of_torch(whole, **options)
+def _gather_state_dict(
+    original: Callable, state_dict: dict[str, Any], **options: Any
+) -> dict[str, Any]:
+    if not any(isinstance(value, TensorShard) for _, value in leaves(state_dict)):
+        return original(state_dict, **options)
+    full = gather_full(state_dict, tuple(options.get("ranks_only", ())) == (0,))
+    return original(full, **options)
 
 
-def _cutting(
-    of_torch: Callable, found: dict[str, Any], own: dict[str, Any], *args: Any, **options: Any
+def _shard_copied_values(
+    original: Callable, found: dict[str, Any], own: dict[str, Any], *args: Any, **options: Any
 ) -> None:
-    """Of a function that copies values of one dict into another, by the same keys."""
+    """Shards unsharded values that `original` copied from `found` into `own`."""
     shards = {key: value for key, value in own.items() if isinstance(value, TensorShard)}
-    of_torch(found, own, *args, **options)
+    original(found, own, *args, **options)
     for key, shard in shards.items():
         value = own[key]
         if value is shard or not isinstance(value, torch.Tensor):
@@ -151,18 +156,20 @@ def _cutting(
             own[key] = as_shard(_C.shard_like(value, shard), shard)
 
 
-def _one_box_each(of_torch: Callable, self: Any, plan: SavePlan) -> SavePlan:
+def _require_one_chunk_per_tensor(original: Callable, self: Any, plan: SavePlan) -> SavePlan:
     for name, count in Counter(item.index.fqn for item in plan.items).items():
         if count > 1:
             raise NotImplementedError(
-                f"HuggingFaceStorageWriter: expected one box of each tensor from a rank, found "
-                f"{count} of '{name}', of which all but one would be lost.\nSave by "
-                "brigade.save_whole(), or shard with block_numel_fn, so that no row is cut."
+                f"HuggingFaceStorageWriter: expected one chunk per tensor and rank, found {count} "
+                f"of '{name}'; all but one would be overwritten.\nSave with brigade.save_whole(), "
+                "or shard with a block_numel_fn that keeps rows on one rank."
             )
-    return of_torch(self, plan)
+    return original(self, plan)
 
 
-def _one_writer_each(of_torch: Callable, self: Any, plans: list[SavePlan]) -> list[SavePlan]:
+def _require_one_writer_per_file(
+    original: Callable, self: Any, plans: list[SavePlan]
+) -> list[SavePlan]:
     writers = defaultdict(list)
     for rank, plan in enumerate(plans):
         for file in self._split_by_storage_plan(self.fqn_to_index_mapping, plan.items):
@@ -171,8 +178,8 @@ def _one_writer_each(of_torch: Callable, self: Any, plans: list[SavePlan]) -> li
     for file, ranks in writers.items():
         if len(ranks) > 1 and not self.save_distributed:
             raise NotImplementedError(
-                f"HuggingFaceStorageWriter: expected one rank to write file {file}, found "
-                f"{ranks}, of which what the last has written would remain.\nGive it "
-                "save_distributed=True, or save by brigade.save_whole()."
+                f"HuggingFaceStorageWriter: expected one rank to write file {file}, found ranks "
+                f"{ranks}; each would overwrite the file.\nSet save_distributed=True, or save with "
+                "brigade.save_whole()."
             )
-    return of_torch(self, plans)
+    return original(self, plans)

@@ -1,8 +1,8 @@
-"""Times a model's training steps with several bucket sizes, and recommends one.
+"""Measures a model's step time with several bucket caps and recommends one.
 
     torchrun --standalone --nproc-per-node 2 -m brigade.bench my_training.py:workload
 
-``workload`` is a function that returns a module and one step of its training::
+``workload`` is a function that returns a module and a function of one step's loss::
 
     def workload():
         torch.manual_seed(0)
@@ -10,8 +10,8 @@
         inputs, targets = batch_of(dist.get_rank())
         return model, lambda model: F.cross_entropy(model(inputs), targets)
 
-It may return options of sweep() as a third value: ``{"static_graph": True}``. C++ measures
-(bucket_sweep/).
+It may return options of sweep() as a third value, for example ``{"static_graph": True}``.
+Implemented in bucket_sweep/.
 """
 
 from __future__ import annotations
@@ -45,30 +45,35 @@ def sweep(
     group: dist.ProcessGroup | None = None,
     **options: bool,
 ) -> tuple[str, dict[str, Any]]:
-    """Times steps with the default's buckets and with those of each size. Collective.
+    """Measures step times with the default bucket caps and with each of `sizes`. Collective.
 
-    Parameters keep their values and end without gradients; buffers may change, as in training.
+    Parameters are unchanged and end without gradients. Buffers may change, as in training.
 
     Args:
-        module: On the device where it is trained, not wrapped; the same on every rank.
-        loss: Takes the module, runs its forward on this rank's data and returns the loss, a
-            tensor of one element. Called once per step; all of it is timed.
-        sizes: MiB; or "each", a bucket for each parameter, or "one" for all. Those that give the
-            same buckets are measured once.
-        rounds: Visits to each size.
-        steps: Timed in each visit.
-        name: Shown above the table; default: the module's class.
+        module: The unwrapped module, on its training device; the same on every rank.
+        loss: Function of the module: runs forward on this rank's data and returns the loss, a
+            tensor of one element. Called once per step, and timed with backward.
+        sizes: Bucket caps in MiB, or "each" (one bucket per parameter) or "one" (one bucket).
+            Sizes with equal buckets are measured once.
+        rounds: Number of times that each size is measured; sizes alternate.
+        steps: Number of timed steps per measurement.
+        name: Title of the table; default: the module's class.
         group: Default: the default group.
-        options: DistributedDataParallel's find_unused_parameters, static_graph or
-            gradient_as_bucket_view.
+        options: find_unused_parameters, static_graph or gradient_as_bucket_view, as of
+            DistributedDataParallel.
 
     Returns:
-        The table with a recommendation below, and the same figures as a dict. The first row has
-        the default's buckets.
+        The table with a recommendation, and the same figures as a dict. The first row is the
+        default.
 
     Raises:
-        ValueError: A size is none of these, `rounds` or `steps` is below 1, or no parameter
-            requires a gradient.
+        ValueError: A size is invalid, `rounds` or `steps` is below 1, or no parameter requires a
+            gradient.
+
+    Example::
+
+        table, figures = sweep(net, lambda net: F.cross_entropy(net(inputs), targets))
+        print(table)
     """
     table, data = _C.sweep(
         name or type(module).__name__,
@@ -84,17 +89,17 @@ def sweep(
 
 
 def find_factory(name: str) -> Callable[[], Any]:
-    """The function that ``package.module:function`` or ``path/to/file.py:function`` names."""
-    place, _, function = name.rpartition(":")
-    if place.endswith(".py"):
-        file = pathlib.Path(place).resolve(strict=True)
-        sys.path.insert(0, str(file.parent))  # as if the file were run
-        place = file.stem
-    return pkgutil.resolve_name(f"{place}:{function}")
+    """Returns the function named ``package.module:function`` or ``path/to/file.py:function``."""
+    module, _, function = name.rpartition(":")
+    if module.endswith(".py"):
+        file = pathlib.Path(module).resolve(strict=True)
+        sys.path.insert(0, str(file.parent))  # as python does for a script
+        module = file.stem
+    return pkgutil.resolve_name(f"{module}:{function}")
 
 
 def _set_up(device: torch.device) -> dict[str, str]:
-    """The conditions that figures depend on, besides the code."""
+    """Returns the conditions of the measurement."""
     backend = dist.group.WORLD._get_backend(device).name()
     return {
         "ranks": f"{dist.get_world_size()}, {backend}, {device.type}",
@@ -107,19 +112,21 @@ def _set_up(device: torch.device) -> dict[str, str]:
 def main() -> None:
     parser = argparse.ArgumentParser(
         prog="torchrun --standalone --nproc-per-node 2 -m brigade.bench",
-        description="Times a model's training steps with several bucket sizes.",
+        description="Measures a model's step time with several bucket caps.",
     )
     parser.add_argument("factory", help="module:function or file.py:function")
     parser.add_argument(
         "--caps",
         default=",".join(DEFAULT_SIZES),
-        help="sizes at which buckets close, in MiB; 'one' bucket for all, or one for 'each' "
-        "parameter (default: %(default)s); the default's buckets are always measured",
+        help="bucket caps in MiB, 'one' (one bucket) or 'each' (one per parameter) (default: "
+        "%(default)s); DistributedDataParallel's default is always measured",
     )
-    parser.add_argument("--rounds", type=int, default=8, help="visits to each (%(default)s)")
-    parser.add_argument("--steps", type=int, default=3, help="timed per visit (%(default)s)")
-    parser.add_argument("--backend", help="of the process group (default: torch's choice)")
-    parser.add_argument("--json", metavar="FILE", help="write all figures to this file")
+    parser.add_argument(
+        "--rounds", type=int, default=8, help="measurements of each cap (%(default)s)"
+    )
+    parser.add_argument("--steps", type=int, default=3, help="steps per measurement (%(default)s)")
+    parser.add_argument("--backend", help="backend of the process group (default: torch's)")
+    parser.add_argument("--json", metavar="FILE", help="file for all figures")
     given = parser.parse_args()
     factory = find_factory(given.factory)
     if torch.accelerator.is_available():

@@ -1,9 +1,9 @@
-"""DistributedDataParallel: one copy of a module per rank, gradients averaged in backward.
+"""DistributedDataParallel: a replica of the module per rank, gradients averaged in backward.
 
-The class derives from torch's and has its parameters and methods, since frameworks and the
-compiler ask for torch's class. brigade's reducer handles gradients; the rest (buffers, join,
-no_sync, casts of mixed precision) is inherited. torch's constructor is not run: for 8,000
-parameters it takes 80.8 ms without a reducer to build; ours takes 9.9 ms in all.
+The class derives from torch's, since frameworks and torch.compile check for torch's class.
+brigade's reducer averages gradients. Buffers, join(), no_sync() and mixed precision are inherited.
+torch's constructor does not run: it builds torch's reducer and is slow (80.8 ms for 8,000
+parameters without its reducer; ours takes 9.9 ms).
 """
 
 from __future__ import annotations
@@ -52,33 +52,33 @@ def _descriptions(named: dict[str, torch.Tensor]) -> list[str]:
 
 
 def _profiler_range(name: str) -> AbstractContextManager[Any]:
-    """Torch's own annotation slows the code inside down, even without a profiler."""
+    """Returns a null context without a profiler: record_function() slows down the code inside."""
     if torch.autograd._profiler_enabled():
         return torch.autograd.profiler.record_function(name)
     return nullcontext()
 
 
-def _tied(output: Any, copies: bool) -> Any:
-    """A stand-in for any nest of tensors: a backward from one of them goes through all.
+def _through_sink(output: Any, copies: bool) -> Any:
+    """Passes all tensors of `output` through one autograd node, like torch's _DDPSink.
 
-    `copies`: the tensors are copies, which the caller may change in place, as torch's; what
-    their backward needs is left alone.
+    A backward from any output then visits the graph of all outputs. With `copies`, the caller may
+    change the outputs in place without changing tensors that backward needs.
     """
     leaves, structure, is_rref = torch_ddp._tree_flatten_with_rref(output)
-    places = [
+    indices = [
         i for i, leaf in enumerate(leaves) if torch.is_tensor(leaf) and leaf.grad_fn is not None
     ]
-    tensors = [leaves[i] for i in places]
+    tensors = [leaves[i] for i in indices]
     if len(tensors) == 1 and copies:
         tensors = [tensors[0].clone()]
     elif len(tensors) > 1:
-        tensors = _Tie.apply(copies, *tensors)
-    for i, tensor in zip(places, tensors, strict=True):
+        tensors = _Sink.apply(copies, *tensors)
+    for i, tensor in zip(indices, tensors, strict=True):
         leaves[i] = tensor
     return torch_ddp._tree_unflatten_with_rref(leaves, structure, is_rref)
 
 
-class _Tie(torch.autograd.Function):
+class _Sink(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, copies: bool, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
         ctx.set_materialize_grads(False)
@@ -94,8 +94,8 @@ def _step_optimizers(parameter: torch.Tensor) -> None:
         optimizer.step()
 
 
-def _delayed(named: Any, hooked: Any) -> list[tuple[str, torch.nn.Parameter]]:
-    """delay_all_reduce_named_params as a list, checked with param_to_hook_all_reduce."""
+def _checked_delayed(named: Any, hooked: Any) -> list[tuple[str, torch.nn.Parameter]]:
+    """Returns delay_all_reduce_named_params as a list; checks both arguments."""
     _checks.require_type(Iterable, delay_all_reduce_named_params=named)
     delayed = list(named or [])
     missing = "delay_all_reduce_named_params" if named is None else "param_to_hook_all_reduce"
@@ -103,22 +103,22 @@ def _delayed(named: Any, hooked: Any) -> list[tuple[str, torch.nn.Parameter]]:
         (named is None) == (hooked is None),
         ValueError,
         "delay_all_reduce_named_params and param_to_hook_all_reduce belong together, but "
-        f"{missing} is missing.\nGive both or none.",
+        f"{missing} is missing.\nPass both or none.",
     )
     for pair in delayed:
         match pair:
             case (str(), torch.Tensor()):
                 continue
         raise TypeError(
-            "DistributedDataParallel: delay_all_reduce_named_params must have pairs of a name "
-            f"and a parameter, got {pair!r:.100}."
+            "DistributedDataParallel: delay_all_reduce_named_params must be (name, parameter) "
+            f"pairs, got {pair!r:.100}."
         )
     _checks.require_type(torch.Tensor, param_to_hook_all_reduce=hooked)
     require(
         hooked is None or hooked.requires_grad,
         ValueError,
-        "param_to_hook_all_reduce must require a gradient, which its hook waits for; it is frozen."
-        "\nGive the parameter whose gradient comes last.",
+        "param_to_hook_all_reduce must require a gradient: its gradient hook starts the all-reduce."
+        "\nPass the parameter whose gradient comes last.",
     )
     return delayed
 
@@ -132,63 +132,89 @@ def _is_transformed_by_tensor_parallelism(module: torch.nn.Module) -> bool:
 
 
 class DistributedDataParallel(_TorchDistributedDataParallel):
-    """Data-parallel training of a module over the ranks of a process group.
+    """Averages a module's gradients over the ranks of a process group during backward.
 
-    Collective: every rank wraps the same module. Afterwards all hold rank 0's parameters and
-    buffers, and each backward leaves the average over all ranks in ``.grad``. On the CPU, without
-    a comm hook of the user's, a large gradient may share its bucket's storage; clone it to save or
-    resize it.
+    Replaces torch.nn.parallel.DistributedDataParallel: takes the same arguments and has the same
+    methods; gradients have torch's bits on 2 ranks.
+
+    Collective: every rank wraps the same module. Construction broadcasts rank 0's parameters and
+    buffers. Each backward leaves the average over all ranks in ``.grad``.
+
+    Example::
+
+        model = brigade.DistributedDataParallel(net)
+        for inputs, targets in batches:
+            loss_fn(model(inputs), targets).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    Differences from torch: on CPUs, without a user's comm hook, a large ``.grad`` may share its
+    bucket's storage; clone it to save or resize it. Arguments after `lazy_bucket_allocation` are
+    brigade's.
 
     Args:
-        broadcast_buffers: Deprecated. Stands for forward_sync_buffers where that is None; False
-            then also keeps buffers from being sent at construction.
-        init_sync: Compares ranks now and gives them rank 0's tensors.
-        bucket_cap_mb: Size of a bucket in MiB; default: 1 for the first, then 25.
-        find_unused_parameters: A parameter that the outputs do not depend on counts as zero in
-            the average; if no rank used it, its gradient stays as it was. If False, it is an
-            error. Costs a walk of the graph per forward.
-        check_reduction: Without effect.
-        skip_all_reduce_unused_params: With find_unused_parameters: buckets that no rank uses are
-            not reduced. Without effect with static_graph.
-        bucket_cap_mb_list: Sizes of the first, second, ... bucket in MiB; the last one repeats.
-            Replaces bucket_cap_mb.
-        batched_grad_copy: Without effect: gradients always enter a bucket in one pass, with the
-            bits of torch's default.
-        forward_sync_buffers: Rank 0's buffers, of the shapes at construction, are broadcast
-            before each forward that will be reduced, and by join(). Default: True.
-        lazy_bucket_allocation: Without effect: buckets keep their memory.
-        check_module: Action of a forward that finds other parameters in the module than were
-            wrapped: "error", "warn" or "off", which does not look.
-        bucket_plan: The result of bucket_plan() of an earlier run; buckets are not rebuilt then.
-        one_backward_per_forward: A backward that leaves gradients out is an error when it ends,
-            not in the next forward.
-        max_unconfirmed_iterations: On devices: the number of iterations, 0 to 32, that may be
-            delivered before all ranks are known to have ended them, when the next one begins. A
-            rank's failure raises on the others at most that many iterations later; then the
-            process group is closed, and training resumes from a checkpoint (docs/recovery.md).
-            Without effect on the CPU, where ranks wait for each other before delivery.
-        reproducible: Gradients are added in rank order and divided once, so that bits do not
-            depend on buckets, rebuilds, views or the order of backward, and equal those of
-            fully_shard() without replicas. Of dense gradients, without comm hook, mixed_precision
-            or delayed parameters. On CPUs it costs time (docs/status.md).
-        others: As torch's.
+        module: The module to train, on one type of device.
+        device_ids: None, or a list of the module's device, if it is on one accelerator.
+        output_device: Device of the outputs; default: ``device_ids[0]``.
+        dim: Dimension along which torch scatters inputs; without effect on one device.
+        broadcast_buffers: Deprecated: the default of `forward_sync_buffers`. If False, buffers are
+            not broadcast at construction either.
+        init_sync: Compares the ranks' parameters, buffers and options at construction and
+            broadcasts rank 0's tensors.
+        process_group: Default: the default group. Excludes `device_mesh`.
+        bucket_cap_mb: Bucket cap in MiB; default: 1 for the first bucket, 25 for the others.
+        find_unused_parameters: Walks the autograd graph of each forward's outputs. A parameter
+            that this rank did not use contributes zeros; if no rank used it, ``.grad`` is
+            unchanged. With False, an unused parameter is an error.
+        check_reduction: Without effect; a FutureWarning says so.
+        gradient_as_bucket_view: Makes ``.grad`` a view into its bucket, which saves a copy.
+        static_graph: The graph and the used parameters are the same in each iteration.
+        delay_all_reduce_named_params: (name, parameter) pairs whose gradients are all-reduced
+            together after the gradient of `param_to_hook_all_reduce`.
+        param_to_hook_all_reduce: The parameter whose gradient comes last; required with
+            `delay_all_reduce_named_params`.
+        mixed_precision: torch's _MixedPrecision. Excludes `find_unused_parameters`.
+        device_mesh: A 1-D mesh, which gives the process group.
+        skip_all_reduce_unused_params: With `find_unused_parameters`: skips the all-reduce of
+            buckets that no rank used. Without effect with `static_graph`.
+        bucket_cap_mb_list: Caps of the first, second, ... bucket in MiB; the last cap repeats.
+            Replaces `bucket_cap_mb`.
+        batched_grad_copy: Without effect: gradients are always copied in one pass.
+        forward_sync_buffers: Broadcasts rank 0's buffers before each forward whose backward is
+            synchronized, and in join(). Buffers keep their shapes of construction. Default: True.
+        lazy_bucket_allocation: Without effect; a FutureWarning says so.
+        check_module: Action if forward finds that the module's parameters have changed since
+            construction: "error", "warn" or "off" (no check).
+        bucket_plan: The result of bucket_plan() in an earlier run. Buckets are not rebuilt then.
+        one_backward_per_forward: Raises at the end of a backward that left parameters without
+            gradients. By default the next forward raises.
+        max_unconfirmed_iterations: On devices: the number of iterations, 0 to 32, that may deliver
+            gradients before all ranks have confirmed their success. The other ranks see a failure
+            at most that many iterations later. The group is then closed, and training resumes from
+            a checkpoint (docs/recovery.md). Without effect on CPUs, where ranks confirm before
+            delivery.
+        reproducible: Adds gradients in rank order and divides once. Bits then do not depend on
+            buckets, views or the order of backward, and equal those of fully_shard() without
+            replicas. Requires dense gradients; excludes comm hooks, `mixed_precision` and delayed
+            parameters. Costs time on CPUs (docs/status.md).
 
     Raises:
-        DistBackendError: A peer has died, or did not come in time.
-        RuntimeError: Nothing to train, lazy parameters, a DTensor, a bucket_plan that does not
-            fit, arguments that exclude each other, a mesh of several dimensions, or ranks differ.
-        TypeError: Arguments of a wrong type.
-        ValueError: Devices that are not the module's, one of two arguments that belong together,
-            an invalid size or check_module.
+        DistBackendError: A peer died or did not answer within the group's timeout.
+        RuntimeError: No parameter requires a gradient; parameters are lazy or DTensors;
+            `bucket_plan` does not fit; arguments exclude each other; the mesh is not 1-D; the ranks
+            differ.
+        TypeError: An argument has a wrong type.
+        ValueError: Devices are not the module's; one of two arguments that belong together is
+            missing; a cap or `check_module` is invalid.
     """
 
-    # Defaults for older pickles.
+    # Defaults for pickles that lack these attributes.
     batched_grad_copy = False
     lazy_bucket_allocation = False
     bucket_bytes_cap_list: Sequence[int] = ()
     check_module = "error"
     _given_plan: list[list[int]] | None = None
-    _own_options: Mapping[str, Any] = {}  # of the reducer, which torch's has not
+    _own_options: Mapping[str, Any] = {}  # reducer options that torch's reducer lacks
 
     def __init__(
         self,
@@ -220,31 +246,29 @@ class DistributedDataParallel(_TorchDistributedDataParallel):
         max_unconfirmed_iterations: int = 1,
         reproducible: bool = False,
     ) -> None:
-        # torch's own constructor would make a reducer of torch's.
         torch.nn.Module.__init__(self)
         Joinable.__init__(self)
         group = _checks.process_group_of(process_group, device_mesh)
         compares_ranks = init_sync and group.size() > 1
-        with _checks.failure_told_to_peers(group if compares_ranks else None):
+        with _checks.raises_on_all_ranks(group if compares_ranks else None):
             if not isinstance(module, torch.nn.Module):
                 raise TypeError(
                     "DistributedDataParallel: module must be a torch.nn.Module, got "
-                    f"{module!r:.100}.\nGive an instance."
+                    f"{module!r:.100}.\nPass an instance."
                 )
             self._set_up_group(module, group, device_mesh)
-            delayed = _delayed(delay_all_reduce_named_params, param_to_hook_all_reduce)
+            delayed = _checked_delayed(delay_all_reduce_named_params, param_to_hook_all_reduce)
             require(
                 mixed_precision is None or not find_unused_parameters,
                 RuntimeError,
-                "find_unused_parameters must be False with mixed_precision, which swaps the "
-                "parameters that are looked for in the graph.\nSet static_graph=True instead, or "
-                "use torch.autocast.",
+                "find_unused_parameters must be False with mixed_precision, which replaces the "
+                "parameters in the autograd graph.\nSet static_graph=True instead, or use "
+                "torch.autocast.",
             )
             require(
                 check_module in ("error", "warn", "off"),
                 ValueError,
-                f"check_module must be one of error, warn, off, got {check_module!r:.100}.\nLeave "
-                "it out for 'error'.",
+                f"check_module must be 'error', 'warn' or 'off', got {check_module!r:.100}.",
             )
             self._set_up_parameters(module, delayed)
             self._set_up_devices(device_ids, output_device)
@@ -264,10 +288,10 @@ class DistributedDataParallel(_TorchDistributedDataParallel):
                 require(
                     not reproducible or not is_given,
                     RuntimeError,
-                    f"reproducible can't be given with {other}, whose sums are not in the order of "
-                    "the ranks.\nLeave out one of them.",
+                    f"reproducible and {other} exclude each other: {other} does not add in rank "
+                    "order.\nLeave out one of them.",
                 )
-            self._given_plan = None if bucket_plan is None else _checks.plan_of(bucket_plan)
+            self._given_plan = None if bucket_plan is None else _checks.checked_plan(bucket_plan)
         self.dim = dim
         syncs_buffers_at_init = self._set_up_buffers(broadcast_buffers, forward_sync_buffers)
         self.find_unused_parameters = find_unused_parameters
@@ -286,7 +310,7 @@ class DistributedDataParallel(_TorchDistributedDataParallel):
                     FutureWarning,
                     stacklevel=2,
                 )
-        if compares_ranks:  # the reducer compares the others
+        if compares_ranks:  # the reducer compares its own options
             options = [
                 f"forward_sync_buffers = {self.forward_sync_buffers}",
                 f"find_unused_parameters = {find_unused_parameters}",
@@ -307,7 +331,7 @@ class DistributedDataParallel(_TorchDistributedDataParallel):
                 return
 
         if compares_ranks:
-            named = self._not_ignored(module.named_parameters())  # frozen ones, too
+            named = self._not_ignored(module.named_parameters())  # includes frozen ones
             require_agreement(group, "parameter", _descriptions(named))
             if self.forward_sync_buffers or syncs_buffers_at_init:
                 named = self._not_ignored(module.named_buffers())
@@ -335,16 +359,16 @@ class DistributedDataParallel(_TorchDistributedDataParallel):
     # ------------------------------------------------------------------ setup
 
     def _set_up_buffers(self, broadcast: bool | None, forward_sync: bool | None) -> bool:
-        """Returns whether buffers are synced at construction, as torch 2.13 and later."""
+        """Returns True if buffers are broadcast at construction, as in torch 2.13 and later."""
         if broadcast is not None and hasattr(_TorchDistributedDataParallel, "broadcast_buffers"):
             effect = (
-                "which also keeps buffers from being synced at construction if it is False"
+                "False also skips the broadcast at construction"
                 if forward_sync is None
-                else "and without effect beside forward_sync_buffers"
+                else "forward_sync_buffers overrides it"
             )
             warnings.warn(
-                f"DistributedDataParallel: `broadcast_buffers` is deprecated, {effect}; use "
-                "forward_sync_buffers, which leaves that sync alone.",
+                f"DistributedDataParallel: `broadcast_buffers` is deprecated; {effect}.\nUse "
+                "forward_sync_buffers, which does not affect construction.",
                 FutureWarning,
                 stacklevel=3,
             )
@@ -354,7 +378,7 @@ class DistributedDataParallel(_TorchDistributedDataParallel):
 
     @property
     def broadcast_buffers(self) -> bool:
-        """Torch's name before 2.13 of forward_sync_buffers."""
+        """The name of forward_sync_buffers before torch 2.13."""
         return self.forward_sync_buffers
 
     @broadcast_buffers.setter
@@ -379,7 +403,7 @@ class DistributedDataParallel(_TorchDistributedDataParallel):
             return
         self.device_mesh = device_mesh
         if device_mesh._get_root_mesh() != device_mesh:
-            # The other dimensions are tensor parallelism's.
+            # The other dimensions are for tensor parallelism.
             from torch.distributed.tensor.parallel.ddp import _pre_dp_module_transform
 
             _pre_dp_module_transform(module)
@@ -398,23 +422,22 @@ class DistributedDataParallel(_TorchDistributedDataParallel):
         require(
             delayed or any(parameter.requires_grad for parameter in self._module_parameters),
             RuntimeError,
-            f"{type(module).__name__} has no parameter that requires a gradient, so there is "
-            "nothing to reduce.\nUse the module as it is.",
+            f"{type(module).__name__} has no parameter that requires a gradient: nothing to reduce."
+            "\nUse the module without a wrapper.",
         )
         lazy = [name for name, parameter in named.items() if is_lazy(parameter)]
         require(
             not lazy,
             RuntimeError,
-            f"{type(module).__name__} has uninitialized parameters, which have no shape yet: "
-            f"{_checks.some_of(lazy)}.\nRun one forward on a small input before wrapping the "
-            "module.",
+            f"{type(module).__name__} has uninitialized parameters: {_checks.some_of(lazy)}.\nRun "
+            "one forward before wrapping the module, which gives them shapes.",
         )
         split = [name for name, parameter in named.items() if isinstance(parameter, DTensor)]
         require(
             not split,
             RuntimeError,
-            f"{_checks.some_of(split[:1])} is a DTensor, split over a mesh of its own.\nGive the "
-            "mesh's other dimension as device_mesh, such as mesh['data'].",
+            f"{_checks.some_of(split[:1])} is a DTensor.\nPass the data-parallel dimension of its "
+            "mesh as device_mesh, for example mesh['data'].",
         )
 
     def _set_up_devices(self, device_ids: Sequence[Any] | None, output_device: Any) -> None:
@@ -426,8 +449,8 @@ class DistributedDataParallel(_TorchDistributedDataParallel):
         require(
             len(types) == 1,
             ValueError,
-            f"the parameters of {type(self.module).__name__} must be on one type of device, they "
-            f"are on {', '.join(types)}.\nMove the module to one of them.",
+            f"the parameters of {type(self.module).__name__} must be on one type of device, found "
+            f"{', '.join(types)}.\nMove the module to one of them.",
         )
         self.is_multi_device_module = len(devices) > 1
         self.device_ids = None
@@ -436,9 +459,9 @@ class DistributedDataParallel(_TorchDistributedDataParallel):
             require(
                 not device_ids and not output_device,
                 ValueError,
-                "device_ids and output_device are for a module on one accelerator; this one is on "
-                f"{', '.join(sorted(map(str, devices)))}, and device_ids={device_ids}, "
-                f"output_device={output_device} were given.\nLeave them out.",
+                "device_ids and output_device require a module on one accelerator, found "
+                f"{', '.join(sorted(map(str, devices)))} with device_ids={device_ids}, "
+                f"output_device={output_device}.\nLeave them out.",
             )
             return
         require(
@@ -456,11 +479,11 @@ class DistributedDataParallel(_TorchDistributedDataParallel):
     ) -> None:
         _checks.require_type(Iterable, bucket_cap_mb_list=bucket_cap_mb_list)
         self.bucket_bytes_cap_list = [
-            _checks.bytes_of_cap("bucket_cap_mb_list", cap) for cap in bucket_cap_mb_list or []
+            _checks.cap_in_bytes("bucket_cap_mb_list", cap) for cap in bucket_cap_mb_list or []
         ]
         self.bucket_bytes_cap_default = bucket_cap_mb is None and not self.bucket_bytes_cap_list
         cap = _DEFAULT_BUCKET_CAP_MB if bucket_cap_mb is None else bucket_cap_mb
-        self.bucket_bytes_cap = _checks.bytes_of_cap("bucket_cap_mb", cap)
+        self.bucket_bytes_cap = _checks.cap_in_bytes("bucket_cap_mb", cap)
         if self.bucket_bytes_cap_list:
             self.bucket_bytes_cap = max(self.bucket_bytes_cap_list)
         self.broadcast_bucket_size = _BROADCAST_BYTES
@@ -470,7 +493,7 @@ class DistributedDataParallel(_TorchDistributedDataParallel):
             )
 
     def _set_up_state(self) -> None:
-        """Attributes that the inherited methods use."""
+        """Sets the attributes that torch's inherited methods use."""
         self._use_python_reducer = _compiling.reduces_in_compiled_backward()
         self._require_manual_backward_finalization = False
         self.static_graph = False
@@ -512,13 +535,13 @@ class DistributedDataParallel(_TorchDistributedDataParallel):
         static_graph: bool,
         compare_ranks: bool = False,
     ) -> None:
-        """Makes reducer and logger, without communication unless ranks are compared.
+        """Makes the reducer and logger. Communicates only with `compare_ranks`.
 
-        torch's methods call it for a copy, and where one rank alone may read a pickled wrapper.
+        torch's __setstate__() calls it, perhaps on one rank alone.
         """
         _compiling.leave_to_interpreter()
         if self._use_python_reducer:
-            # The compiler looks into torch's methods.
+            # The compiler traces torch's methods, not ours.
             for name in _TRACED:
                 setattr(self, name, getattr(super(), name))
         if self.mixed_precision is not None:
@@ -528,8 +551,8 @@ class DistributedDataParallel(_TorchDistributedDataParallel):
         if self._given_plan is None:
             caps = self._bucket_caps()
             if not self.bucket_bytes_cap_list and rebuilds:
-                # One bucket per dtype until buckets are rebuilt: before that, other collectives
-                # of the module's own might come between those of buckets.
+                # One bucket per dtype until buckets are rebuilt: the module's own collectives can't
+                # come between those of two buckets.
                 caps = [sys.maxsize]
             buckets, _ = dist._compute_bucket_assignment_by_size(parameters, caps, expect_sparse)
             buckets.reverse()  # backward visits the last layers first
@@ -573,7 +596,7 @@ class DistributedDataParallel(_TorchDistributedDataParallel):
         if syncs_batch_norm:
             self._passing_sync_batchnorm_handle(self.module)
         self._process = os.getpid()
-        # Torch takes the parameters that it splits over ranks out around each forward.
+        # Tensor parallelism replaces its parameters around each forward.
         watched = parameters
         if _is_transformed_by_tensor_parallelism(self.module):
             watched = [None if hasattr(p, "_st_info") else p for p in parameters]
@@ -586,7 +609,7 @@ class DistributedDataParallel(_TorchDistributedDataParallel):
         )
 
     def _bucket_caps(self) -> list[int]:
-        """In bytes."""
+        """Returns the bucket caps in bytes."""
         if self.bucket_bytes_cap_list:
             return self.bucket_bytes_cap_list
         if self.bucket_bytes_cap_default:
@@ -595,10 +618,10 @@ class DistributedDataParallel(_TorchDistributedDataParallel):
 
     def __getstate__(self) -> dict[str, Any]:
         state = super().__getstate__()
-        for name in ("_watch", *_TRACED):  # made anew with the reducer
+        for name in ("_watch", *_TRACED):  # __setstate__() makes new ones
             state.pop(name, None)
         if not hasattr(_TorchDistributedDataParallel, "broadcast_buffers"):
-            # Where it is read without brigade, a torch before 2.13 asks for this.
+            # torch before 2.13 reads this if the pickle is loaded without brigade.
             state["broadcast_buffers"] = self.forward_sync_buffers
         return state
 
@@ -611,12 +634,12 @@ class DistributedDataParallel(_TorchDistributedDataParallel):
     # ---------------------------------------------------------------- forward
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
-        """The module's forward; a backward through its outputs is reduced.
+        """Runs the module's forward; a backward through its outputs averages gradients.
 
-        Collective unless under no_sync(): every rank calls it equally often. Under
-        no_grad() it makes buffers equal, if there are any, but not inside join():
-        evaluate on one rank with `module`. Under no_grad() it also awaits the ends of
-        the iterations so far (max_unconfirmed_iterations).
+        Collective except under no_sync(): every rank makes the same number of calls. Under
+        no_grad() it broadcasts buffers, except in join(), so evaluate on one rank with `module`.
+        Under no_grad() it also awaits the statuses of all iterations, which raises
+        DistBackendError if a rank has failed (`max_unconfirmed_iterations`).
         """
         with _profiler_range("DistributedDataParallel.forward"):
             if not torch.is_grad_enabled():
@@ -637,7 +660,7 @@ class DistributedDataParallel(_TorchDistributedDataParallel):
             return super()._pre_forward(*inputs, **kwargs)
 
     def _forward_without_peers(self, *inputs: Any, **kwargs: Any) -> Any:
-        """Ranks that have joined would not know that nothing is to be reduced."""
+        """Runs a forward without collectives: joined ranks can't match one without gradients."""
         before = self._join_config, self.require_forward_param_sync
         self._join_config = _JoinConfig.construct_disabled_join_config()
         self.require_forward_param_sync = False
@@ -652,9 +675,9 @@ class DistributedDataParallel(_TorchDistributedDataParallel):
             return
         if os.getpid() != self._process:
             raise RuntimeError(
-                f"DistributedDataParallel: the model was wrapped in process {self._process}; this "
-                f"is a fork of it, {os.getpid()}, in which the process group has no threads.\n"
-                "Use the wrapped module itself, or start a process with a group of its own."
+                f"DistributedDataParallel: the model was wrapped in process {self._process}, but "
+                f"this is its fork {os.getpid()}, where the process group has no threads.\n"
+                "Use model.module, or make a process group and a wrapper in this process."
             )
         if self.check_module == "error":
             self._watch.check()
@@ -672,7 +695,7 @@ class DistributedDataParallel(_TorchDistributedDataParallel):
             self.require_forward_param_sync = will_reduce
             if will_reduce:
                 if self.find_unused_parameters and not self.static_graph:
-                    output = _tied(output, copies=self._ddp_sink_clone)
+                    output = _through_sink(output, copies=self._ddp_sink_clone)
                 with self._logging_errors():
                     self.reducer.prepare_for_backward(list(torch_ddp._find_tensors(output)))
             elif torch.is_grad_enabled():
@@ -683,12 +706,12 @@ class DistributedDataParallel(_TorchDistributedDataParallel):
     def _sync_buffers(self) -> None:
         if self._lets_reducer_broadcast() and self._broadcast_buffers():
             return
-        # A rank that failed unnoticed must not take a peer's bucket for a buffer.
+        # A rank that has failed must not receive a peer's bucket as a buffer.
         self.reducer._meet_peers()
         super()._sync_buffers()
 
     def _lets_reducer_broadcast(self) -> bool:
-        """Not where the source may be another rank than 0, or a hook of the user's broadcasts."""
+        """Returns False if the source may not be rank 0, or if a user's hook broadcasts."""
         return (
             torch.is_grad_enabled()
             and not self._join_config.enable
@@ -708,18 +731,19 @@ class DistributedDataParallel(_TorchDistributedDataParallel):
             if not self._delay_all_reduce_all_params:
                 self.reducer._abort_group()
             raise dist.DistBackendError(
-                "DistributedDataParallel: broadcasting buffers on rank "
-                f"{self.process_group.rank()} failed; a peer has died, left or not answered: "
-                f"{error}\nSave what is needed and make a new process group."
+                f"DistributedDataParallel: rank {self.process_group.rank()}: the broadcast of "
+                f"buffers failed; a peer died, exited or timed out: {error}\nSave a checkpoint and "
+                "make a new process group."
             ) from error
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """The module's state, once all ranks are known to have ended their iterations.
+        """Returns the state dict, after all ranks have confirmed their iterations.
 
-        On devices gradients are delivered before that (max_unconfirmed_iterations).
+        As torch's, with the prefix "module.". On devices, gradients may be delivered before
+        confirmation (`max_unconfirmed_iterations`). ``model.module.state_dict()`` does not wait.
 
         Raises:
-            DistBackendError: A rank has failed in one of them: parameters are not to be saved.
+            DistBackendError: A rank failed in an iteration; the parameters are not valid.
         """
         self._await_statuses()
         return super().state_dict(*args, **kwargs)
@@ -729,30 +753,38 @@ class DistributedDataParallel(_TorchDistributedDataParallel):
             self.reducer._await_statuses()
 
     def can_continue(self) -> bool:
-        """Whether the process group can be used after an error.
+        """Returns True if the process group can be used after an error.
 
-        False once its connections are closed: after a peer has died, left or not answered, where
-        zeros can't stand in for a failed rank's gradients (docs/recovery.md), and on devices
-        after any failure. Then a new group is needed, and a new wrapper on it; the module stays
-        usable.
+        False if the group's connections are closed. On CPUs that happens after a peer died, exited
+        or timed out, or if zeros can't replace the failed rank's gradients (docs/recovery.md); on
+        devices, after any failure. Then make a new group and wrap ``model.module`` again.
         """
         return self._delay_all_reduce_all_params or self.reducer.can_continue()
 
     def bucket_plan(self) -> list[list[int]]:
-        """Indices of parameters by bucket, in launch order.
+        """Returns the parameter indices of each bucket, in launch order.
 
-        Changes once, when buckets are rebuilt. Given back as the argument of that name, it
-        makes a resumed training's sums bit-equal.
+        The plan changes once, when buckets are rebuilt. Pass it to the constructor to resume
+        training with equal bits.
+
+        Example::
+
+            plan = model.bucket_plan()
+            model = brigade.DistributedDataParallel(net, bucket_plan=plan)
         """
         return self.reducer._bucket_plan()
 
     def sync_buffers(self, src: int = 0) -> None:
-        """Gives every rank the buffers of one; those of the last forward are each rank's own.
+        """Broadcasts the buffers of rank `src`. Collective.
 
-        Collective. For before a rank saves or evaluates the model, and after join().
+        After a forward, each rank has its own buffers. Call this before one rank saves or evaluates
+        the model, and after join(). Also awaits the statuses of all iterations.
 
         Args:
-            src: The rank within the group whose buffers are taken.
+            src: The source rank within the group.
+
+        Raises:
+            DistBackendError: A rank failed in an iteration, or in this broadcast.
         """
         if not self._delay_all_reduce_all_params:
             self.reducer._await_statuses()
@@ -765,7 +797,7 @@ class DistributedDataParallel(_TorchDistributedDataParallel):
     # ------------------------------------------------------------------- join
 
     def _check_and_sync_module_buffers(self) -> None:
-        """Called by a rank that has joined, in place of _sync_buffers() of ranks with data."""
+        """Matches _sync_buffers() of the other ranks on a rank that has joined."""
         if self._check_sync_bufs_pre_fwd():
             self.reducer._meet_peers()
         super()._check_and_sync_module_buffers()
@@ -774,21 +806,22 @@ class DistributedDataParallel(_TorchDistributedDataParallel):
         self.reducer._shadow_iteration(self._divide_by_initial_world_size)
 
     def _match_unused_params_allreduce(self) -> None:
-        """Nothing: _shadow_iteration() has done it."""
+        """Does nothing: _shadow_iteration() matches this all-reduce, too."""
 
     # ------------------------------------------------------------------ hooks
 
     def _delayed_all_reduce_hook(self, grad: torch.Tensor) -> torch.Tensor:
-        """As torch's, but backward does not end before the result is there."""
+        """All-reduces like torch's hook; backward also waits for the result."""
         self._delay_grad_buffer.div_(self.process_group.size())
         work = dist.all_reduce(self._delay_grad_buffer, group=self.process_group, async_op=True)
         torch.autograd.Variable._execution_engine.queue_callback(work.wait)
         return grad
 
     def _setup_in_backward_optimizers(self) -> None:
-        """Optimizers of torch's _apply_optimizer_in_backward() step after any comm hook.
+        """Steps optimizers of torch's _apply_optimizer_in_backward() in backward.
 
-        torch's wrapper steps them after its own all-reduce alone, and on accelerators alone.
+        Works after any comm hook, on CPUs, too; torch's wrapper supports only its own all-reduce
+        and only accelerators.
         """
         stepped = [p for p in self._module_parameters if hasattr(p, "_in_backward_optimizers")]
         if not stepped:
@@ -802,25 +835,35 @@ class DistributedDataParallel(_TorchDistributedDataParallel):
         self.reducer._step_in_backward(stepped, _step_optimizers)
 
     def register_comm_hook(self, state: object, hook: Callable[..., Any]) -> None:
-        """Lets `hook` carry buckets across ranks, once for all.
+        """Replaces the all-reduce of each bucket by `hook`. Collective; only once.
 
-        Collective: on every rank at the same place, with a hook of one name.
+        Ranks must register hooks of the same name at the same point of the program. For a hook that
+        needs a second collective, see then_collective().
 
         Args:
-            state: Handed to the hook at each call.
-            hook: Takes `state` and a torch.distributed.GradBucket of raw
-                gradients, returns a Future of the tensor that replaces them.
+            state: First argument of each call of the hook.
+            hook: Function of `state` and a torch.distributed.GradBucket of undivided gradients. It
+                returns a torch.futures.Future of the tensor that replaces the bucket's.
 
         Raises:
             TypeError: `hook` is not callable.
-            ValueError: `hook` is annotated with other types.
+            ValueError: The type annotations of `hook` are not those above.
             DistBackendError: A peer failed.
-            RuntimeError: There is a hook already, or ranks give other hooks.
+            RuntimeError: A hook is registered already, or the ranks' hooks differ.
+
+        Example::
+
+            def average(state, bucket):
+                work = dist.all_reduce(bucket.buffer(), async_op=True)
+                size = dist.get_world_size()
+                return work.get_future().then(lambda done: done.value()[0] / size)
+
+            model.register_comm_hook(None, average)
         """
         with self._logging_errors():
             _checks.require_comm_hook(hook)
             self.reducer._register_comm_hook(state, hook)
-        self.logger._set_comm_hook_name(_checks.name_of(hook))
+        self.logger._set_comm_hook_name(_checks.hook_name(hook))
         self._comm_hooks.append((hook, state))
 
     def _register_builtin_comm_hook(self, comm_hook_type: dist.BuiltinCommHookType) -> None:

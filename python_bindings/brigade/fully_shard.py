@@ -1,15 +1,10 @@
-"""Sharded training: each rank holds a shard of every parameter, in place of torch's fully_shard.
+"""fully_shard() and FSDPModule: FSDP2 with brigade's collectives.
 
-    import brigade
-
-    for block in model.blocks:
-        brigade.fully_shard(block)
-    brigade.fully_shard(model)
-    optimizer = torch.optim.AdamW(model.parameters())
-
-A sharded module is a unit: its parameters that no other unit has are unsharded when it runs, and
-their gradients are reduced together. Parameters keep their shapes: in a forward or backward
-operators see them unsharded, otherwise they act on this rank's shards.
+Each argument of fully_shard() is translated in:
+    mesh, dp_mesh_dims, shard_placement_fn: _mesh_arguments.py
+    module, ignored_params, block_numel_fn, reshard_after_forward: _sharded_units.py
+    the others: fully_shard() itself
+_prepare_parameters.py checks parameters and moves them to the mesh's device.
 """
 
 from __future__ import annotations
@@ -27,24 +22,26 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule as _TorchFSDPModule
 from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy, UnshardHandle
 
-from brigade import _C, _compiling, _sharded_state
-from brigade._checks import failure_told_to_peers
-from brigade._shardable_parameters import require_count
-from brigade._sharded_units import Root, Unit, own_modules, split_reshards, unit_of
-from brigade._sharding_mesh import group_of, mesh_of_placements
+from brigade import _C, _compiling, _full_state_dict
+from brigade._checks import raises_on_all_ranks, require_count
+from brigade._mesh_arguments import group_and_num_shards, mesh_of_placements
+from brigade._sharded_units import Root, Unit, convert, own_modules, split_reshards, unit_of
 from brigade._torch_patches import patch_torch
-from brigade._unit_conversion import convert
 
-# Of torch 2.15 and later.
+# torch before 2.15 lacks this class.
 GradientReductionHandle: type = getattr(
     torch.distributed.fsdp, "GradientReductionHandle", UnshardHandle
 )
 
+# dtypes of reductions, by comm_hook.
 _WIRE_DTYPES = {"fp16_compress": torch.float16, "bf16_compress": torch.bfloat16}
 
 
-class _HandleInPass(UnshardHandle):
-    """Of unshard() inside of a forward or backward, where units are gathered ahead anyway."""
+class _UnshardInPass(UnshardHandle):
+    """Handle of unshard(async_op=True) during forward or backward; wait() unshards the unit.
+
+    The all-gather begins with the prefetch, at the latest in wait().
+    """
 
     def __init__(self, unit: Unit) -> None:
         self._unit: Unit | None = unit
@@ -56,36 +53,52 @@ class _HandleInPass(UnshardHandle):
 
 
 class FSDPModule(_TorchFSDPModule):
-    """Methods that a sharded module has beside those of its own class."""
+    """Methods of a sharded module, in addition to those of its own class.
+
+    fully_shard() makes the module's class a subclass of this one and of its own class. The class
+    derives from torch's FSDPModule and has its methods; methods that brigade lacks raise
+    NotImplementedError. "The unit" below is the module's FSDP unit; "the outermost module" is
+    sharded and inside of no other sharded module. With `recurse`, a setter applies to the units of
+    submodules, too.
+
+    The first forward, or the first method marked with "makes the root", fixes the units: it is
+    collective and raises on all ranks if the ranks' units differ.
+    """
 
     def __new__(cls, *args: Any, **kwargs: Any) -> nn.Module:
-        """One of the module's own class, as slices of a Sequential are made."""
+        """Makes an unsharded module of the original class: slicing a Sequential needs that."""
         own = cls.__mro__[cls.__mro__.index(_TorchFSDPModule) + 1]
         return own(*args, **kwargs)
 
     def __deepcopy__(self, memo: dict) -> nn.Module:
         raise NotImplementedError(
-            "fully_shard: a sharded module can't be copied.\nCopy it before it is sharded, and "
-            "load full_state_dict()."
+            "fully_shard: a sharded module can't be copied.\nCopy it before fully_shard, and load "
+            "full_state_dict() into the copy."
         )
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """In a forward of the root, which this opens unless it is inside of one."""
+        """Runs forward with unsharded parameters. The outermost call is collective."""
         return unit_of(self).run(super().__call__, args, kwargs)
 
     _apply = convert
 
     def _root(self) -> Root:
-        """Made by the first call, of the outermost module so far. Collective then."""
         return unit_of(self).require_root()
 
     def set_requires_gradient_sync(
         self, requires_gradient_sync: bool, *, recurse: bool = True
     ) -> None:
-        """Whether backwards reduce its gradients; if not, they accumulate on this rank, unsharded.
+        """Sets whether backward reduces the unit's gradients.
 
-        Units may differ, identically on all ranks: the others' are reduced meanwhile. Sets
-        set_requires_all_reduce(), too.
+        With False, they accumulate on this rank, unsharded. Units may differ, identically on all
+        ranks. Also calls set_requires_all_reduce() with the same value.
+
+        Example::
+
+            model.set_requires_gradient_sync(False)
+            loss_fn(model(first)).backward()  # accumulates
+            model.set_requires_gradient_sync(True)
+            loss_fn(model(second)).backward()  # reduces the sum of both
         """
         sync = requires_gradient_sync
         self._set(recurse, synchronizes=sync, sums_over_replicas=sync)
@@ -93,68 +106,90 @@ class FSDPModule(_TorchFSDPModule):
     def set_reshard_after_forward(
         self, reshard_after_forward: bool | int, recurse: bool = True
     ) -> None:
-        """From the next forward on. A number of ranks, as fully_shard() takes it, is one that
-        some unit had before the first forward.
+        """Changes fully_shard()'s `reshard_after_forward` from the next forward on.
+
+        A number of ranks must be one that some unit had before the first forward.
         """
         for unit in self._units(recurse):
-            unit.set_reshards_after_forward(reshard_after_forward)
+            unit.set_reshard_after_forward(reshard_after_forward)
 
     def set_reshard_after_backward(
         self, reshard_after_backward: bool, *, recurse: bool = True
     ) -> None:
-        """False: it stays unsharded until its shards are changed, so that the next forward of
-        several backwards issues no all-gather.
+        """Sets whether backward reshards the unit. Default: True.
+
+        With False, the unit stays unsharded until its shards change, so that the forwards of
+        gradient accumulation issue no all-gather.
         """
         self._set(recurse, reshards_after_backward=reshard_after_backward)
 
     def set_keep_unsharded_storage(self, keep: bool, *, recurse: bool = True) -> None:
-        """True: its unsharded parameters keep their memory, and so their addresses, while it is
-        sharded.
+        """Sets whether unsharded parameters keep their memory and addresses while sharded.
+
+        Default: False.
         """
         self._set(recurse, keeps_storage=keep)
 
     def set_unshard_in_backward(self, unshard_in_backward: bool) -> None:
-        """False: this unit's backward reads none of its parameters, as an embedding's."""
+        """With False, backward does not unshard this unit: it reads no parameter of the unit.
+
+        An embedding is an example. Default: True.
+        """
         self._set(False, gathers_in_backward=unshard_in_backward)
 
     def set_gradient_divide_factor(self, factor: float) -> None:
-        """Sums of this unit's gradients are divided by that, in place of the number of ranks."""
+        """Divides this unit's gradient sums by `factor` instead of the number of ranks.
+
+        Raises:
+            ValueError: The factor is 0.
+        """
         if factor == 0:
-            raise ValueError("set_gradient_divide_factor: expected a number, found 0.\nGive 1.")
+            raise ValueError("set_gradient_divide_factor: expected a number other than 0, found 0.")
         self._set(False, gradient_divisor=factor)
 
     set_reduce_scatter_divide_factor = set_gradient_divide_factor  # the older name
 
     def set_requires_all_reduce(self, requires_all_reduce: bool, *, recurse: bool = True) -> None:
-        """False: on a mesh with replicas, backwards reduce its gradients over a shard group only,
-        and the next one that reduces them over all adds these sums. Units may differ.
+        """Sets whether backward reduces the unit's gradients over replicas, on a 2-D mesh.
+
+        With False, backward reduces over the shard group only; the next backward with True adds
+        these sums. Units may differ, identically on all ranks.
         """
         self._set(recurse, sums_over_replicas=requires_all_reduce)
 
     def set_reduce_scatter_max_input_buffers(
         self, max_input_buffers: int, *, recurse: bool = True
     ) -> None:
-        """At most this many reductions hold memory for unsharded gradients at once: of all units
-        together, the least that one of them was given (2 if none was).
+        """Limits the number of reduce-scatters that hold unsharded gradients at the same time.
+
+        The minimum over all units applies to all; default: 2.
+
+        Raises:
+            ValueError: The number is below 1.
         """
         if max_input_buffers < 1:
             raise ValueError(
-                "set_reduce_scatter_max_input_buffers: expected 1 at least, found "
-                f"{max_input_buffers}.\nGive 2, for instance."
+                "set_reduce_scatter_max_input_buffers: expected a number >= 1, found "
+                f"{max_input_buffers}."
             )
         for unit in self._units(recurse):
-            unit.max_reducing = max_input_buffers
+            unit.max_input_buffers = max_input_buffers
         if (root := unit_of(self).root) is not None:
-            root.apply_max_reducing()
+            root.apply_max_input_buffers()
 
     def set_modules_to_forward_prefetch(self, modules: list[FSDPModule]) -> None:
-        """When this module is needed in forward, the all-gathers of the next units begin: as many
-        as modules are given, in the order in which ranks use them. Makes the root.
+        """Sets how many units forward prefetches when it uses this unit: ``len(modules)``.
+
+        Unlike in torch, the prefetched units are the next ones in the order of use; only the number
+        of modules counts. Makes the root.
+
+        Raises:
+            ValueError: A module is not sharded, or has another outermost module.
         """
         self._prefetch("forward_prefetch_depth", modules)
 
     def set_modules_to_backward_prefetch(self, modules: list[FSDPModule]) -> None:
-        """The same in backward."""
+        """Sets how many units backward prefetches; like set_modules_to_forward_prefetch()."""
         self._prefetch("backward_prefetch_depth", modules)
 
     def _prefetch(self, name: str, modules: list[FSDPModule]) -> None:
@@ -162,14 +197,14 @@ class FSDPModule(_TorchFSDPModule):
         units = [unit_of(module) for module in modules]
         if any(unit is None or unit.root is not root for unit in units):
             raise ValueError(
-                f"{name.removesuffix('_depth')}: expected modules that are sharded below the same "
-                "outermost one.\nLeave out the others."
+                f"{name.removesuffix('_depth')}: expected sharded modules of the same outermost "
+                "module.\nLeave out the others."
             )
         depth = sum(unit.native is not None for unit in units) or None
         self._set(False, **{name: depth})
 
     def _units(self, recurse: bool) -> list[Unit]:
-        return unit_of(self).with_those_below() if recurse else [unit_of(self)]
+        return unit_of(self).subtree() if recurse else [unit_of(self)]
 
     def _set(self, recurse: bool, **values: Any) -> None:
         for unit in self._units(recurse):
@@ -178,46 +213,53 @@ class FSDPModule(_TorchFSDPModule):
                     setattr(settings, name, value)
 
     def set_manual_backward_finalization(self, enabled: bool) -> None:
-        """True: gradients are reduced by finalize_backward(), not by backwards. Makes the root.
+        """With True, finalize_backward() reduces gradients, not backward. Makes the root.
 
         Raises:
-            RuntimeError: this is not the outermost module, as torch's.
+            RuntimeError: This is not the outermost module.
         """
         self._require_outermost("set_manual_backward_finalization")
-        self._root().set_finalizes_by_hand(enabled)
+        self._root().set_manual_finalization(enabled)
 
     def _require_outermost(self, name: str) -> None:
         own, outermost = unit_of(self), unit_of(self).outermost()
         if outermost is not own:
             raise RuntimeError(
-                f"{name}: expected the outermost module that is sharded, found "
-                f"{own.describe()} inside of {outermost.describe()}.\nCall it of that."
+                f"{name}: expected the outermost sharded module, found {own.describe()} inside of "
+                f"{outermost.describe()}.\nCall it on the outermost module."
             )
 
     def finalize_backward(self, *, async_op: bool = False) -> GradientReductionHandle | None:
-        """Collective: reduces accumulated gradients, of units that are to be synchronized.
+        """Reduces accumulated gradients of the units that synchronize. Collective.
+
+        For use with set_manual_backward_finalization(True); otherwise without effect.
 
         Returns:
-            With `async_op`, a handle for torch's programs, which is complete: on devices the
-            current stream waits for the sums; on CPUs the host has waited.
+            With `async_op`, a completed handle: on devices the current stream already waits for
+            the reduction, on CPUs the host has waited. None without `async_op`.
 
         Raises:
-            RuntimeError: this is not the outermost module, as torch's.
+            RuntimeError: This is not the outermost module.
         """
         self._require_outermost("finalize_backward")
         root = unit_of(self).root
-        if root is not None:  # else no forward has run
+        if root is not None:
             root.finalize()
         return GradientReductionHandle() if async_op else None
 
     def set_post_optim_event(self, event: torch.Event) -> None:
-        """The next forward waits once for the event, recorded after the optimizer's step on a
-        stream that the current one does not wait for.
+        """Makes the next forward wait for `event`, once.
+
+        Record the event after the optimizer step if that runs on another stream.
         """
         unit_of(self).outermost().post_optim_event = event
 
     def gradient_slot(self, parameter: torch.Tensor) -> torch.Tensor | None:
-        """Memory that a custom autograd function may fill with a gradient and return, uncopied::
+        """Returns memory for a gradient, so that a custom autograd function avoids a copy.
+
+        The function's backward fills the tensor and returns it. Not in torch.
+
+        Example::
 
             slot = model.gradient_slot(weight)
             if slot is None:
@@ -225,64 +267,91 @@ class FSDPModule(_TorchFSDPModule):
             return torch.mm(inputs.t(), gradient, out=slot)
 
         Args:
-            parameter: as its module has it in forward, of any unit of the root.
+            parameter: A parameter of any unit of the root, as the module has it in forward.
 
         Returns:
-            A tensor of the parameter's shape in the reduce dtype, with undefined values; None if
-            the function is to return its own tensor: the parameter is frozen or has a gradient in
-            this backward already, the backward returns its gradients (torch.autograd.grad), or
-            none is running.
+            An uninitialized tensor of the parameter's shape in the reduce dtype. None, if the
+            function must allocate its gradient: no backward is running, the parameter is frozen or
+            already has a gradient in this backward, or torch.autograd.grad() runs.
 
         Raises:
-            ValueError: it is no parameter that was sharded below the root.
+            ValueError: It is not a sharded parameter of the root.
         """
         root = unit_of(self).root
         return None if root is None else root.native.gradient_slot(parameter)
 
     def num_ranks_with(self, has_data: bool) -> int:
-        """Collective: how many ranks have a batch for the next step; this one does, or not."""
+        """Returns the number of ranks that pass True. Collective; makes the root.
+
+        For uneven inputs; torch's counterpart for DistributedDataParallel is join().
+
+        Example::
+
+            while model.num_ranks_with(batch is not None) > 0:
+                if batch is None:
+                    model.step_without_data()
+                else:
+                    loss_fn(model(batch)).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                batch = next(batches, None)
+        """
         return self._root().native.num_ranks_with(has_data)
 
     def step_without_data(self) -> None:
-        """In place of a forward and a backward, on a rank that has no batch while others do.
+        """Takes part in a forward and backward of the other ranks without a batch. Collective.
 
-        The optimizer steps as on the others: this rank's parts get their gradients, too.
+        This rank contributes zeros, and its shards get their averaged gradients: step the
+        optimizer as on the other ranks. Makes the root.
         """
         self._root().native.step_without_data()
 
     def unshard(self, async_op: bool = False) -> UnshardHandle | None:
-        """Collective: this unit, without those below it, stays unsharded until reshard().
+        """Unshards this unit, without the units of submodules. Collective; makes the root.
 
-        Or until its settings reshard it: after its next forward or backward. Inside of a forward
-        or backward it is unsharded for its next use only, and ranks may differ.
+        It stays unsharded until reshard(), or until its settings reshard it after its next forward
+        or backward. Inside of a forward or backward, it is unsharded for its next use only, and
+        ranks may differ.
 
         Args:
-            async_op: Returns a handle to wait for before its parameters are read; its forward
-                waits by itself. Inside of a forward or backward the all-gather begins as
-                `prefetch_depth` says, at the latest in wait().
+            async_op: Returns a handle; call its wait() before reading the parameters. The module's
+                forward waits by itself.
 
         Raises:
-            RuntimeError: Ranks do something else; on all of them.
+            RuntimeError: The ranks' collectives differ; on all ranks.
         """
         unit = unit_of(self)
         if async_op and unit.is_in_pass():
-            return _HandleInPass(unit)
+            return _UnshardInPass(unit)
         unit.unshard()
         return UnshardHandle() if async_op else None
 
     def reshard(self, *, writes: bool = False) -> None:
-        """Shards this unit again; all ranks call it between the same forwards and backwards.
+        """Reshards this unit; without effect during its forward and backward.
 
-        Without effect in its forward and its backward.
+        All ranks call it between the same forwards and backwards.
 
         Args:
-            writes: Keeps the values of its unsharded parameters, equal on all ranks.
+            writes: The shards take the values of the unsharded parameters, which must be equal on
+                all ranks. With False, changes are dropped.
         """
         unit_of(self).reshard(writes)
 
     @contextmanager
     def whole_parameters(self, *, writes: bool = False) -> Iterator[None]:
-        """Unshards all units of the root inside; `writes`: keeps changes of their values."""
+        """Context manager in which all units of the root are unsharded. Collective.
+
+        Like FullyShardedDataParallel.summon_full_params(). An exception drops changes. Makes the
+        root.
+
+        Args:
+            writes: Keeps changes of the parameters; make the same changes on all ranks.
+
+        Example::
+
+            with model.whole_parameters(writes=True), torch.no_grad():
+                model.head.weight.zero_()
+        """
         root = self._root()
         root.unshard(writes)
         try:
@@ -293,50 +362,83 @@ class FSDPModule(_TorchFSDPModule):
         root.reshard(drops_writes=False)
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
-        """Clips the gradients of all units by their norm over all ranks, which it returns."""
+        """Clips the gradients of all units to a total norm over all ranks. Collective.
+
+        torch.nn.utils.clip_grad_norm_() works, too.
+
+        Returns:
+            The total norm before clipping, on the CPU.
+        """
         norm = self._root().native.clip_grad_norm(max_norm, norm_type)
         return torch.tensor(norm, device="cpu")
 
     def full_state_dict(self, *, rank0_only: bool = False) -> dict[str, torch.Tensor]:
-        """Collective: copies of unsharded parameters, in their own dtype, and of buffers.
+        """Returns copies of the unsharded parameters, on the CPU, and of the buffers. Collective.
 
-        `rank0_only`: others return an empty dict, and have one unit in memory at a time.
+        The values of state_dict() are sharded instead. Like torch's get_model_state_dict() with
+        full_state_dict=True. Makes the root.
+
+        Args:
+            rank0_only: The other ranks return an empty dict and hold one full tensor at a time.
+
+        Raises:
+            NotImplementedError: `rank0_only`, and a unit's mesh has fewer ranks than the root's.
+
+        Example::
+
+            state = model.full_state_dict(rank0_only=True)
+            if dist.get_rank() == 0:
+                torch.save(state, "model.pt")
         """
         self._root()
-        return _sharded_state.gather_nest(dict(self.state_dict()), rank0_only)
+        return _full_state_dict.gather_full(dict(self.state_dict()), rank0_only)
 
     def explain(self) -> str:
-        """Units, bytes, and the schedules and buffers of a step, in words."""
+        """Returns a text of the units, their bytes, and a step's schedules and buffers.
+
+        Makes the root.
+        """
         return self._root().native.explain()
 
     def sharding_statistics(self) -> dict[str, int]:
-        """Counts since the first forward, bytes as they are now."""
+        """Returns counts of collectives since the first forward, and current bytes."""
         return self._root().native.statistics()
 
     def sharding_timeline(self) -> _C.ShardingTimeline:
-        """Times of all-gathers and reductions in the last sampled step: the first 10 are sampled,
-        and every 100th (set_timeline_sample_rate()). print() shows a table.
+        """Returns the times of all-gathers and reductions in the last sampled step.
+
+        Steps 1 to 10 and every 100th step are sampled; see set_timeline_sample_rate(). print()
+        shows a table.
         """
         return self._root().native.timeline()
 
     def set_timeline_sample_rate(self, sample_rate: int) -> None:
-        """Samples each `sample_rate`-th step beside the first 10; 0: none. ValueError below 0."""
+        """Samples every `sample_rate`-th step after the first 10; 0: none. Default: 100.
+
+        Raises:
+            ValueError: The rate is below 0.
+        """
         self._root().native.set_timeline_sample_rate(sample_rate)
 
     def set_stall_report_after(self, seconds: float) -> None:
-        """A rank that has waited that long for its peers warns once, and names the unit and the
-        position of the late ranks. 0: never; the default is half of the group's timeout, 60 s at
-        most. ValueError below 0.
+        """Sets how long this rank waits for its peers before it warns, once.
+
+        The warning names the unit and the position of the late ranks. 0: no warning. Default: half
+        of the group's timeout, at most 60 s.
+
+        Raises:
+            ValueError: The time is below 0.
         """
         if seconds < 0:
             raise ValueError(
-                f"set_stall_report_after: expected 0 at least, found {seconds}.\nGive 0 for never."
+                f"set_stall_report_after: expected seconds >= 0, found {seconds}.\nPass 0 for no "
+                "reports."
             )
         self._root().native.set_stall_report_after(datetime.timedelta(seconds=seconds))
 
 
 def _lacks(self: FSDPModule, name: str, *args: Any, **kwargs: Any) -> None:
-    raise NotImplementedError(f"brigade.fully_shard lacks {name}() so far.")
+    raise NotImplementedError(f"brigade.fully_shard lacks {name}().")
 
 
 def _without_effect(self: FSDPModule, *args: Any, **kwargs: Any) -> None:
@@ -353,12 +455,12 @@ for _name in (
     setattr(FSDPModule, _name, functools.partialmethod(_lacks, _name))
 
 for _name in (
-    "_set_unshard_async_op",  # all-gathers always begin ahead of their need
+    "_set_unshard_async_op",  # all-gathers are always prefetched
     "reset_iter_state",  # any exception ends a forward
-    "set_force_sum_reduction_for_comms",  # collectives always sum, and one division follows
-    "set_is_last_backward",  # every backward is complete by itself
-    # A rank contributes zeros for parameters that it did not use. The gradient of a parameter that
-    # no rank used stays as it is, also where torch's would be zeros.
+    "set_force_sum_reduction_for_comms",  # collectives always sum; one division follows
+    "set_is_last_backward",  # every backward is finalized
+    # A rank always contributes zeros for unused parameters. Unlike in torch, the gradient of a
+    # parameter that no rank used is unchanged.
     "set_reduce_scatter_unused_params",
     "set_separate_reduce_scatter_group",  # all-gathers and reductions use separate connections
 ):
@@ -381,54 +483,68 @@ def fully_shard(
     comm_hook: str | None = None,
     reproducible: bool = False,
 ) -> nn.Module | list[nn.Module]:
-    """Shards the parameters of a module that are in no unit below it. Collective.
+    """Shards a module's parameters over ranks; replaces torch's fully_shard. Collective.
+
+    The module becomes an FSDP unit: its parameters, except those of units inside of it, are
+    unsharded together for forward and backward, and their gradients are reduced together. Shard
+    submodules first. The first forward must run through the outermost module.
+
+    Example::
+
+        for block in model.blocks:
+            brigade.fully_shard(block)
+        brigade.fully_shard(model)
+        optimizer = torch.optim.AdamW(model.parameters())
+
+    Differences from torch: parameters are ShardedParameter instead of DTensor. They are sharded in
+    memory order, so that a rank may hold a part of a row. Rank 0's parameters are broadcast.
+    Arguments after `dp_mesh_dims` are brigade's.
 
     Args:
-        module: shard modules below it first; forward begins at the outermost one. A list is one
-            unit: unsharded for the first of their forwards, and resharded when all have run, or
-            the outermost module's forward ends.
-        mesh: of one dimension, whose ranks share the parameters (default: all ranks); of two,
-            (replicas, shards): shards along the second. A module below the outermost one may
-            have its own mesh of some of its ranks; other ranks then have other meshes for their
-            module there. Gradients are averaged over the mesh. A module on other devices than
-            the mesh's type moves to the current one of that type, with its buffers. Without a
-            mesh it moves, to the group's device, only if the group can't send its tensors;
-            torch's moves it to the accelerator.
-        reshard_after_forward: whether it is resharded between forward and backward. None:
-            unless it is the outermost. A number n of ranks, a divisor of those that share the
-            parameters: n consecutive ranks, those of a host for instance, keep shards of it in
-            between, and backward gathers among these; all of them: True; 1: False.
-        shard_placement_fn: of a parameter: None or torch's Shard, without effect, since shards
-            are cut in memory order (block_numel_fn says what is not cut), or a
-            ShardPlacementResult with the mesh of the unit, the same for all of its parameters.
-        mp_policy: dtypes of compute, of gradient sums and of outputs. Parameters keep theirs.
-        offload_policy: not so far.
-        ignored_params: left as they are, separately on every rank.
-        dp_mesh_dims: torch's DataParallelMeshDims: names of the dimensions `shard` and
-            `replicate` of a larger mesh along which parameters are identical. Along the others
-            ranks have their own parameters, which are plain tensors.
-        prefetch_depth: number of units whose all-gathers begin ahead of their need.
-        broadcasts_parameters: all ranks begin with the parameters of rank 0.
-        block_numel_fn: of a parameter, the number of elements that are never cut, such as a
-            row's; its numel for one rank to hold all of it. Equal on all ranks.
-        comm_hook: 'fp16_compress' or 'bf16_compress': gradients are sent and summed over ranks,
-            over replicas too, in that dtype; they accumulate on this rank in the reduce dtype, as
-            does `.grad`. Equal on all ranks.
-        reproducible: of the outermost module: on devices, too, gradients are added in rank
-            order, as they always are on CPUs.
+        module: The module, or a list of modules that form one unit: unsharded for the first of
+            their forwards, resharded after all of them have run or after the outermost forward.
+        mesh: Default: all ranks. A 1-D mesh: its ranks share the parameters. A 2-D mesh:
+            (replicas, shards). A submodule may have a mesh of some of the outermost module's ranks;
+            the other ranks then have other meshes for their submodule there. Gradients are averaged
+            over the mesh. Parameters and buffers on another device type move to the current device
+            of the mesh's type. Without a mesh, CPU tensors move to the group's device if the group
+            has no CPU backend; torch moves them to the accelerator.
+        reshard_after_forward: True: backward all-gathers the parameters again. False: they stay
+            unsharded. None (default): True except for the outermost module. A divisor n of the
+            number of shards: each n consecutive ranks keep shards of the unsharded parameters, and
+            backward all-gathers among them. n = 1 equals False; n = all equals True.
+        shard_placement_fn: Function of a parameter. It returns None, a Shard, or a
+            ShardPlacementResult, whose mesh becomes the unit's mesh and must be the same for all of
+            the unit's parameters. The dimension of Shard has no effect; see `block_numel_fn`.
+        mp_policy: dtypes of compute, reductions, inputs and outputs. Parameters keep their dtype.
+        offload_policy: None or OffloadPolicy(). CPU offload is not supported.
+        ignored_params: Parameters that are neither sharded nor averaged.
+        dp_mesh_dims: torch's DataParallelMeshDims: the dimensions `shard` and `replicate` of a
+            larger mesh. Parameters must be plain tensors, which differ along other dimensions.
+        prefetch_depth: The number of units whose all-gathers begin before they are needed.
+        broadcasts_parameters: Broadcasts rank 0's parameters.
+        block_numel_fn: Function of a parameter; returns the number of consecutive elements that
+            stay on one rank, for example ``p[0].numel()`` for whole rows or ``p.numel()`` for the
+            whole parameter. Must be equal on all ranks.
+        comm_hook: None, "fp16_compress" or "bf16_compress": gradients are sent and summed over
+            ranks in that dtype. They still accumulate on this rank in the reduce dtype, which
+            ``.grad`` has, too. Must be equal on all ranks.
+        reproducible: Adds gradients in rank order on devices, too; on CPUs that is always so. Only
+            the outermost module's value counts.
 
     Returns:
-        The same, whose class now derives from its own and from FSDPModule.
+        `module`, whose class is now a subclass of FSDPModule and of its former class.
 
     Raises:
-        ValueError: bad arguments, or ranks differ; on all ranks.
-        NotImplementedError: names a feature that brigade lacks.
+        ValueError: An argument is invalid, or the ranks' arguments or parameters differ; on all
+            ranks.
+        NotImplementedError: A feature is not supported; the other ranks raise ValueError.
     """
-    group, num_shards = group_of(mesh, dp_mesh_dims)
+    group, num_shards = group_and_num_shards(mesh, dp_mesh_dims)
     modules = list(module) if isinstance(module, (list, tuple)) else [module]
     ignored = set(ignored_params or ())
     if shard_placement_fn is not None:
-        with failure_told_to_peers(group):
+        with raises_on_all_ranks(group):
             named = [
                 (prefix + name, parameter)
                 for each in modules
@@ -438,30 +554,30 @@ def fully_shard(
             ]
             placed = mesh_of_placements(named, shard_placement_fn, mesh)
         if placed is not mesh:
-            group, num_shards = group_of(placed)
+            group, num_shards = group_and_num_shards(placed)
             mesh = placed
     policy = mp_policy or MixedPrecisionPolicy()
-    with failure_told_to_peers(group):
+    with raises_on_all_ranks(group):
         _require_separate(modules)
         if offload_policy is not None and type(offload_policy) is not OffloadPolicy:
             raise NotImplementedError(
-                "fully_shard: offload_policy: expected none, since parameters stay where they "
-                f"are, found {type(offload_policy).__name__}.\nLeave it out."
+                "fully_shard: offload_policy: expected None or OffloadPolicy(), found "
+                f"{type(offload_policy).__name__}; offloading is not supported.\nLeave it out."
             )
         require_count(prefetch_depth, "prefetch_depth", least=0)
         for name in ("param_dtype", "reduce_dtype", "output_dtype"):
             if not isinstance(value := getattr(policy, name), (torch.dtype, type(None))):
                 raise ValueError(
                     f"fully_shard: mp_policy: expected {name} to be a torch.dtype, found "
-                    f"{value!r}.\nGive torch.bfloat16, for instance."
+                    f"{value!r}.\nPass a dtype, for example torch.bfloat16."
                 )
         reshards, reshards_to = split_reshards(
             True if reshard_after_forward is None else reshard_after_forward, num_shards
         )
         if comm_hook is not None and comm_hook not in _WIRE_DTYPES:
             raise NotImplementedError(
-                f"fully_shard: expected a comm hook of {', '.join(_WIRE_DTYPES)}, found "
-                f"{comm_hook!r}.\nOne of your own is written in C++ (fsdp/reduction_hook.h)."
+                f"fully_shard: expected comm_hook to be one of {', '.join(_WIRE_DTYPES)}, found "
+                f"{comm_hook!r}.\nCustom hooks are written in C++ (fsdp/reduction_hook.h)."
             )
     options = {
         "reshard_to": reshards_to,
@@ -484,7 +600,7 @@ def fully_shard(
         None if reshard_after_forward is None else reshards,
         ignored,
         block_numel_fn,
-        getattr(mesh, "device_type", None),  # none of stand-ins for a mesh
+        getattr(mesh, "device_type", None),  # mesh-like objects may lack it
     )
     for each in modules:
         each.__class__ = _sharded_class(type(each))
@@ -493,21 +609,20 @@ def fully_shard(
 
 def _require_separate(modules: list[nn.Module]) -> None:
     if not modules:
-        raise ValueError("fully_shard: expected a module, or several, found an empty list.")
+        raise ValueError("fully_shard: expected a module or a list of them, found an empty list.")
     for module in modules:
         if isinstance(module, (nn.ModuleList, nn.ModuleDict)):
             raise ValueError(
-                f"fully_shard: expected modules that are called, found a {type(module).__name__}, "
-                "which has no forward.\nShard what is in it: each by itself, or list(...) as one "
-                "unit."
+                f"fully_shard: expected modules with a forward, found a {type(module).__name__}.\n"
+                "Shard its elements, each as a unit or list(...) as one unit."
             )
         if unit_of(module) is not None:
-            raise ValueError("fully_shard: this module is sharded already.")
+            raise ValueError(f"fully_shard: this {type(module).__name__} is sharded already.")
         inside = [other for other in module.modules() if any(other is each for each in modules)]
         if len(inside) > 1 or sum(module is each for each in modules) > 1:
             raise ValueError(
-                f"fully_shard: {type(module).__name__} is in the list twice, or has another "
-                "module of it inside.\nName the outer one alone."
+                f"fully_shard: {type(module).__name__} is in the list twice, or contains another "
+                "module of the list.\nList only the outer module."
             )
 
 
@@ -517,14 +632,19 @@ def _sharded_class(cls: type[nn.Module]) -> type[nn.Module]:
 
 
 def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
-    """Lets a method be called in place of forward: parameters are unsharded inside of it.
+    """Makes calls of a method unshard parameters as calls of forward do. As torch's.
 
     Args:
-        module: sharded by fully_shard; without effect on others.
-        method_name: of one that computes with the module's own parameters, as ``encode``.
+        module: A sharded module; without effect on other modules.
+        method_name: Name of a method that uses the module's parameters.
 
     Raises:
-        ValueError: the module has no such method.
+        ValueError: The module has no such method.
+
+    Example::
+
+        brigade.register_fsdp_forward_method(model, "encode")
+        model.encode(inputs).sum().backward()
     """
     unit = unit_of(module)
     if unit is None:
@@ -533,9 +653,9 @@ def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
     if not callable(method):
         raise ValueError(
             f"register_fsdp_forward_method: {type(module).__name__} has no method "
-            f"'{method_name}'.\nName one that takes forward's place."
+            f"'{method_name}'.\nPass the name of a method to call instead of forward."
         )
-    # Of its class, so that the module holds nothing that holds the module.
+    # Not the bound method: the module would hold a reference to itself.
     function = method.__func__
 
     @functools.wraps(function)
@@ -546,7 +666,7 @@ def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
 
 
 def share_comm_ctx(modules: list[FSDPModule]) -> None:
-    """Without effect: of torch's, models that run in turns share streams by it.
+    """Without effect: each outermost module has its own connections and streams.
 
-    Each of brigade's models has connections of its own.
+    torch's shares streams between models that run alternately.
     """

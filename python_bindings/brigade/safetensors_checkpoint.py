@@ -1,17 +1,13 @@
-"""Checkpoints in safetensors files, shared by C++ and Python programs.
+"""Checkpoints of models and optimizers in safetensors files, shared by C++ and Python programs.
 
     brigade.save_whole(model, "step 17.safetensors", optimizer, metadata={"step": "17"})
     ...
     metadata = brigade.load_whole(model, "step 17.safetensors", optimizer)
 
-The format is that of checkpoint/checkpoint.h: one file of unsharded tensors, which other programs
-read too, or a folder to which each rank writes its shards. A checkpoint has the parameters and the
-state of SGD, Adam, AdamW, RMSprop and Adagrad with all options, such as learning rates.
-torch.distributed.checkpoint supports other optimizers.
-
-A model is sharded, or a DistributedDataParallel, or any other module, which each process saves
-and loads on its own. Buffers are saved unless the model is sharded; saving warns of tensors that
-it leaves out.
+save_whole() writes one file of unsharded tensors, which other programs can read. save_shards()
+writes a folder with a file per rank. checkpoint/checkpoint.h has the format. A checkpoint contains
+parameters, buffers (unless the model is sharded), and the state and options of SGD, Adam, AdamW,
+RMSprop and Adagrad. Use torch.distributed.checkpoint for other optimizers.
 """
 
 from __future__ import annotations
@@ -30,13 +26,13 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from brigade import _C
-from brigade._checks import failure_told_to_peers
+from brigade._checks import raises_on_all_ranks, some_of
 from brigade._sharded_tensors import ShardedParameter, as_shard
 from brigade._sharded_units import unit_of
 
 _ADAM = {"step": None, "exp_avg": None, "exp_avg_sq": None, "max_exp_avg_sq": "amsgrad"}
 
-# Fields of the state, with the option that a field depends on. The first class that fits.
+# State fields by class, with the option that enables the field. The first matching class counts.
 _FIELDS: dict[type[torch.optim.Optimizer], dict[str, str | None]] = {
     torch.optim.AdamW: _ADAM,
     torch.optim.Adam: _ADAM,
@@ -50,9 +46,15 @@ _FIELDS: dict[type[torch.optim.Optimizer], dict[str, str | None]] = {
     torch.optim.Adagrad: {"step": None, "sum": None},
 }
 _COUNT = "step"
-# Options that choose an implementation and change no result.
-_MECHANISMS = {"foreach", "fused", "capturable", "differentiable", "decoupled_weight_decay"}
-_COMPILED = "_orig_mod."  # torch.compile's, in names
+# Options that do not change results, not saved.
+_WITHOUT_EFFECT = {
+    "foreach",
+    "fused",
+    "capturable",
+    "differentiable",
+    "decoupled_weight_decay",
+}
+_COMPILED = "_orig_mod."  # torch.compile adds it to names
 
 
 def save_whole(
@@ -62,18 +64,24 @@ def save_whole(
     *,
     metadata: dict[str, str] | None = None,
 ) -> None:
-    """Writes unsharded tensors into one file, one tensor in memory at a time. Collective.
+    """Writes unsharded tensors into one safetensors file. Collective.
+
+    Gathers one tensor at a time. Awaits the statuses of all iterations first.
 
     Args:
-        model: The outermost module that fully_shard has sharded, between steps; a
-            DistributedDataParallel; or a module of this process alone.
-        path: Rank 0 writes it. The previous file stays until all is written.
-        optimizer: Of its parameters, or of some.
-        metadata: Further texts for the file, equal on all ranks.
+        model: The outermost sharded module, between steps; a DistributedDataParallel; or another
+            module, which this process saves without communication.
+        path: Rank 0 writes it, and replaces an existing file only when the new one is complete.
+        optimizer: Optimizer of all or some of the model's parameters. Default: not saved.
+        metadata: Strings to store in the file, equal on all ranks.
+
+    Warns:
+        UserWarning: Names tensors and extra states of the model that are not saved.
 
     Raises:
-        ValueError: Rank 0 can't write, or the optimizer is of another class or has other
-            parameters; on all ranks.
+        ValueError: Rank 0 can't write the file, a parameter is a DTensor or on meta, or the
+            optimizer's class is not supported; on all ranks.
+        TypeError: Metadata are not strings; the other ranks raise ValueError.
     """
     _save(model, path, optimizer, metadata, in_shards=False)
 
@@ -81,23 +89,25 @@ def save_whole(
 def load_whole(
     model: nn.Module, path: str | os.PathLike, optimizer: torch.optim.Optimizer | None = None
 ) -> dict[str, str]:
-    """Reads a file of save_whole() on any number of ranks. Collective.
+    """Loads a file of save_whole() into a model and an optimizer. Collective.
+
+    The number of ranks and the units may differ from those of save_whole(). Files of other programs
+    work if they have tensors of the parameters' names, shapes and dtypes.
 
     Args:
-        model: As for save_whole(), in any units. Files of other programs are read if they have
-            tensors of the parameters' names, shapes and dtypes.
-        path: A file that all ranks read.
-        optimizer: Of the saved class; it may be new. Its options become the saved ones, as in
+        model: As for save_whole().
+        path: All ranks read this file.
+        optimizer: An optimizer of the saved class. Its options become the saved ones, as in
             load_state_dict().
 
     Returns:
-        The metadata, and the optimizer's class under "brigade.optimizer" if it was saved.
+        The metadata, with the optimizer's class as "brigade.optimizer" if it was saved.
 
     Warns:
-        UserWarning: Names each option of the optimizer that differed from the saved one.
+        UserWarning: Names each option of the optimizer whose value differed from the saved one.
 
     Raises:
-        ValueError: The file is missing or damaged, of another model or optimizer, or differs
+        ValueError: The file is missing or damaged, does not fit the model or optimizer, or differs
             between ranks; on all ranks, and nothing is changed.
     """
     return _load(model, path, optimizer, "load_whole")
@@ -110,17 +120,17 @@ def save_shards(
     *,
     metadata: dict[str, str] | None = None,
 ) -> None:
-    """Writes the shards of each rank into a file of its own. Collective.
+    """Writes each rank's shards into a file of a folder. Collective.
 
     Args:
-        model: The outermost module that fully_shard has sharded; units may be on any meshes.
-        folder: A folder that all ranks see and that has nothing but one checkpoint; created if
-            missing. The previous checkpoint stays until all is written.
-        optimizer: As of save_whole().
-        metadata: As of save_whole().
+        model: The outermost sharded module; its units may be on any meshes.
+        folder: A folder that all ranks can access and that contains at most one checkpoint; created
+            if missing. The previous checkpoint is deleted only when the new one is complete.
+        optimizer: As for save_whole().
+        metadata: As for save_whole().
 
     Raises:
-        ValueError: As save_whole(), of any rank.
+        ValueError, TypeError: As save_whole(), for any rank.
     """
     _save(model, folder, optimizer, metadata, in_shards=True)
 
@@ -128,7 +138,10 @@ def save_shards(
 def load_shards(
     model: nn.Module, folder: str | os.PathLike, optimizer: torch.optim.Optimizer | None = None
 ) -> dict[str, str]:
-    """Reads a folder of save_shards(); otherwise as load_whole(). Collective."""
+    """Loads a folder of save_shards() into a model and an optimizer. Collective.
+
+    Like load_whole(): the number of ranks, units and meshes may differ from those of save_shards().
+    """
     return _load(model, folder, optimizer, "load_shards")
 
 
@@ -141,7 +154,7 @@ def _save(
 ) -> None:
     where = "save_shards" if in_shards else "save_whole"
     make, *arguments = _checked(model, path, optimizer, where, metadata or {})
-    _warn_of_the_rest(_as_made(model))
+    _warn_of_unsaved(_without_compile(model))
     _C.save_checkpoint(make(), in_shards, *arguments)
 
 
@@ -167,51 +180,55 @@ def _checked(
     where: str,
     metadata: dict[str, str],
 ) -> tuple[Callable[[], _C.CheckpointModel], str, dict[str, str], _C.OptimizerState | None]:
-    """The arguments of C++'s functions; the first is collective. Raises on all ranks."""
-    model = _as_made(model)
-    with failure_told_to_peers(_group_of(model), functools.partial(_tell, model)):
+    """Checks the arguments and returns those of _C's functions; the first call is collective.
+
+    Raises on all ranks.
+    """
+    model = _without_compile(model)
+    with raises_on_all_ranks(_group_of(model), functools.partial(_fail_on_peers, model)):
         for key, value in metadata.items():
             if not isinstance(key, str) or not isinstance(value, str):
                 raise TypeError(
-                    f"{where}: expected metadata of strings, found {key!r}: {value!r}.\nGive "
-                    "str(value), and turn it back where it is loaded."
+                    f"{where}: expected metadata of strings, found {key!r}: {value!r}.\nConvert "
+                    "it to a string, and back after loading."
                 )
             (key + value).encode()  # raises for surrogates
         path, state = os.fspath(path), _state_of(optimizer)
         return _model_maker(model, where), path, metadata, state
 
 
-def _as_made(model: nn.Module) -> nn.Module:
-    compiler = sys.modules.get("torch._dynamo.eval_frame")  # which takes seconds to import
+def _without_compile(model: nn.Module) -> nn.Module:
+    """Returns the original module of a torch.compile() wrapper."""
+    compiler = sys.modules.get("torch._dynamo.eval_frame")  # importing it takes seconds
     while compiler is not None and isinstance(model, compiler.OptimizedModule):
         model = model._orig_mod
     return model
 
 
 def _group_of(model: nn.Module) -> dist.ProcessGroup | None:
-    """None for a module of this process alone."""
+    """Returns None for a module that is neither sharded nor a DistributedDataParallel."""
     if (unit := unit_of(model)) is not None:
         return unit.outermost().group
     return model.process_group if isinstance(model, DistributedDataParallel) else None
 
 
-def _tell(model: nn.Module, failure: str) -> None:
-    """Makes the peers' save or load raise. Collective."""
+def _fail_on_peers(model: nn.Module, failure: str) -> None:
+    """Matches the peers' save or load, which then raises `failure`. Collective."""
     if (unit := unit_of(model)) is not None:
         unit.outermost().require_root().native.meet_peers()
     _C.fail_checkpoint(_group_of(model), failure)
 
 
 def _model_maker(model: nn.Module, where: str) -> Callable[[], _C.CheckpointModel]:
-    """Returns a collective function. Raises if the model can't be saved or loaded."""
+    """Returns a collective function that makes the CheckpointModel. Raises for a bad model."""
     unit = unit_of(model)
     if unit is not None and unit.outermost() is unit:
         root = unit.require_root()
         return lambda: _C.CheckpointModel(root.native)
     if any(unit_of(module) is not None for module in model.modules()):
         raise ValueError(
-            f"{where}: expected the outermost module that fully_shard has sharded, found "
-            f"{type(model).__name__}.\nGive that one."
+            f"{where}: expected the outermost sharded module, found {type(model).__name__}.\nPass "
+            "the outermost module."
         )
     module = model.module if isinstance(model, DistributedDataParallel) else model
     parameters = list(module.named_parameters())
@@ -220,13 +237,13 @@ def _model_maker(model: nn.Module, where: str) -> Callable[[], _C.CheckpointMode
     for name, tensor in parameters + buffers:
         if isinstance(tensor, DTensor):
             raise ValueError(
-                f"{where}: expected parameters that brigade has sharded, or none has, found "
-                f"'{name}', a DTensor.\nSave it by torch.distributed.checkpoint."
+                f"{where}: expected plain tensors or brigade's sharded ones, found that '{name}' "
+                "is a DTensor.\nUse torch.distributed.checkpoint."
             )
         if tensor.is_meta:
             raise ValueError(
                 f"{where}: expected parameters with memory, found '{name}' on meta.\nCall "
-                "to_empty(device=...) of the module first."
+                "to_empty(device=...) on the module first."
             )
     named = [
         [(name.replace(_COMPILED, ""), tensor) for name, tensor in tensors]
@@ -235,16 +252,16 @@ def _model_maker(model: nn.Module, where: str) -> Callable[[], _C.CheckpointMode
     return lambda: _C.CheckpointModel(*named, _group_of(model))
 
 
-def _warn_of_the_rest(model: nn.Module) -> None:
+def _warn_of_unsaved(model: nn.Module) -> None:
     is_sharded = unit_of(model) is not None
     named = model.state_dict(keep_vars=True).items()
     kind = ShardedParameter if is_sharded else torch.Tensor
-    rest = [name for name, value in named if not isinstance(value, kind)]
-    if rest:
-        what = "buffers and parameters that are not sharded" if is_sharded else "extra states"
+    unsaved = [name for name, value in named if not isinstance(value, kind)]
+    if unsaved:
+        kinds = "buffers and unsharded parameters" if is_sharded else "extra states"
         warnings.warn(
-            f"{what} are not saved: {rest[:5]}{' and others' if len(rest) > 5 else ''}.\n"
-            "Save them yourself, or all with torch.distributed.checkpoint.",
+            f"{kinds} are not saved: {some_of(unsaved)}.\nSave them separately, or all with "
+            "torch.distributed.checkpoint.",
             stacklevel=4,
         )
 
@@ -259,8 +276,8 @@ def _state_of(optimizer: torch.optim.Optimizer | None) -> _C.OptimizerState | No
     if cls is None:
         names = ", ".join(known.__name__ for known in _FIELDS)
         raise ValueError(
-            f"expected one of {names}, found {type(optimizer).__name__}.\n"
-            "Use torch.distributed.checkpoint, which takes any."
+            f"optimizer: expected one of {names}, found {type(optimizer).__name__}.\nUse "
+            "torch.distributed.checkpoint for other optimizers."
         )
     parameters = []
     for index, group in enumerate(optimizer.param_groups):
@@ -275,8 +292,8 @@ def _state_of(optimizer: torch.optim.Optimizer | None) -> _C.OptimizerState | No
                 if kept.get(name) is not None
             }
             parameters.append((parameter, index, fields, values))
-    # Schedulers add options of their own to a group.
-    names = [name for name in optimizer.defaults if name not in _MECHANISMS]
+    # `defaults` lacks the options that schedulers add to a group.
+    names = [name for name in optimizer.defaults if name not in _WITHOUT_EFFECT]
     options = [
         json.dumps({name: group[name] for name in names}, default=torch.Tensor.tolist)
         for group in optimizer.param_groups

@@ -1,20 +1,170 @@
-#include <ATen/Parallel.h>
-#include <ATen/core/Tensor.h>
+// Packer for the CPU: loops over all slots of a bucket, so that a tiny slot
+// costs nanoseconds, and the class that runs them.
 
+#include <ATen/Parallel.h>
+
+#include <algorithm>
+#include <array>
 #include <cstddef>
+#include <cstdint>
 #include <cstring>
+#include <type_traits>
 #include <utility>
 
-#include "brigade/reducer/packing/pack_loops.h"
-#include "brigade/reducer/packing/packer_devices.h"
+#ifdef __x86_64__
+#include <immintrin.h>
+#endif
 
-namespace brigade {
+#include "brigade/reducer/packing/packer.h"
+
+namespace brigade::packing {
 namespace {
 
-// From this size on a slot is cut over ATen's threads, where there are several.
-// With 2 threads on 2 cores the best quarter of runs took 0.8x the time of one
-// loop; threads that wait for a core cost far more than they save, so small
-// slots keep to the loop.
+// to[k] = from[k] * factor. `from` may be `to`.
+struct PlainTransfer {
+  template <typename From, typename To>
+  void operator()(const From* from, To* to, int64_t numel,
+                  Product<From> factor) const {
+    for (int64_t k = 0; k < numel; ++k) {
+      to[k] = cast<To>(static_cast<Product<From>>(from[k]) * factor);
+    }
+  }
+};
+
+template <typename Gradient, typename Wire, typename Transfer>
+void pack_slots(std::span<const SlotRange> slots, const void* const* gradients,
+                void* flat, double scale) {
+  const auto factor = static_cast<Product<Gradient>>(scale);
+  for (size_t i = 0; i < slots.size(); ++i) {
+    const auto [offset, numel] = slots[i];
+    if (numel == 0) continue;  // the buffer may have no memory
+    const auto* from = static_cast<const Gradient*>(gradients[i]);
+    Wire* to = static_cast<Wire*>(flat) + offset;
+    if (from == nullptr) {
+      std::memset(static_cast<void*>(to), 0, numel * sizeof(Wire));
+    } else {
+      Transfer()(from, to, numel, factor);
+    }
+  }
+}
+
+template <typename Gradient, typename Wire, typename Transfer>
+void unpack_slots(std::span<const SlotRange> slots, const void* flat,
+                  void* const* gradients) {
+  for (size_t i = 0; i < slots.size(); ++i) {
+    const auto [offset, numel] = slots[i];
+    auto* to = static_cast<Gradient*>(gradients[i]);
+    if (to == nullptr) continue;
+    Transfer()(static_cast<const Wire*>(flat) + offset, to, numel,
+               Product<Wire>{1});
+  }
+}
+
+template <typename Transfer>
+PackLoops loops_by(at::ScalarType gradient, at::ScalarType wire) {
+  return visit_pair(gradient, wire, []<typename Gradient, typename Wire>() {
+    return PackLoops{.pack = pack_slots<Gradient, Wire, Transfer>,
+                     .unpack = unpack_slots<Gradient, Wire, Transfer>};
+  });
+}
+
+#ifdef __x86_64__
+
+// Only functions with this attribute, and the callees inlined into them, use
+// AVX2 and F16C, so the library runs on any x86-64 processor.
+// native_pack_loops() checks the processor at run time.
+//
+// target_clones excludes intrinsics: at 65,536 elements it takes 9 to 25 times
+// as long with float16 and 2.1 to 2.4 times with bfloat16.
+#define BRIGADE_AVX2 __attribute__((target("avx2,f16c"), flatten))
+
+using at::Half;
+
+constexpr int64_t kLanes = 8;  // of float32
+
+// Compilers do not vectorize c10's conversions of float16.
+
+BRIGADE_AVX2 inline void convert(const Half* from, float* to, int64_t numel) {
+  int64_t k = 0;
+  for (; k + kLanes <= numel; k += kLanes) {
+    const auto* bits = reinterpret_cast<const __m128i*>(from + k);
+    _mm256_storeu_ps(to + k, _mm256_cvtph_ps(_mm_loadu_si128(bits)));
+  }
+  for (; k < numel; ++k) to[k] = _cvtsh_ss(from[k].x);
+}
+
+BRIGADE_AVX2 inline void convert(const float* from, Half* to, int64_t numel) {
+  int64_t k = 0;
+  for (; k + kLanes <= numel; k += kLanes) {
+    _mm_storeu_si128(
+        reinterpret_cast<__m128i*>(to + k),
+        _mm256_cvtps_ph(_mm256_loadu_ps(from + k), _MM_FROUND_TO_NEAREST_INT));
+  }
+  for (; k < numel; ++k) {
+    to[k].x = _cvtss_sh(from[k], _MM_FROUND_TO_NEAREST_INT);
+  }
+}
+
+// Small enough to stay in the cache.
+using Block = std::array<float, 1024>;
+
+template <typename From>
+BRIGADE_AVX2 inline const auto* readable(const From* from, Block& block,
+                                         int64_t numel) {
+  if constexpr (std::is_same_v<From, Half>) {
+    convert(from, block.data(), numel);
+    return const_cast<const float*>(block.data());
+  } else {
+    return from;
+  }
+}
+
+// Converts float16 through blocks of float32.
+struct Avx2Transfer {
+  template <typename From, typename To>
+  BRIGADE_AVX2 void operator()(const From* from, To* to, int64_t numel,
+                               Product<From> factor) const {
+    constexpr PlainTransfer kPlain;
+    if constexpr (!std::is_same_v<From, Half> && !std::is_same_v<To, Half>) {
+      kPlain(from, to, numel, factor);
+    } else {
+      Block block;
+      for (int64_t k = 0; k < numel; k += block.size()) {
+        const int64_t size = std::min<int64_t>(numel - k, block.size());
+        const auto* source = readable(from + k, block, size);
+        if constexpr (std::is_same_v<To, Half>) {
+          kPlain(source, block.data(), size, factor);
+          convert(block.data(), to + k, size);
+        } else {
+          kPlain(source, to + k, size, factor);
+        }
+      }
+    }
+  }
+};
+
+#endif  // __x86_64__
+
+}  // namespace
+
+PackLoops portable_pack_loops(at::ScalarType gradient, at::ScalarType wire) {
+  return loops_by<PlainTransfer>(gradient, wire);
+}
+
+PackLoops native_pack_loops(at::ScalarType gradient, at::ScalarType wire) {
+#ifdef __x86_64__
+  if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("f16c")) {
+    return loops_by<Avx2Transfer>(gradient, wire);
+  }
+#endif
+  return {};
+}
+
+namespace {
+
+// Minimum size of a slot that is split over ATen's threads. Two threads on two
+// cores take 0.8x the time of one; a thread that waits for a core costs far
+// more than that saves.
 constexpr int64_t kThreadedSlotBytes = int64_t{1} << 20;
 
 class CpuPacker final : public Packer {
@@ -38,7 +188,7 @@ class CpuPacker final : public Packer {
     const bool is_cast = flat.scalar_type() != arguments_.gradient_dtype;
     if (!is_cast && !arguments_.changes_values(scale)) {
       for (size_t i = 0; i < slots_.size(); ++i) {
-        copy(gradients[i], place(buffer, i), i);
+        copy(gradients[i], address_of(buffer, i), i);
       }
       return;
     }
@@ -60,28 +210,27 @@ class CpuPacker final : public Packer {
     }
     for (size_t i = 0; i < slots_.size(); ++i) {
       if (gradients[i] != nullptr) {
-        copy(place(const_cast<void*>(buffer), i), gradients[i], i);
+        copy(address_of(const_cast<void*>(buffer), i), gradients[i], i);
       }
     }
   }
 
  private:
-  // The best loops for gradients to and from `flat`.
   PackLoops loops_for(const at::Tensor& flat) const {
     const at::ScalarType wire = c10::toRealValueType(flat.scalar_type());
     const PackLoops native = native_pack_loops(dtype_, wire);
     return native.pack != nullptr ? native : portable_pack_loops(dtype_, wire);
   }
 
-  void* place(void* buffer, size_t slot) const {
+  void* address_of(void* buffer, size_t slot) const {
     return static_cast<std::byte*>(buffer) +
            slots_[slot].offset_numel * element_bytes_;
   }
 
-  // A null source is all zeros; memory is never copied onto itself.
+  // Writes zeros if `from` is null; skips memory that is already at `to`.
   void copy(const void* from, void* to, size_t slot) const {
     const size_t bytes = slots_[slot].numel * element_bytes_;
-    if (bytes == 0) return;  // perhaps without memory
+    if (bytes == 0) return;  // `to` may be null
     if (from == nullptr) {
       std::memset(to, 0, bytes);
     } else if (from != to) {
@@ -94,7 +243,7 @@ class CpuPacker final : public Packer {
     const std::span<const SlotRange> slots = slots_;
     size_t next = 0;
     for (const size_t slot : threaded_slots_) {
-      if (gradients[slot] == nullptr) continue;  // the loop writes its zeros
+      if (gradients[slot] == nullptr) continue;  // the plain loop zeroes it
       loop(slots.subspan(next, slot - next), gradients.data() + next, buffer,
            scale);
       at::parallel_for(0, slots[slot].numel, at::internal::GRAIN_SIZE,
@@ -126,4 +275,4 @@ std::unique_ptr<Packer> make_cpu_packer(PackerArguments arguments,
   return std::make_unique<CpuPacker>(arguments, std::move(slots));
 }
 
-}  // namespace brigade
+}  // namespace brigade::packing

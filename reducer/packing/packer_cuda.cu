@@ -1,11 +1,11 @@
-// One kernel moves all slots of a bucket, whatever their number and sizes.
+// Packer for CUDA: one kernel moves all slots of a bucket.
 //
-// The flat buffer is cut into chunks of equal size, one per block, so that work
-// is balanced over bytes rather than over slots.  Which slot is the first in a
-// chunk was worked out at construction; from there threads search.
+// Each block moves one chunk of the flat buffer. Chunks have equal size, which
+// balances bytes rather than slots. A table made at construction gives the
+// first slot of each chunk; threads search from there.
 //
-// Where gradients lie changes from step to step.  Up to kMaxInlineSlots
-// addresses ride in the kernel's arguments; more are copied to the device.
+// The gradients' addresses change from step to step. Up to kMaxInlineSlots
+// addresses are kernel arguments; more are copied to the device.
 
 #include <ATen/core/CachingHostAllocator.h>
 #include <ATen/core/Tensor.h>
@@ -25,22 +25,22 @@
 #include <type_traits>
 #include <vector>
 
-#include "brigade/reducer/packing/packer_devices.h"
+#include "brigade/reducer/packing/packer.h"
 
-namespace brigade {
+namespace brigade::packing {
 namespace {
 
 constexpr int kThreads = 256;
-// Enough loads in flight; with more the registers would not suffice.
+// Keeps enough loads in flight; with more blocks the registers do not suffice.
 constexpr int kMinBlocksPerMultiprocessor = 6;
-// Gradient bytes of a chunk: four loads of 16 bytes for each thread.
+// Gradient bytes per chunk: four loads of 16 bytes per thread.
 constexpr int64_t kChunkBytes = int64_t{kThreads} * 16 * 4;
-// With the other arguments, below the 4 KiB that every launch may carry.
+// Keeps all kernel arguments below the limit of 4 KiB.
 constexpr int kMaxInlineSlots = 480;
 
 enum class Direction { kPack, kUnpack };
 
-// A slot's place in the flat buffer, in elements: [begin, end).
+// A slot's elements in the flat buffer: [begin, end).
 struct Place {
   int64_t begin;
   int64_t end;
@@ -55,7 +55,7 @@ struct Tables {
   int64_t flat_numel;  // where the last slot ends
 };
 
-// Addresses of gradients, by slot.
+// Addresses of the gradients, by slot.
 struct InlineAddresses {
   void* at[kMaxInlineSlots];
 };
@@ -63,7 +63,7 @@ struct StagedAddresses {
   void* const* at;
 };
 
-// Elements that one thread moves at once: 16 bytes of the narrower side.
+// Elements that one thread moves at once: 16 bytes of the narrower dtype.
 template <typename Gradient, typename Wire>
 constexpr int kGroup = 16 / std::min(sizeof(Gradient), sizeof(Wire));
 
@@ -99,7 +99,6 @@ __device__ __forceinline__ bool is_aligned(const void* address) {
   return reinterpret_cast<uintptr_t>(address) % 16 == 0;
 }
 
-// How elements change on their way.
 template <typename Gradient, typename Wire, Direction kDirection>
 struct Mover {
   using From =
@@ -109,7 +108,6 @@ struct Mover {
 
   Product<Gradient> scale;
 
-  // Whether elements keep their bits.
   __device__ __forceinline__ bool copies() const {
     return std::is_same_v<From, To> && scale == Product<Gradient>{1};
   }
@@ -133,7 +131,7 @@ struct Mover {
     for (int i = 0; i < kCount; ++i) to.values[i] = change(from.values[i]);
   }
 
-  // One group of kCount elements, each side in words of 16 bytes if it may.
+  // Moves kCount elements, in words of 16 bytes on each side that is aligned.
   __device__ __forceinline__ void move_group(const From* from, To* to) const {
     Vector<From, kCount> source;
     Vector<To, kCount> result;
@@ -153,7 +151,7 @@ struct Mover {
   }
 };
 
-// No gradient to write, or one that is where and as it shall be.
+// True if there is no gradient to write, or it already holds the result.
 template <typename Gradient, typename Wire, Direction kDirection>
 __device__ __forceinline__ bool has_nothing_to_do(
     const Mover<Gradient, Wire, kDirection>& mover, const Gradient* gradient,
@@ -163,11 +161,8 @@ __device__ __forceinline__ bool has_nothing_to_do(
          static_cast<const void*>(gradient) == static_cast<const void*>(place);
 }
 
-// One block moves one chunk of `flat`.
-//
-// A missing gradient (null) is packed as zeros and never unpacked.  A gradient
-// at its place in `flat` is scaled there: each element is read and written by
-// one thread alone.
+// Moves one chunk of `flat` per block. One thread reads and writes each
+// element, so a gradient can be scaled in place.
 template <typename Gradient, typename Wire, Direction kDirection,
           typename Addresses>
 __global__ void __launch_bounds__(kThreads, kMinBlocksPerMultiprocessor)
@@ -187,8 +182,8 @@ __global__ void __launch_bounds__(kThreads, kMinBlocksPerMultiprocessor)
   const int32_t last =
       min(tables.first_in_chunk[blockIdx.x + 1], tables.num_slots - 1);
 
-  // The common case: a full chunk inside one slot, both sides aligned.  All
-  // loads are issued before the first store.
+  // Fast path: a full chunk inside one slot, both sides aligned. All loads are
+  // issued before the first store.
   if (const Place place = tables.places[first];
       place.begin <= chunk_begin && chunk_begin + kChunkNumel <= place.end) {
     auto* const slot_gradient = static_cast<Gradient*>(addresses.at[first]);
@@ -265,9 +260,9 @@ __global__ void __launch_bounds__(kThreads, kMinBlocksPerMultiprocessor)
   }
 }
 
-// Copies addresses to device memory of the current stream.  The allocators
-// reuse the pinned memory after the copy, and the device's in the order of the
-// stream, so both may be freed once the kernel that reads it is enqueued.
+// Copies addresses to device memory on the current stream. The allocators reuse
+// the pinned memory after the copy, and the device memory in stream order. Both
+// may be freed once the kernel that reads them is enqueued.
 at::DataPtr copy_to_device(std::span<const void* const> addresses,
                            c10::cuda::CUDAStream stream) {
   auto* const pinned = at::getHostAllocator(at::kCUDA);
@@ -282,43 +277,42 @@ at::DataPtr copy_to_device(std::span<const void* const> addresses,
   return device;
 }
 
-// Arguments of a launch besides the dtypes.
-struct Launch {
+struct LaunchArguments {
   std::span<const void* const> gradients;
   Tables tables;
   void* flat;
   double scale;
-  void* const* on_device;  // addresses; null: they ride in the arguments
+  void* const* on_device;  // addresses; null: pass them as kernel arguments
   c10::cuda::CUDAStream stream;
 };
 
 template <typename Gradient, typename Wire, Direction kDirection>
-void launch(const Launch& what) {
+void launch(const LaunchArguments& arguments) {
   constexpr int64_t kChunkNumel = kChunkBytes / sizeof(Gradient);
   const auto num_blocks = static_cast<unsigned>(
-      (what.tables.flat_numel + kChunkNumel - 1) / kChunkNumel);
-  auto* const flat = static_cast<Wire*>(what.flat);
-  const auto scale = static_cast<Product<Gradient>>(what.scale);
-  if (what.on_device == nullptr) {
+      (arguments.tables.flat_numel + kChunkNumel - 1) / kChunkNumel);
+  auto* const flat = static_cast<Wire*>(arguments.flat);
+  const auto scale = static_cast<Product<Gradient>>(arguments.scale);
+  if (arguments.on_device == nullptr) {
     InlineAddresses addresses;
-    std::memcpy(addresses.at, what.gradients.data(),
-                what.gradients.size_bytes());
+    std::memcpy(addresses.at, arguments.gradients.data(),
+                arguments.gradients.size_bytes());
     move_slots<Gradient, Wire, kDirection>
-        <<<num_blocks, kThreads, 0, what.stream>>>(addresses, what.tables, flat,
-                                                   scale);
+        <<<num_blocks, kThreads, 0, arguments.stream>>>(
+            addresses, arguments.tables, flat, scale);
     C10_CUDA_KERNEL_LAUNCH_CHECK();
     return;
   }
   move_slots<Gradient, Wire, kDirection>
-      <<<num_blocks, kThreads, 0, what.stream>>>(
-          StagedAddresses{what.on_device}, what.tables, flat, scale);
+      <<<num_blocks, kThreads, 0, arguments.stream>>>(
+          StagedAddresses{arguments.on_device}, arguments.tables, flat, scale);
   C10_CUDA_KERNEL_LAUNCH_CHECK();
 }
 
-using Launcher = void (*)(const Launch&);
+using Launcher = void (*)(const LaunchArguments&);
 
 template <Direction kDirection>
-struct ChosenLauncher {
+struct LauncherOf {
   template <typename Gradient, typename Wire>
   Launcher operator()() const {
     return launch<Gradient, Wire, kDirection>;
@@ -344,14 +338,14 @@ class CudaPacker final : public Packer {
                              !arguments_.changes_values(scale);
     if (copies_bits && all_in_place(gradients, buffer)) return;
     const at::ScalarType wire = c10::toRealValueType(flat.scalar_type());
-    run(visit_pair(dtype_, wire, ChosenLauncher<Direction::kPack>()), gradients,
+    run(visit_pair(dtype_, wire, LauncherOf<Direction::kPack>()), gradients,
         buffer, scale);
   }
 
   void unpack(const at::Tensor& flat,
               std::span<void* const> gradients) override {
     arguments_.check("Packer::unpack", gradients.size(), flat);
-    // The kernel reads `flat` only.
+    // The kernel only reads `flat`.
     void* const buffer = const_cast<void*>(flat.const_data_ptr());
     const std::span<const void* const> to(gradients.data(), gradients.size());
     if (flat.scalar_type() == arguments_.gradient_dtype &&
@@ -359,8 +353,8 @@ class CudaPacker final : public Packer {
       return;
     }
     const at::ScalarType wire = c10::toRealValueType(flat.scalar_type());
-    run(visit_pair(dtype_, wire, ChosenLauncher<Direction::kUnpack>()), to,
-        buffer, 1.0);
+    run(visit_pair(dtype_, wire, LauncherOf<Direction::kUnpack>()), to, buffer,
+        1.0);
   }
 
  private:
@@ -373,7 +367,7 @@ class CudaPacker final : public Packer {
     return offsets;
   }
 
-  // One blocking copy, once: the tables are then there for every stream.
+  // One blocking copy, so that every stream sees the tables.
   void upload_tables(const std::vector<SlotRange>& slots) {
     std::vector<Place> places;
     for (const SlotRange& slot : slots) {
@@ -426,8 +420,8 @@ class CudaPacker final : public Packer {
     const c10::cuda::CUDAGuard guard(arguments_.device);
     const c10::cuda::CUDAStream stream =
         c10::cuda::getCurrentCUDAStream(arguments_.device.index());
-    // The allocator must not hand the tables' memory out again before this
-    // stream is through with it.
+    // The allocator must not reuse the tables' memory before this stream is
+    // done with it.
     c10::cuda::CUDACachingAllocator::recordStream(
         tables_memory_.storage().data_ptr(), stream);
     at::DataPtr on_device;
@@ -458,4 +452,4 @@ std::unique_ptr<Packer> make_cuda_packer(PackerArguments arguments,
   return std::make_unique<CudaPacker>(arguments, slots);
 }
 
-}  // namespace brigade
+}  // namespace brigade::packing

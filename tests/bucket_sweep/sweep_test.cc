@@ -118,7 +118,7 @@ TEST(ReportTest, TheTableHasARowPerPlanAndASentence) {
       "20.0]        10.0       4.0     none\n"
       "4 MiB, one        1   3.00 MB  3.00 MB  3.00 MB      18.0      [18.0, "
       "18.0]         8.0       8.0     none\n"
-      "recommended: bucket_caps_bytes = {4194304} or bucket_cap_mb=4 (4 MiB, "
+      "recommended: bucket_cap_bytes = {4194304} or bucket_cap_mb=4 (4 MiB, "
       "one); 2.0 ms (10.0 %) less per step than the default [2.0, 2.0], faster "
       "in 8 of 8 rounds\n");
 }

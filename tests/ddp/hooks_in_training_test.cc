@@ -55,7 +55,7 @@ TEST(StepInBackwardTest, TrainsAsAnOptimizerAfterBackward) {
         DistributedDataParallel model(
             module, group,
             {.reducer = {
-                 .bucket_caps_bytes = {40},
+                 .bucket_cap_bytes = {40},
                  .gradient_as_bucket_view = views,
                  .comm_hook = step_in_backward(hook(group), sgd_step)}});
         std::vector<at::Tensor> expected;
@@ -82,7 +82,7 @@ TEST(StepInBackwardTest, StepsABucketWhileBackwardGoesOn) {
   DistributedDataParallel model(
       module, group,
       {.reducer = {
-           .bucket_caps_bytes = {1},
+           .bucket_cap_bytes = {1},
            .comm_hook = step_in_backward(all_reduce_hook(group), sgd_step)}});
   const at::Tensor last = module->toy.parameters[3];
   const at::Tensor before = last.detach().clone();
@@ -104,7 +104,7 @@ TEST(StepInBackwardTest, ThrowsOutOfBackwardWhatAStepThrowsAndGoesOn) {
     DistributedDataParallel model(
         module, group,
         {.reducer = {
-             .bucket_caps_bytes = {1},
+             .bucket_cap_bytes = {1},
              .comm_hook = step_in_backward(all_reduce_hook(group), step)}});
     try {
       model(kAll, group->getRank(), 0).backward();
@@ -190,7 +190,7 @@ TEST(HookFailureTest, TrainingGoesOnAfterABackwardOfOneRankThrew) {
       ToyModule module;
       DistributedDataParallel model(
           module, group,
-          {.reducer = {.bucket_caps_bytes = {1},
+          {.reducer = {.bucket_cap_bytes = {1},
                        .find_unused_parameters = finds_unused,
                        .comm_hook = own(group)}});
       bool fails = rank == 1;
@@ -220,7 +220,7 @@ TEST(HookFailureTest, ParametersStayEqualUnderStepsInBackward) {
     DistributedDataParallel model(
         module, group,
         {.reducer = {
-             .bucket_caps_bytes = {1},
+             .bucket_cap_bytes = {1},
              .comm_hook = step_in_backward(all_reduce_hook(group), sgd_step)}});
     // Rank 0 has had nothing to step, and is given the model.
     join(model, [&] {

@@ -156,7 +156,7 @@ TEST_P(JoinTest, TrainsAsOneProcessThatHasAllInputs) {
     run_ranks(static_cast<int>(inputs.size()), [&](const Group& group) {
       ReducerOptions options = options_of(graph);
       options.gradient_as_bucket_view = views;
-      options.bucket_caps_bytes = {cap};
+      options.bucket_cap_bytes = {cap};
       options.reproducible = is_reproducible;
       ToyModule module;
       DistributedDataParallel model(module, group, {.reducer = options});

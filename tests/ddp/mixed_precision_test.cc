@@ -55,7 +55,7 @@ class MixedPrecisionTest
  protected:
   DistributedDataParallelOptions options() const {
     return {
-        .reducer = {.bucket_caps_bytes = {40},
+        .reducer = {.bucket_cap_bytes = {40},
                     .gradient_as_bucket_view = std::get<0>(GetParam())},
         .mixed_precision = MixedPrecision{
             .parameters = at::kBFloat16, .reduction = std::get<2>(GetParam())}};

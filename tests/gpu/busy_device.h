@@ -1,4 +1,4 @@
-// A CUDA device that has work in front of what a test launches.
+// Keeps a CUDA device busy before the work that a test launches.
 
 #ifndef BRIGADE_TESTS_GPU_BUSY_DEVICE_H_
 #define BRIGADE_TESTS_GPU_BUSY_DEVICE_H_
@@ -15,7 +15,7 @@ inline c10::Stream current_stream() {
   return c10::impl::VirtualGuardImpl(at::kCUDA).getStream(kDevice);
 }
 
-// Seconds of work for the current stream.
+// Enqueues seconds of work on the current stream.
 inline void keep_busy() {
   const at::Tensor matrix = at::ones({8192, 8192}, kDevice);
   at::Tensor product = at::empty_like(matrix);

@@ -1,5 +1,5 @@
-// The packer on a CUDA device: the same checks as on the CPU, and that nothing
-// waits for the device.
+// Packer on a CUDA device: the checks of the CPU, and that the host never
+// waits.
 
 #include <ATen/ATen.h>
 #include <c10/core/Stream.h>
@@ -28,7 +28,7 @@ using testing::PackerSlot;
 using testing::random_slots;
 using testing::Source;
 
-// More than ride in a kernel's arguments.
+// More than a kernel's arguments can hold.
 constexpr int64_t kManySlots = 700;
 
 class PackerGpuTest : public ::testing::Test {
@@ -124,9 +124,9 @@ TEST_F(PackerGpuTest, MovesRandomSlotsAsAtenWithAndWithoutStaging) {
   }
 }
 
-// Each move changes all values, so a staging that was overwritten too early
-// would show: the addresses of two buckets alternate in it.
-TEST_F(PackerGpuTest, KeepsAddressesOfManyMovesUnderWayApart) {
+// The addresses of two buckets alternate in the staging memory. If it were
+// overwritten too early, values would be wrong.
+TEST_F(PackerGpuTest, ConcurrentMovesKeepTheirAddresses) {
   Bucket a(device(), kManySlots, 256);
   const Bucket b(device(), kManySlots, 256);
   for (int i = 0; i < 100; ++i) {
@@ -166,7 +166,7 @@ TEST_F(PackerGpuTest, NeverWaitsForTheDevice) {
     bucket.gradients.fill_(1.0);
     const c10::Stream stream = runtime().getStream(device());
     stream.synchronize();
-    // Seconds of work in front of the packer's.
+    // Seconds of work before the packer's.
     for (int i = 0; i < 60; ++i) at::mm_out(product, matrix, matrix);
     ASSERT_FALSE(stream.query());
     bucket.packer->pack(bucket.from, bucket.flat, 0.5);
@@ -176,7 +176,7 @@ TEST_F(PackerGpuTest, NeverWaitsForTheDevice) {
   }
 }
 
-TEST_F(PackerGpuTest, MayBeDestroyedWhileItsWorkIsUnderWay) {
+TEST_F(PackerGpuTest, MayBeDestroyedBeforeItsWorkIsDone) {
   Bucket bucket(device(), kManySlots, 1024);
   bucket.packer->pack(bucket.from, bucket.flat, 0.5);
   bucket.packer.reset();

@@ -1,5 +1,5 @@
-// Sharded training on a CUDA device, in a world of 1: its streams are real
-// ones, and the host goes on while they work.
+// Sharded training on a CUDA device with world size 1: real streams, and a host
+// that does not wait for them.
 
 #include <c10/core/impl/VirtualGuardImpl.h>
 #include <torch/torch.h>
@@ -20,7 +20,7 @@ using testing::current_stream;
 using testing::kDevice;
 using testing::keep_busy;
 
-// h * w of each unit, integers.
+// Returns the gradients of each step; each unit computes h * w, in integers.
 std::vector<at::Tensor> train(at::Device device,
                               const FullyShardOptions& options, int num_steps) {
   const auto group = single_process_group();
@@ -57,7 +57,7 @@ std::vector<at::Tensor> train(at::Device device,
   return gradients;
 }
 
-TEST(ShardingGpuTest, TrainsAsOnTheCpu) {
+TEST(ShardingGpuTest, MatchesTrainingOnTheCpu) {
   if (!torch::cuda::is_available()) GTEST_SKIP() << "no CUDA device";
   for (const bool is_mixed : {false, true}) {
     FullyShardOptions options;
@@ -74,7 +74,7 @@ TEST(ShardingGpuTest, TrainsAsOnTheCpu) {
   }
 }
 
-TEST(ShardingGpuTest, TheHostGoesOnWhileTheDeviceWorks) {
+TEST(ShardingGpuTest, HostDoesNotWaitForTheDevice) {
   if (!torch::cuda::is_available()) GTEST_SKIP() << "no CUDA device";
   const FullyShardOptions options = {.param_dtype = at::kBFloat16,
                                      .reduce_dtype = at::kFloat};
@@ -87,9 +87,9 @@ TEST(ShardingGpuTest, TheHostGoesOnWhileTheDeviceWorks) {
   EXPECT_FALSE(current_stream().query()) << "a step has waited for the device";
 }
 
-// What sharding takes for granted of the backend: a future is complete when its
-// collective is launched, and makes streams wait.
-TEST(ShardingGpuTest, FuturesOfNcclAreCompleteWhenTheyAreLaunched) {
+// Sharding relies on this: NCCL's futures are complete at launch, and wait()
+// makes streams wait.
+TEST(ShardingGpuTest, NcclFuturesAreCompleteAtLaunch) {
   if (!torch::cuda::is_available()) GTEST_SKIP() << "no CUDA device";
   c10::impl::VirtualGuardImpl(at::kCUDA).setDevice(kDevice);
   const GroupScope scope(

@@ -1,5 +1,5 @@
-// Data-parallel training on a CUDA device over NCCL, in a world of 1: the bits
-// of the module by itself, and a host that goes on while the device works.
+// Data-parallel training on a CUDA device over NCCL with world size 1: the bits
+// of the unwrapped module, and a host that does not wait for the device.
 
 #include <c10/core/impl/VirtualGuardImpl.h>
 #include <torch/torch.h>
@@ -31,7 +31,7 @@ struct Mode {
 std::vector<Mode> all_modes() {
   std::vector<Mode> modes;
   const auto add = [&](std::string name, auto change) {
-    Mode mode{std::move(name), {.bucket_caps_bytes = {256}}};
+    Mode mode{std::move(name), {.bucket_cap_bytes = {256}}};
     change(mode.options);
     modes.push_back(std::move(mode));
   };
@@ -44,7 +44,7 @@ std::vector<Mode> all_modes() {
   return modes;
 }
 
-// Two layers, the second of which may be left out.
+// Two layers; a forward may skip the second.
 struct NetImpl : torch::nn::Module {
   NetImpl() {
     first = register_module("first", torch::nn::Linear(5, 7));
@@ -90,7 +90,7 @@ class TrainingGpuTest : public ::testing::TestWithParam<Mode> {
   std::optional<GroupScope> scope_;
 };
 
-TEST_P(TrainingGpuTest, HasTheBitsOfTheModuleByItself) {
+TEST_P(TrainingGpuTest, HasTheBitsOfTheUnwrappedModule) {
   const bool may_leave_out = GetParam().options.find_unused_parameters;
   Net alone = make_net();
   Net net = make_net();
@@ -113,9 +113,10 @@ TEST_P(TrainingGpuTest, HasTheBitsOfTheModuleByItself) {
   }
 }
 
-// What waits by its options is left out: searching needs the used map.
-TEST_P(TrainingGpuTest, TheHostGoesOnWhileTheDeviceWorks) {
-  if (GetParam().options.find_unused_parameters) GTEST_SKIP() << "waits";
+// find_unused_parameters waits for the used-parameter bitmap.
+TEST_P(TrainingGpuTest, HostDoesNotWaitForTheDevice) {
+  if (GetParam().options.find_unused_parameters)
+    GTEST_SKIP() << "waits for the bitmap";
   Net net = make_net();
   DistributedDataParallel<Net> model = wrap(net);
   torch::optim::SGD optimizer(net->parameters(), 0.1);
@@ -136,12 +137,12 @@ TEST_P(TrainingGpuTest, TheHostGoesOnWhileTheDeviceWorks) {
   EXPECT_FALSE(current_stream().query()) << "a step has waited for the device";
 }
 
-TEST_P(TrainingGpuTest, CompressesOnTheWay) {
+TEST_P(TrainingGpuTest, CompressesGradients) {
   for (const at::ScalarType dtype : {at::kHalf, at::kBFloat16}) {
     Net alone = make_net();
     Net net = make_net();
     DistributedDataParallelOptions options{.reducer = GetParam().options};
-    if (options.reducer.reproducible) GTEST_SKIP() << "has a hook of its own";
+    if (options.reducer.reproducible) GTEST_SKIP() << "needs its own hook";
     options.reducer.comm_hook = dtype == at::kHalf ? fp16_hook(scope_->group())
                                                    : bf16_hook(scope_->group());
     DistributedDataParallel<Net> model(net, scope_->group(), options);

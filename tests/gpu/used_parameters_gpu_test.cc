@@ -1,5 +1,5 @@
-// The used map on a CUDA device: the host goes on while its copy is in flight,
-// and may change the map meanwhile.
+// Used-parameter bitmap on a CUDA device: the host does not wait for the copy
+// and may change marks during it.
 
 #include <ATen/ATen.h>
 #include <c10/core/Stream.h>
@@ -15,7 +15,7 @@
 namespace brigade {
 namespace {
 
-TEST(UsedParametersGpuTest, TheHostGoesOnWhileTheMapIsBeingCopied) {
+TEST(UsedParametersGpuTest, HostDoesNotWaitForTheCopy) {
   if (!torch::cuda::is_available()) GTEST_SKIP() << "no CUDA device";
   const at::Device device(at::kCUDA, 0);
   const auto group = single_process_group();
@@ -41,13 +41,13 @@ TEST(UsedParametersGpuTest, TheHostGoesOnWhileTheMapIsBeingCopied) {
     map.mark(0);  // parameter 0 of replica 0
     map.mark(3);  // and of replica 1
     map.mark(4);
-    // Seconds of work in front of the copy.
+    // Seconds of work before the copy.
     for (int i = 0; i < 60; ++i) at::mm_out(product, matrix, matrix);
     ASSERT_FALSE(stream.query());
     map.launch();
     EXPECT_FALSE(stream.query()) << "launch() has waited for the device";
     map.clear_marks();
-    map.mark(2);  // of the next iteration: must not travel
+    map.mark(2);  // of the next iteration; not in this all-reduce
     EXPECT_FALSE(stream.query());
     EXPECT_TRUE(at::equal(map.counts(), at::tensor({2, 1, 0}, at::kInt)));
     map.clear_marks();

@@ -127,7 +127,7 @@ def test_what_is_no_cast_or_at_the_wrong_time_is_refused(rank):
         handle.remove()
         model.set_requires_gradient_sync(False)
         _loss(model, rank, 0).backward()
-        with pytest.raises(RuntimeError, match="without synchronisation"):
+        with pytest.raises(RuntimeError, match="unsynchronized gradients"):
             model.double()
         model.set_requires_gradient_sync(True)
         _loss(model, rank, 0).backward()

@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.testing._internal.two_tensor import TwoTensor
 
 import brigade
-from brigade import _device_moves, _sharded_units
+from brigade import _prepare_parameters, _sharded_units
 
 from ranks import on_ranks
 
@@ -27,10 +27,10 @@ def _group_of(*types):
 def _moves(found, group, device_type):
     with (
         mock.patch("torch.get_device_module") as module,
-        mock.patch.object(_device_moves, "device_of", return_value=torch.device("cuda", 2)),
+        mock.patch.object(_prepare_parameters, "device_of", return_value=torch.device("cuda", 2)),
     ):
         module.return_value.current_device.return_value = 1
-        return _device_moves._device_for(torch.device(found), group, device_type)
+        return _prepare_parameters._device_for(torch.device(found), group, device_type)
 
 
 @pytest.mark.parametrize(
@@ -75,7 +75,7 @@ def test_what_moves(rank):
         moved.append(device)
         return device
 
-    with mock.patch.object(_device_moves, "_device_for", other):
+    with mock.patch.object(_prepare_parameters, "_device_for", other):
         brigade.fully_shard(
             module,
             mesh=init_device_mesh("cpu", (2,)),
@@ -95,7 +95,7 @@ def test_a_move_that_fails_on_one_rank_fails_on_all(rank):
 
     for module in (Rotary(), nn.Linear(2, 2)):
         elsewhere = mock.patch.object(
-            _device_moves, "_device_for", lambda *_: torch.device("cpu", 0)
+            _prepare_parameters, "_device_for", lambda *_: torch.device("cpu", 0)
         )
         move = mock.patch.object(
             _sharded_units, "move", side_effect=RuntimeError("no room") if rank == 1 else None
@@ -108,6 +108,6 @@ def test_a_move_that_fails_on_one_rank_fails_on_all(rank):
 def test_subclasses_move_with_what_is_inside(is_parameter):
     pair = TwoTensor(torch.ones(2), torch.ones(2))
     tensor = nn.Parameter(pair, requires_grad=False) if is_parameter else pair
-    _device_moves.move(tensor, torch.device("meta"))
+    _prepare_parameters.move(tensor, torch.device("meta"))
     assert isinstance(tensor, TwoTensor) and tensor.is_meta and tensor.a.is_meta
     assert isinstance(tensor, nn.Parameter) == is_parameter

@@ -273,7 +273,7 @@ def test_fully_shard_is_brigades(rank):
     from torch.distributed.fsdp import fully_shard as before
 
     stays = before(torch.nn.Linear(2, 2))
-    with pytest.warns(UserWarning, match="bound as 'test_install.bound_before' already"):
+    with pytest.warns(UserWarning, match="already imported as 'test_install.bound_before'"):
         sys.modules[__name__].bound_before = before
         installed = brigade.install()
     del sys.modules[__name__].bound_before
@@ -293,7 +293,7 @@ def test_fully_shard_is_brigades(rank):
         on_meta, of_devices = torch.nn.Linear(2, 2, device="meta"), mock.Mock(device_type="xpu")
         with (
             mock.patch.dict("brigade._install._torchs", fully_shard=lambda *_, **__: "torch's"),
-            pytest.warns(UserWarning, match="fully_shard on devices of type 'xpu' is torch's"),
+            pytest.warns(UserWarning, match="fully_shard on 'xpu' devices is torch's"),
         ):
             assert fully_shard(on_meta, mesh=of_devices) == "torch's"
         assert isinstance(fully_shard(on_meta), brigade.FSDPModule)

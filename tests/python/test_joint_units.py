@@ -106,9 +106,9 @@ def test_lists_that_are_refused(rank):
     model = _model()
     with pytest.raises(ValueError, match="an empty list"):
         brigade.fully_shard([])
-    with pytest.raises(ValueError, match="in the list twice, or has another"):
+    with pytest.raises(ValueError, match="in the list twice, or contains another"):
         brigade.fully_shard([model, model.head])
-    with pytest.raises(ValueError, match="in the list twice, or has another"):
+    with pytest.raises(ValueError, match="in the list twice, or contains another"):
         brigade.fully_shard([model.head, model.head])
     brigade.fully_shard([model.norm, model.blocks[0]])
     with pytest.raises(ValueError, match="sharded already"):
@@ -116,7 +116,7 @@ def test_lists_that_are_refused(rank):
     other = nn.Linear(7, 7, bias=False)
     brigade.fully_shard([model.embed, model.head])
     other.weight = model.embed.weight
-    with pytest.raises(ValueError, match="is 'weight' of a sharded Embedding with Linear"):
+    with pytest.raises(ValueError, match="is already 'weight' of a sharded Embedding with Linear"):
         brigade.fully_shard(other)
 
 

@@ -134,9 +134,9 @@ def test_placements(rank):
         assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
     model = make_net()
     for shape, error, words in (
-        (Shard(2), ValueError, r"'embed\.weight', which has 2, found Shard\(2\)"),
-        (Shard(-3), ValueError, r"'embed\.weight', which has 2, found Shard\(-3\)"),
-        (Replicate(), ValueError, r"found Replicate\(\) of 'embed\.weight'"),
+        (Shard(2), ValueError, r"the 2 dimensions of 'embed\.weight', found Shard\(2\)"),
+        (Shard(-3), ValueError, r"the 2 dimensions of 'embed\.weight', found Shard\(-3\)"),
+        (Replicate(), ValueError, r"found Replicate\(\) for 'embed\.weight'"),
     ):
         with pytest.raises(error, match=words):
             brigade.fully_shard(model, shard_placement_fn=lambda p, found=shape: found)
@@ -169,8 +169,8 @@ def test_a_placement_may_name_the_units_mesh(rank):
     expect_equal(model, make_net())
     model = shard(lambda p: _Result(placement=None, mesh_info=row))
     assert model.blocks[0]._brigade_unit.group.size() == 2
-    with pytest.raises(NotImplementedError, match=r"'norm\.weight' is over .*'up\.weight' over"):
+    with pytest.raises(NotImplementedError, match=r"for 'norm\.weight' and .* for 'up\.weight'"):
         shard(lambda p: _Result(placement=None, mesh_info=row) if p.dim() == 1 else None)
-    with pytest.raises(NotImplementedError, match="along 0 and replicas along 1"):
+    with pytest.raises(NotImplementedError, match="shard_mesh_dim 0 and replicate_mesh_dim 1"):
         wrong = common.HSDPMeshInfo(both, shard_mesh_dim=0, replicate_mesh_dim=1)
         shard(lambda p: _Result(placement=None, mesh_info=wrong))

@@ -108,5 +108,5 @@ def test_modules_of_no_unit_or_of_another_model_are_refused(rank):
     _, model = _pair()
     for name in ("set_modules_to_forward_prefetch", "set_modules_to_backward_prefetch"):
         for wrong in ([nn.Linear(2, 2)], [model[0], brigade.fully_shard(nn.Linear(2, 2))]):
-            with pytest.raises(ValueError, match="below the same outermost one"):
+            with pytest.raises(ValueError, match="modules of the same outermost module"):
                 getattr(model[0], name)(wrong)

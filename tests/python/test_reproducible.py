@@ -135,8 +135,8 @@ def test_what_cannot_be_summed_in_order_is_refused_on_every_rank(rank):
         "param_to_hook_all_reduce": net[2].weight,
     }
     for text, options in (
-        ("can't be given with mixed_precision", {"mixed_precision": precision}),
-        ("can't be given with delay_all_reduce_named_params", delayed),
+        ("reproducible and mixed_precision exclude", {"mixed_precision": precision}),
+        ("reproducible and delay_all_reduce_named_params exclude", delayed),
     ):
         with pytest.raises(RuntimeError, match=text):
             brigade.DistributedDataParallel(net, **{"reproducible": True, **options})

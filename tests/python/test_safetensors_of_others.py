@@ -188,14 +188,14 @@ def test_damaged_files_are_read_as_the_package_reads_them(tmp_path):
 def test_torchs_writer_loses_nothing(rank, tmp_path):
     model = _sharded(_values())
     writer = hugging_face.HuggingFaceStorageWriter(f"{tmp_path}/refused")
-    message = "expected one box of each tensor from a rank"
+    message = "expected one chunk per tensor and rank"
     with pytest.raises(dcp.api.CheckpointException, match=message):
         dcp.save(model.state_dict(), storage_writer=writer)
     in_rows = shard_blocks(make_net(), block_numel_fn=lambda p: p[0].numel())
     in_rows.load_state_dict(_values())
     writer = hugging_face.HuggingFaceStorageWriter(f"{tmp_path}/refused")
     with pytest.raises(
-        dcp.api.CheckpointException, match=r"one rank to write file 1, found \[0, 1\]"
+        dcp.api.CheckpointException, match=r"one rank to write file 1, found ranks \[0, 1\]"
     ):
         dcp.save(in_rows.state_dict(), storage_writer=writer)
     assert rank != 0 or not any((tmp_path / "refused").iterdir())

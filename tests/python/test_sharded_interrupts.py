@@ -88,7 +88,7 @@ def test_those_that_differentiate_are_refused_and_leave_the_model_usable(rank, s
     for step in range(4):
         if step == steps_before:
             for call in _calls(model, batch_of(rank, 0)):
-                with pytest.raises(NotImplementedError, match="a transform of torch"):
+                with pytest.raises(NotImplementedError, match=r"torch\.func transform"):
                     call()
         pair.step(step)
     pair.expect_equal()
@@ -104,7 +104,7 @@ def test_one_around_a_unit_is_told_to_the_peers(rank):
     model(x).sum().backward()
     if rank == 1:
         block.up.forward = lambda y: torch.func.grad(lambda z: model.blocks[2](z).sum())(y)
-    words = "found a transform" if rank == 1 else r"rank 1.*found a transform of torch.func"
+    words = "found a torch.func" if rank == 1 else r"rank 1.*found a torch.func transform"
     with pytest.raises((NotImplementedError, RuntimeError), match=words):
         model(x).sum().backward()
     if rank == 1:

@@ -252,7 +252,7 @@ def test_torchs_function_refuses_both_together(rank):
     _backward(plain, model, rank)
     before = [_local(p.grad).clone() for p in model.parameters()]
     with pytest.raises(
-        NotImplementedError, match=r"(?s)together with others.*Clip them separately"
+        NotImplementedError, match=r"(?s)sharded gradients only or none.*Clip the others separately"
     ):
         nn.utils.clip_grad_norm_(model.parameters(), 0.5)
     after = [_local(p.grad) for p in model.parameters()]

@@ -181,7 +181,7 @@ def test_experts_of_one_form_in_another_order_are_an_error_on_all(rank, has_mesh
     brigade.fully_shard(model, mesh=all_ranks)
     words = "unit 'experts.0': expected the same parameter names in the same order"
     if has_mesh_of_all:
-        words = "in the same order on all ranks; parameters of other modules have been mixed up"
+        words = "in the same order on all ranks; parameters have been mixed up"
     with pytest.raises(ValueError, match=words):
         model(batch_of(rank, 0))
 
@@ -212,7 +212,9 @@ def test_resumes_from_a_checkpoint(rank, tmp_path):
     train(again, resumed, range(3, 6))
     for (name, a), b in zip(model.named_parameters(), again.parameters(), strict=True):
         assert torch.equal(a.to_local(), b.to_local()), name
-    with pytest.raises(NotImplementedError, match="rank 0 has those of its own meshes only"):
+    with pytest.raises(
+        NotImplementedError, match="rank 0 lacks the parameters of the other meshes"
+    ):
         model.full_state_dict(rank0_only=True)
 
 

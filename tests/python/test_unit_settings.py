@@ -25,7 +25,7 @@ def _expect_same(found, expected, factor=1.0):
 @on_ranks(4)
 def test_numbers_of_neighbours(rank):
     for wrong in (0, -2, 3, 8, 2.0, "2"):
-        with pytest.raises(ValueError, match=r"Give one of \[1, 2, 4\]"):
+        with pytest.raises(ValueError, match=r"Pass one of \[1, 2, 4\]"):
             brigade.fully_shard(make_net(), reshard_after_forward=wrong)
     model = shard_blocks(make_net())
     model(batch_of(rank, 0))

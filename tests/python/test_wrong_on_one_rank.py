@@ -28,8 +28,8 @@ WRONG_ALONE = {
     "bucket_cap_mb": (ValueError, {"bucket_cap_mb": -1}),
     "bucket_cap_mb_list": (TypeError, {"bucket_cap_mb_list": ["a"]}),
     "check_module": (ValueError, {"check_module": "x"}),
-    "bucket_plan must be sequences": (TypeError, {"bucket_plan": [["a"]]}),
-    "bucket_plan must be sequences .*, got 3": (TypeError, {"bucket_plan": 3}),
+    "bucket_plan must be a list of lists": (TypeError, {"bucket_plan": [["a"]]}),
+    "bucket_plan must be a list of lists .*, got 3": (TypeError, {"bucket_plan": 3}),
     "bucket_plan must .*, got -1": (ValueError, {"bucket_plan": [[0, -1]]}),
     f"{_HOOKED} is missing": (ValueError, {_DELAYED: []}),
     f"{_HOOKED} must be a torch.Tensor": (TypeError, {_DELAYED: [], _HOOKED: "weight"}),
@@ -105,4 +105,4 @@ def test_a_wrong_argument_is_said_at_once_where_peers_are_late(rank):
     brigade._checks._LATE_S = 0.0
     with contextlib.redirect_stderr(Stderr()), pytest.raises(ValueError, match="bucket_cap_mb"):
         _wrapped(bucket_cap_mb=-1)
-    assert b"waiting to tell the other ranks: ValueError: " in store.get("said")
+    assert b"waiting to send an error to the other ranks: ValueError: " in store.get("said")

@@ -24,7 +24,7 @@ using testing::ToyModel;
 
 using Group = c10::intrusive_ptr<c10d::ProcessGroup>;
 
-// Each mistake by type and text; on one rank of two, both raise.
+// A mistake on one rank of two is an error on both.
 TEST(BadConstructionTest, IsAnErrorOnAllRanks) {
   struct Mistake {
     std::vector<at::Tensor> parameters;
@@ -40,16 +40,16 @@ TEST(BadConstructionTest, IsAnErrorOnAllRanks) {
        "parameter 1 ('frozen') must require a gradient"},
       {{good[0] * 2},
        {},
-       "parameter 0 must be a leaf, it is the result of Mul"},
+       "parameter 0 must be a leaf tensor, found the result of Mul"},
       {{at::Tensor()}, {}, "parameter 0 must be a tensor"},
       {{good[0], good[1], good[0]},
        {.parameter_names = {"a", "b", "c"}},
        "parameter 2 ('c') is the same tensor as parameter 0 ('a')"},
       {good,
-       {.bucket_caps_bytes = {0}},
+       {.bucket_cap_bytes = {0}},
        "bucket cap 0 must be > 0 bytes, got 0"},
       {good,
-       {.bucket_caps_bytes = {8, -1}},
+       {.bucket_cap_bytes = {8, -1}},
        "bucket cap 1 must be > 0 bytes, got -1"},
       {good,
        {.bucket_plan = {{0}}},
@@ -69,10 +69,10 @@ TEST(BadConstructionTest, IsAnErrorOnAllRanks) {
        "one entry for each of 2 parameters, got 1"},
       {good,
        {.max_unconfirmed_iterations = -1},
-       "max_unconfirmed_iterations must be 0 to 32, it is -1"},
+       "max_unconfirmed_iterations must be 0 to 32, got -1"},
       {good,
        {.max_unconfirmed_iterations = 33},
-       "max_unconfirmed_iterations must be 0 to 32, it is 33"},
+       "max_unconfirmed_iterations must be 0 to 32, got 33"},
   };
   for (const auto& [parameters, options, text] : mistakes) {
     EXPECT_THAT(text_of<c10::ValueError>([&] {
@@ -87,7 +87,7 @@ TEST(BadConstructionTest, IsAnErrorOnAllRanks) {
                              : Reducer(own.parameters, group);
                   }),
                   AllOf(HasSubstr(text), HasSubstr("rank 1")));
-      // The group is as usable as before.
+      // The group is still usable.
       Reducer reducer(own.parameters, group);
       expect_trains(reducer, own, group->getRank(), 2);
     });
@@ -116,7 +116,7 @@ TEST(DifferentModelsTest, NamesRankParameterAndDifferenceOnEveryRank) {
   });
 }
 
-TEST(DifferentModelsTest, TellsCountsStridesAndDtypesApart) {
+TEST(DifferentModelsTest, ComparesCountsStridesAndDtypes) {
   const std::vector<std::vector<at::Tensor>> others = {
       {at::ones({2, 2})},
       {at::ones({2, 2}).t(), at::ones({1})},
@@ -144,9 +144,9 @@ TEST(DifferentModelsTest, ComparesOptions) {
     EXPECT_THAT(
         text_of<c10::ValueError>([&] {
           Reducer(model.parameters, group,
-                  {.bucket_caps_bytes = {100 + group->getRank()}});
+                  {.bucket_cap_bytes = {100 + group->getRank()}});
         }),
-        AllOf(HasSubstr("bucket_caps_bytes = [100]"), HasSubstr("[101]")));
+        AllOf(HasSubstr("bucket_cap_bytes = [100]"), HasSubstr("[101]")));
     EXPECT_THAT(text_of<c10::ValueError>([&] {
                   Reducer(model.parameters, group,
                           {.max_unconfirmed_iterations = group->getRank()});

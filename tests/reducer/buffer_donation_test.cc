@@ -1,5 +1,3 @@
-#include "brigade/reducer/buffer_donation.h"
-
 #include <torch/torch.h>
 
 #include <cstring>
@@ -11,6 +9,7 @@
 
 #include "brigade/comm/process_group.h"
 #include "brigade/comm_hooks/comm_hooks.h"
+#include "brigade/reducer/bucket_memory.h"
 #include "brigade/reducer/reducer.h"
 #include "brigade/tests/reducer/toy_model.h"
 #include "brigade/tests/support/local_ranks.h"
@@ -26,7 +25,7 @@ using testing::ToyModel;
 
 using Group = c10::intrusive_ptr<c10d::ProcessGroup>;
 
-// One gradient that is worth a donation, and one that is not.
+// One gradient that is large enough for donation, and one that is not.
 const ToyModel::Sizes kSizes = {{BufferDonation::kMinBytes / 4}, {3}};
 constexpr int kRanks = 2;
 
@@ -38,14 +37,14 @@ bool lies_in_bucket(const at::Tensor& gradient) {
   return gradient.storage().nbytes() > gradient.nbytes();
 }
 
-// The first step's buckets may be rebuilt; it is copied.
+// The first step copies, since buckets may be rebuilt after it.
 void take_first_step(Reducer& reducer, const ToyModel& model, int rank) {
   step(reducer, model.loss(rank, 0));
   EXPECT_FALSE(lies_in_bucket(model.parameters[0].grad()));
   model.zero_grad();
 }
 
-TEST(BufferDonationTest, GivesALargeGradientItsPlaceInTheBucket) {
+TEST(BufferDonationTest, MovesALargeGradientIntoTheBucket) {
   run_ranks(kRanks, [](const Group& group) {
     const ToyModel model(kSizes);
     Reducer reducer(model.parameters, group, copies());
@@ -67,7 +66,7 @@ TEST(BufferDonationTest, GivesALargeGradientItsPlaceInTheBucket) {
   });
 }
 
-TEST(BufferDonationTest, TheGradientStaysTheTensorThatAutogradMade) {
+TEST(BufferDonationTest, KeepsTheTensorThatAutogradMade) {
   run_ranks(kRanks, [](const Group& group) {
     const ToyModel model(kSizes);
     Reducer reducer(model.parameters, group, copies());
@@ -85,8 +84,8 @@ TEST(BufferDonationTest, TheGradientStaysTheTensorThatAutogradMade) {
   });
 }
 
-// What a user may keep of a gradient that he then sets to none.
-TEST(BufferDonationTest, LeavesMemoryToWhoeverStillSeesIt) {
+// A user may keep these of a gradient and then set `.grad` to None.
+TEST(BufferDonationTest, ReallocatesWhileMemoryIsHeld) {
   struct Keeper {
     std::string name;
     std::function<std::shared_ptr<void>(const at::Tensor&)> keep;
@@ -111,8 +110,8 @@ TEST(BufferDonationTest, LeavesMemoryToWhoeverStillSeesIt) {
         step(reducer, model.loss(group->getRank(), s));
         expect_averaged(model, kRanks, s);
         const at::Tensor& gradient = model.parameters[0].grad();
-        // So many buckets are kept for the sake of a gradient.
-        EXPECT_EQ(lies_in_bucket(gradient), s < BufferDonation::kMaxLeft);
+        EXPECT_EQ(lies_in_bucket(gradient),
+                  s < BufferDonation::kMaxReallocations);
         kept.push_back(keeper.keep(gradient));
         memory.push_back(gradient.const_data_ptr<float>());
         for (int before = 0; before <= s; ++before) {
@@ -125,7 +124,7 @@ TEST(BufferDonationTest, LeavesMemoryToWhoeverStillSeesIt) {
   }
 }
 
-TEST(BufferDonationTest, LeavesMemoryThatWasMovedForAnotherProcess) {
+TEST(BufferDonationTest, ReallocatesAfterTheStorageWasMoved) {
   run_ranks(kRanks, [](const Group& group) {
     const ToyModel model(kSizes);
     Reducer reducer(model.parameters, group, copies());
@@ -148,7 +147,7 @@ TEST(BufferDonationTest, LeavesMemoryThatWasMovedForAnotherProcess) {
   });
 }
 
-TEST(BufferDonationTest, GradientsThatAreKeptStayWhereTheyAre) {
+TEST(BufferDonationTest, GradientsThatAreKeptKeepTheirMemory) {
   for (const bool zeroed : {true, false}) {
     run_ranks(kRanks, [&](const Group& group) {
       const ToyModel model(kSizes);
@@ -160,7 +159,7 @@ TEST(BufferDonationTest, GradientsThatAreKeptStayWhereTheyAre) {
         if (zeroed) model.zero_grad(/*set_to_none=*/false);
         const at::Tensor before = model.parameters[0].grad().clone();
         step(reducer, model.loss(group->getRank(), s));
-        // A gradient that is kept is averaged with what it was: equal on all.
+        // The earlier gradient is equal on all ranks, so its average is itself.
         EXPECT_TRUE(at::equal(model.parameters[0].grad(),
                               before + model.average(0, kRanks, s)));
         EXPECT_EQ(model.parameters[0].grad().const_data_ptr(), memory);
@@ -169,9 +168,7 @@ TEST(BufferDonationTest, GradientsThatAreKeptStayWhereTheyAre) {
   }
 }
 
-// Each of these sees a gradient's memory, or has it in another form; it gets
-// its copy.
-TEST(BufferDonationTest, CopiesIntoMemoryThatOthersSee) {
+TEST(BufferDonationTest, CopiesIfTheGradientIsSharedOrConverted) {
   struct Case {
     ReducerOptions options = copies();
     std::function<at::Tensor(const at::Tensor&)> look = [](const at::Tensor&) {

@@ -1,4 +1,4 @@
-// What a comm hook sees and what becomes of what it returns.
+// Arguments of comm hooks and the delivery of their results.
 
 #include <ATen/autocast_mode.h>
 #include <torch/torch.h>
@@ -25,7 +25,7 @@ using testing::ToyModel;
 
 using Group = c10::intrusive_ptr<c10d::ProcessGroup>;
 
-TEST(CommHookContractTest, GetsRawGradientsWithTheirPlaces) {
+TEST(CommHookContractTest, GetsRawGradientsByParameter) {
   run_ranks(2, [](const Group& group) {
     const ToyModel model({{2, 2}, {3}, {5}});
     std::vector<size_t> indices;
@@ -38,7 +38,7 @@ TEST(CommHookContractTest, GetsRawGradientsWithTheirPlaces) {
       for (size_t k = 0; k < parameters.size(); ++k) {
         for (size_t i = 0; i < 3; ++i) {
           if (!parameters[k].is_same(model.parameters[i])) continue;
-          // Undivided, in the parameter's shape.
+          // Not divided by the world size, in the parameter's shape.
           EXPECT_TRUE(
               at::equal(gradients[k], model.gradient(i, group->getRank())));
         }
@@ -128,6 +128,7 @@ TEST(CommHookContractTest, MayReplaceTheBucketsBuffer) {
   }
   EXPECT_EQ(seen[0], seen[1]);
 }
+
 // The compressed hooks divide before the cast, and the sum of two halves of
 // these integers is exact in both formats.
 TEST(CompressionTest, AveragesInHalfPrecision) {
@@ -162,8 +163,9 @@ TEST(CompressionTest, DividesBeforeTheCast) {
     EXPECT_EQ(weight.grad().item<float>(), 65504);
   });
 }
-// Hooks run where backward runs, with the state of the thread that prepared.
-TEST(ThreadLocalStateTest, HasGradModeAndAutocastOffWhateverForwardHad) {
+
+// Hooks run on the thread that calls backward.
+TEST(ThreadLocalStateTest, GradModeAndAutocastAreOffInHooks) {
   const ToyModel model({{2}, {3}});
   bool grad_mode = true;
   bool autocast = true;
@@ -196,8 +198,8 @@ TEST(ThreadLocalStateTest, HasGradModeAndAutocastOffWhateverForwardHad) {
   }
 }
 
-// An optimizer that steps inside of the hook needs nothing back.
-TEST(CommHookContractTest, AFutureOfNoneDeliversNothing) {
+// A hook that runs the optimizer returns no gradients.
+TEST(CommHookContractTest, AResultOfNoneDeliversNothing) {
   const ToyModel model({{2}, {3}});
   Reducer reducer(
       model.parameters, single_process_group(),
@@ -213,7 +215,7 @@ TEST(CommHookContractTest, AFutureOfNoneDeliversNothing) {
   }
 }
 
-TEST(CommHookContractTest, AFutureOfNoneKeepsUnusedGradients) {
+TEST(CommHookContractTest, AResultOfNoneKeepsUnusedGradients) {
   run_ranks(2, [](const Group& group) {
     const ToyModel model({{2}, {3}});
     const auto all_reduce = all_reduce_hook(group);
@@ -261,7 +263,7 @@ TEST(CommHookContractTest, TheHookMayBeReplacedBetweenIterations) {
   });
 }
 
-TEST(CommHookContractTest, AHookThatWantsTheSameTakesOverTheBuckets) {
+TEST(CommHookContractTest, AHookWithTheSameTraitsKeepsTheBuckets) {
   run_ranks(2, [](const Group& group) {
     const ToyModel model({{2}, {3}});
     Reducer reducer(model.parameters, group);
@@ -276,14 +278,14 @@ TEST(CommHookContractTest, AHookThatWantsTheSameTakesOverTheBuckets) {
     step(reducer, model.loss(group->getRank(), 1));
     EXPECT_EQ(buckets, 1);
     EXPECT_TRUE(model.parameters[1].grad().is_same(view));
-    reducer.set_comm_hook(nullptr);  // scales what it gets
+    reducer.set_comm_hook(nullptr);  // the default hook scales gradients
     model.zero_grad();
     step(reducer, model.loss(group->getRank(), 2));
     EXPECT_TRUE(at::equal(model.parameters[1].grad(), model.average(1, 2, 2)));
   });
 }
 
-TEST(CommHookContractTest, AHookThatWantsAnotherDtypeGetsBucketsOfIt) {
+TEST(CommHookContractTest, AHookWithAnotherWireDtypeGetsNewBuckets) {
   run_ranks(2, [](const Group& group) {
     const ToyModel model({{2}, {3}});
     Reducer reducer(model.parameters, group);
@@ -293,13 +295,14 @@ TEST(CommHookContractTest, AHookThatWantsAnotherDtypeGetsBucketsOfIt) {
     const at::Tensor loss = (model.parameters[0] * (1 + 1.0 / 4096)).sum() +
                             model.parameters[1].sum();
     step(reducer, loss);
-    // 1 + 2^-12 has no place in 11 bits.
+    // 1 + 2^-12 rounds to 1 in float16.
     EXPECT_TRUE(at::equal(model.parameters[0].grad(), at::ones({2})));
   });
 }
 
-// What one hook lets go of becomes gradients, what another may have kept not.
-TEST(CommHookContractTest, AHookThatKeepsBuffersGetsItsOwn) {
+// Buffers of the default hook are donated to gradients; a user's hook may keep
+// its buffers.
+TEST(CommHookContractTest, AHookThatMayKeepBuffersGetsNewBuckets) {
   const int64_t numel = 1 << 16;
   const at::Tensor weight = at::ones({numel}).requires_grad_();
   Reducer reducer({weight}, single_process_group(),
@@ -309,7 +312,7 @@ TEST(CommHookContractTest, AHookThatKeepsBuffersGetsItsOwn) {
     step(reducer, (weight * gradient).sum());
   };
   train(1);
-  train(2);  // its memory is the bucket's now
+  train(2);  // donates the bucket's memory
   at::Tensor kept;
   reducer.set_comm_hook(make_comm_hook([&](c10d::GradBucket& bucket) {
     kept = bucket.getBuffer();

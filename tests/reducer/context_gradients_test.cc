@@ -1,5 +1,3 @@
-#include "brigade/reducer/context_gradients.h"
-
 #include <torch/csrc/distributed/autograd/context/container.h>
 #include <torch/csrc/distributed/autograd/engine/dist_engine.h>
 #include <torch/torch.h>
@@ -10,6 +8,7 @@
 
 #include "brigade/comm/process_group.h"
 #include "brigade/comm_hooks/comm_hooks.h"
+#include "brigade/reducer/data_parallel_policy.h"
 #include "brigade/reducer/reducer.h"
 #include "brigade/tests/reducer/toy_model.h"
 #include "gtest/gtest.h"
@@ -47,7 +46,8 @@ class Pass {
   torch::distributed::autograd::ContextPtr context_;
 };
 
-// Stands for a second rank with the same gradients, so that a reduction shows.
+// Imitates a second rank with the same gradients, so that the reduction changes
+// them.
 std::shared_ptr<c10d::CommHookInterface> doubling(
     const c10::intrusive_ptr<c10d::ProcessGroup>& group) {
   return make_comm_hook([group](c10d::GradBucket& bucket) {
@@ -59,7 +59,7 @@ std::shared_ptr<c10d::CommHookInterface> doubling(
 class ContextGradientsTest : public ::testing::TestWithParam<bool> {
  protected:
   ReducerOptions options() const {
-    return {.bucket_caps_bytes = {24},
+    return {.bucket_cap_bytes = {24},
             .gradient_as_bucket_view = GetParam(),
             .comm_hook = doubling(group)};
   }
@@ -68,7 +68,7 @@ class ContextGradientsTest : public ::testing::TestWithParam<bool> {
   ToyModel model = ToyModel({{3, 2}, {5}, {2, 2, 2}});
 };
 
-TEST_P(ContextGradientsTest, AreReducedInTheirContext) {
+TEST_P(ContextGradientsTest, ReducesGradientsInTheContext) {
   Reducer reducer(model.parameters, group, options());
   const at::Tensor own = at::full({5}, 7.0);
   model.parameters[1].mutable_grad() = own;
@@ -88,7 +88,8 @@ TEST_P(ContextGradientsTest, AreReducedInTheirContext) {
   }
   EXPECT_EQ(reducer.statistics().reduced, 3);
 }
-TEST_P(ContextGradientsTest, LeaveAGradientOfABackwardWithoutContextAlone) {
+
+TEST_P(ContextGradientsTest, KeepsGradOfABackwardWithoutContext) {
   Reducer reducer(model.parameters, group, options());
   for (int s = 0; s < 3; ++s) {
     model.zero_grad();
@@ -107,7 +108,7 @@ TEST_P(ContextGradientsTest, LeaveAGradientOfABackwardWithoutContextAlone) {
   }
 }
 
-TEST_P(ContextGradientsTest, LeaveGradAsItWasWhenTheHookThrows) {
+TEST_P(ContextGradientsTest, RestoresGradIfTheHookThrows) {
   ReducerOptions failing = options();
   failing.comm_hook = make_comm_hook(
       [](c10d::GradBucket&) -> c10::intrusive_ptr<c10::ivalue::Future> {

@@ -1,5 +1,4 @@
-// What tests of failures have in common: an error of the user's own, and the
-// text of what was thrown.
+// Helpers of failure tests: a user's error, and the text of a thrown error.
 
 #ifndef BRIGADE_TESTS_REDUCER_FAILING_H_
 #define BRIGADE_TESTS_REDUCER_FAILING_H_
@@ -25,13 +24,13 @@ struct UserError : std::runtime_error {
   using std::runtime_error::runtime_error;
 };
 
-// A step whose backward throws UserError. `throws_at`: the parameter whose
-// gradient is due then; 3: before any gradient; -1: after all of them.
+// Runs a step whose backward throws UserError at the gradient of parameter
+// `throws_at`; 3: before the first gradient; -1: after the last.
 inline void throw_in_backward(Reducer& reducer, const ToyModel& model, int rank,
                               int throws_at) {
   const auto thrower = [](const at::Tensor&) { throw UserError("no disk"); };
   const at::Tensor input = at::ones({1}).requires_grad_();
-  const at::Tensor last = input * 0;  // its gradient comes after all others
+  const at::Tensor last = input * 0;  // its gradient is the last
   const at::Tensor first = model.loss(rank);
   const at::Tensor at = throws_at == -1  ? last
                         : throws_at == 3 ? first
@@ -43,8 +42,8 @@ inline void throw_in_backward(Reducer& reducer, const ToyModel& model, int rank,
   loss.backward();
 }
 
-// Runs `action`, expects it to throw an Error (c10::Error: no subclass of it),
-// and returns its text.
+// Expects `action` to throw an Error (c10::Error itself, not a subclass) and
+// returns its text.
 template <typename Error>
 std::string text_of(const std::function<void()>& action) {
   try {
@@ -63,7 +62,7 @@ std::string text_of(const std::function<void()>& action) {
   return "";
 }
 
-// One step, after which every gradient is the average over all ranks.
+// Runs one step and expects every gradient to be the average over all ranks.
 inline void expect_trains(Reducer& reducer, const ToyModel& model, int rank,
                           int world_size, int s = 5) {
   model.zero_grad();

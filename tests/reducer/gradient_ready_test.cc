@@ -44,9 +44,8 @@ class CallAfterwards final : public torch::autograd::FunctionPostHook {
   const std::function<void()> call_;
 };
 
-// Computes in half precision with the parameters of a float model: their data
-// is swapped for the time of forward and backward, which gives them new
-// gradient accumulators.
+// Half precision for the parameters of a float model. Replaces their data
+// during forward and backward, which gives them new gradient accumulators.
 class HalfPrecision {
  public:
   HalfPrecision(const std::vector<at::Tensor>& parameters, Reducer& reducer)
@@ -78,13 +77,13 @@ void step_in_half(const ToyModel& model, Reducer& reducer, int rank, int s) {
   step(reducer, model.loss(rank, s));
 }
 
-// Gradients as views x travelling in half precision.
+// gradient_as_bucket_view x fp16_hook().
 class GradientReadyTest
     : public ::testing::TestWithParam<std::tuple<bool, bool>> {
  protected:
   ReducerOptions options(const Group& group) const {
     ReducerOptions options = {
-        .bucket_caps_bytes = {40},
+        .bucket_cap_bytes = {40},
         .gradient_as_bucket_view = std::get<0>(GetParam())};
     if (std::get<1>(GetParam())) options.comm_hook = fp16_hook(group);
     return options;
@@ -134,24 +133,24 @@ INSTANTIATE_TEST_SUITE_P(Modes, GradientReadyTest,
                          ::testing::Combine(::testing::Bool(),
                                             ::testing::Bool()));
 
-TEST(GradientReadyErrorsTest, WhatCannotBeTold) {
+TEST(GradientReadyErrorsTest, RefusesMisuse) {
   const ToyModel model(kSizes);
   Reducer searching(model.parameters, single_process_group(),
                     {.find_unused_parameters = true});
   EXPECT_THROW(searching.stop_watching_gradients(), c10::ValueError);
-  EXPECT_THROW(searching.gradient_ready(0), c10::Error);  // it watches
+  EXPECT_THROW(searching.gradient_ready(0), c10::Error);  // has hooks
   Reducer reducer(model.parameters, single_process_group());
   reducer.stop_watching_gradients();
   EXPECT_THROW(reducer.gradient_ready(3), c10::ValueError);
   EXPECT_THROW(reducer.gradient_ready(0, 1), c10::ValueError);
-  EXPECT_THROW(reducer.gradient_ready(0), c10::Error);  // in no backward
+  EXPECT_THROW(reducer.gradient_ready(0), c10::Error);  // no backward runs
   reducer.prepare_for_backward(model.loss(0));
   EXPECT_THROW(reducer.gradient_ready(0), c10::Error);
   step_in_half(model, reducer, /*rank=*/0, /*s=*/0);
   EXPECT_EQ(reducer.statistics().reduced, 1);
 }
 
-TEST(GradientReadyErrorsTest, WatchingDoesNotEndInTheMiddleOfAnIteration) {
+TEST(GradientReadyErrorsTest, CannotStopWatchingDuringAnIteration) {
   const ToyModel model(kSizes);
   Reducer reducer(model.parameters, single_process_group());
   model.parameters[0].register_hook([&](const at::Tensor&) {
@@ -161,7 +160,7 @@ TEST(GradientReadyErrorsTest, WatchingDoesNotEndInTheMiddleOfAnIteration) {
   EXPECT_EQ(reducer.statistics().reduced, 1);
 }
 
-TEST(GradientReadyErrorsTest, OnesThatNobodyTellsOfAreMissing) {
+TEST(GradientReadyErrorsTest, GradientsThatAreNotMarkedAreMissing) {
   const ToyModel model(kSizes);
   Reducer reducer(model.parameters, single_process_group());
   reducer.stop_watching_gradients();

@@ -1,5 +1,5 @@
-// Buckets of ranks that are all on one host, which is what a reducer's default
-// hook makes of it.
+// Reduction in shared memory by a reducer's default hook, with all ranks on one
+// host.
 
 #include "brigade/comm/ordered/host_sums.h"
 
@@ -30,9 +30,9 @@ using Group = c10::intrusive_ptr<c10d::ProcessGroup>;
 const ToyModel::Sizes kSizes = {{2}, {3}, {5}};
 const std::vector<std::vector<size_t>> kOneEach = {{2}, {1}, {0}};
 
-// Buckets that have met in memory in `num_steps` steps.
-int64_t num_met(Reducer& reducer, const ToyModel& model, const Group& group,
-                int num_steps = 2) {
+// Returns the number of buckets reduced in shared memory in `num_steps` steps.
+int64_t num_in_memory(Reducer& reducer, const ToyModel& model,
+                      const Group& group, int num_steps = 2) {
   const int64_t before = HostSums::num_launches(*group);
   for (int s = 0; s < num_steps; ++s) {
     expect_trains(reducer, model, group->getRank(), group->getSize(), s);
@@ -40,71 +40,72 @@ int64_t num_met(Reducer& reducer, const ToyModel& model, const Group& group,
   return HostSums::num_launches(*group) - before;
 }
 
-TEST(HostSumsOfReducersTest, BucketsOfTheDefaultMeetInMemory) {
+TEST(HostSumsOfReducersTest, DefaultHookReducesInSharedMemory) {
   for (const int world_size : {2, 3}) {
     run_ranks(world_size, [](const Group& group) {
       const ToyModel model(kSizes);
       Reducer reducer(model.parameters, group, {.bucket_plan = kOneEach});
-      EXPECT_EQ(num_met(reducer, model, group), 6);
+      EXPECT_EQ(num_in_memory(reducer, model, group), 6);
     });
   }
 }
 
-TEST(HostSumsOfReducersTest, ComplexAndHalfGradientsMeetToo) {
+TEST(HostSumsOfReducersTest, SupportsComplexAndHalfGradients) {
   for (const at::ScalarType dtype : {at::kComplexFloat, at::kBFloat16}) {
     run_ranks(2, [dtype](const Group& group) {
       const ToyModel model({{2}}, dtype);
       Reducer reducer(model.parameters, group);
-      EXPECT_EQ(num_met(reducer, model, group), 2);
+      EXPECT_EQ(num_in_memory(reducer, model, group), 2);
     });
   }
 }
 
-// Ranks agree that buckets travel alike, not that they were given no hook.
-TEST(HostSumsOfReducersTest, AHookOnOneRankKeepsAllInTheGroup) {
+// Both hooks have the same wire format, so comparing options finds no
+// difference.
+TEST(HostSumsOfReducersTest, AHookOnOneRankDisablesSharedMemory) {
   run_ranks(2, [](const Group& group) {
     const ToyModel model(kSizes);
     ReducerOptions options = {.bucket_plan = kOneEach};
     if (group->getRank() == 1) options.comm_hook = all_reduce_hook(group);
     Reducer reducer(model.parameters, group, options);
-    EXPECT_EQ(num_met(reducer, model, group), 0);
+    EXPECT_EQ(num_in_memory(reducer, model, group), 0);
   });
 }
 
-TEST(HostSumsOfReducersTest, OtherHooksAreLeftAlone) {
+TEST(HostSumsOfReducersTest, OtherHooksUseTheGroup) {
   run_ranks(2, [](const Group& group) {
     const ToyModel model(kSizes);
     Reducer reducer(
         model.parameters, group,
         {.bucket_plan = kOneEach, .comm_hook = all_reduce_hook(group)});
-    EXPECT_EQ(num_met(reducer, model, group), 0);
+    EXPECT_EQ(num_in_memory(reducer, model, group), 0);
     Reducer reproducible(model.parameters, group,
                          {.bucket_plan = kOneEach, .reproducible = true});
     EXPECT_EQ(HostSums::num_launches(*group), 0);
   });
 }
 
-TEST(HostSumsOfReducersTest, TheDefaultIsBackBehindAHook) {
+TEST(HostSumsOfReducersTest, WorksAgainAfterAHookIsRemoved) {
   run_ranks(2, [](const Group& group) {
     const ToyModel model(kSizes);
     Reducer reducer(model.parameters, group, {.bucket_plan = kOneEach});
     reducer.set_comm_hook(all_reduce_hook(group));
-    EXPECT_EQ(num_met(reducer, model, group), 0);
+    EXPECT_EQ(num_in_memory(reducer, model, group), 0);
     reducer.set_comm_hook(nullptr);
-    EXPECT_EQ(num_met(reducer, model, group), 6);
+    EXPECT_EQ(num_in_memory(reducer, model, group), 6);
   });
 }
 
-TEST(HostSumsOfReducersTest, RanksThatAreNotComparedDoNotMeet) {
+TEST(HostSumsOfReducersTest, NeedsComparedRanks) {
   run_ranks(2, [](const Group& group) {
     const ToyModel model(kSizes);
     Reducer reducer(model.parameters, group,
                     {.bucket_plan = kOneEach, .verify_across_ranks = false});
-    EXPECT_EQ(num_met(reducer, model, group), 0);
+    EXPECT_EQ(num_in_memory(reducer, model, group), 0);
   });
 }
 
-TEST(HostSumsOfReducersTest, OptimizersThatStepInBackwardLeaveThemOn) {
+TEST(HostSumsOfReducersTest, SupportsOptimizersThatStepInBackward) {
   run_ranks(2, [](const Group& group) {
     const ToyModel model(kSizes);
     const auto nothing = [](const at::Tensor&) {};
@@ -117,14 +118,14 @@ TEST(HostSumsOfReducersTest, OptimizersThatStepInBackwardLeaveThemOn) {
   });
 }
 
-// Its peers' zeros would meet it in the group, and no bucket does.
-TEST(HostSumsOfReducersTest, CollectivesOfTheGroupMayLieElsewhere) {
+// Shared memory does not use the group, so the ranks' orders may differ.
+TEST(HostSumsOfReducersTest, OrderWithTheGroupsCollectivesMayDiffer) {
   run_ranks(2, [](const Group& group) {
     const ToyModel model(kSizes);
     Reducer reducer(model.parameters, group, {.bucket_plan = kOneEach});
     std::vector<at::Tensor> ones = {at::ones({4})};
-    const size_t behind = group->getRank() == 0 ? 2 : 0;
-    model.parameters[behind].register_hook(
+    const size_t parameter = group->getRank() == 0 ? 2 : 0;
+    model.parameters[parameter].register_hook(
         [&](const at::Tensor&) { group->allreduce(ones)->wait(); });
     step(reducer, model.loss(group->getRank()));
     EXPECT_EQ(ones[0][0].item<int>(), 2);

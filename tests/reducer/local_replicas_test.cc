@@ -20,7 +20,7 @@ using testing::ToyModel;
 
 using Group = c10::intrusive_ptr<c10d::ProcessGroup>;
 
-constexpr int kCopies = 4;  // of the model, on all ranks together
+constexpr int kCopies = 4;  // of the model, over all ranks
 
 const ToyModel::Sizes kSizes = {{3, 2}, {5}, {}, {2, 2, 2}, {0}, {7}};
 
@@ -34,7 +34,7 @@ class Copies {
         models_(make_models(per_rank_)),
         reducer_(parameters_of(models_), group, std::move(options)) {}
 
-  // One backward over the losses of all replicas here.
+  // One backward through the losses of all local replicas.
   void step(int step, const std::vector<std::vector<size_t>>& uses) {
     std::vector<at::Tensor> losses;
     for (int r = 0; r < per_rank_; ++r) {
@@ -86,7 +86,7 @@ class LocalReplicasTest
     : public ::testing::TestWithParam<std::tuple<int, bool, int64_t>> {
  protected:
   ReducerOptions options() const {
-    return {.bucket_caps_bytes = {std::get<2>(GetParam())},
+    return {.bucket_cap_bytes = {std::get<2>(GetParam())},
             .gradient_as_bucket_view = std::get<1>(GetParam())};
   }
 
@@ -135,7 +135,7 @@ TEST_P(LocalReplicasTest, OneCollectiveRunsPerBucket) {
   });
 }
 
-TEST_P(LocalReplicasTest, EachReplicaHasAUsedMap) {
+TEST_P(LocalReplicasTest, EachReplicaMarksUsedParameters) {
   ReducerOptions finding = options();
   finding.find_unused_parameters = true;
   run(finding, [](Copies& copies) {
@@ -180,7 +180,7 @@ TEST_P(LocalReplicasTest, AStaticGraphCountsEachReplica) {
   });
 }
 
-TEST_P(LocalReplicasTest, AUsersHookGetsTheAverageOverTheReplicas) {
+TEST_P(LocalReplicasTest, AUsersHookGetsTheAverageOfTheReplicas) {
   run_ranks(std::get<0>(GetParam()), [&](const Group& group) {
     ReducerOptions summing = options();
     const int64_t ranks = group->getSize();
@@ -204,7 +204,7 @@ INSTANTIATE_TEST_SUITE_P(
                       std::tuple(2, true, 1), std::tuple(2, false, 1 << 20),
                       std::tuple(4, true, 1), std::tuple(4, false, 1)));
 
-TEST(LocalReplicasErrorTest, RanksMustHaveEquallyMany) {
+TEST(LocalReplicasErrorTest, RanksMustHaveTheSameNumber) {
   run_ranks(2, [](const Group& group) {
     std::vector<std::vector<at::Tensor>> replicas;
     for (int r = 0; r <= group->getRank(); ++r) {

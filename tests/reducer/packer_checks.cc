@@ -27,7 +27,7 @@ at::Tensor as_reals(const at::Tensor& x) {
   return x.is_complex() ? at::view_as_real(x) : x;
 }
 
-// What a packer sees: a flat buffer, and one gradient per slot.
+// Arguments of a packer: a flat buffer, and one gradient per slot.
 struct Scene {
   explicit Scene(const PackerCase& packer_case) {
     int64_t offset = 0;
@@ -165,7 +165,7 @@ at::Tensor values_of_every_kind(int64_t numel, at::ScalarType dtype,
   const int64_t num_reals = is_complex ? 2 * numel : numel;
 
   at::Tensor values = at::randn({num_reals}, generator).to(real);
-  // Every third: any bits, so also infinity, NaN, denormal numbers and -0.
+  // Every third: random bits, which include infinity, NaN, denormals and -0.
   at::Tensor bits = at::empty({num_reals}, bits_dtype(real));
   if (real == at::kDouble) {
     // Around the range of float32 and float16.
@@ -182,7 +182,7 @@ at::Tensor values_of_every_kind(int64_t numel, at::ScalarType dtype,
   }
   const at::Tensor index = at::arange(num_reals);
   values = at::where(index.remainder(3).eq(1), bits.view(real), values);
-  // Every 17th: around half-way between two float16 or bfloat16 neighbours.
+  // Every 17th: near the middle of two adjacent float16 or bfloat16 values.
   const at::Tensor halfway =
       (1 + at::randint(4096, {num_reals}, generator) / 4096.)
           .mul(at::randint(-26, 17, {num_reals}, generator).exp2())

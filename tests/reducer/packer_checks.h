@@ -1,4 +1,4 @@
-// Checks of a packer against ATen that hold on every device.
+// Checks of a packer against ATen, for every device.
 
 #ifndef BRIGADE_TESTS_REDUCER_PACKER_CHECKS_H_
 #define BRIGADE_TESTS_REDUCER_PACKER_CHECKS_H_
@@ -18,7 +18,7 @@ namespace brigade::testing {
 enum class Source { kSeparate, kMissing, kInPlace };
 
 struct PackerSlot {
-  int64_t gap = 0;  // elements of nobody before the slot
+  int64_t gap = 0;  // elements before the slot that belong to none
   int64_t numel = 0;
   Source source = Source::kSeparate;
   int64_t misalignment = 0;  // elements from an aligned address
@@ -38,27 +38,27 @@ std::ostream& operator<<(std::ostream& out, const PackerCase& packer_case);
 // Every pair of the table in packer.h.
 std::vector<std::pair<at::ScalarType, at::ScalarType>> all_wire_pairs();
 
-// Sizes and gaps at which vector loops begin and end.
+// Sizes and gaps around the vector width of loops.
 std::vector<PackerSlot> awkward_slots();
 
-// `count` slots of random sizes up to `max_numel`, gaps and misalignments, of
-// which some are missing and, where `may_be_in_place`, some in place.
+// Returns `count` slots of random sizes up to `max_numel`, gaps and
+// misalignments. Some are missing; some are in place if `may_be_in_place`.
 std::vector<PackerSlot> random_slots(uint64_t seed, int64_t count,
                                      int64_t max_numel, bool may_be_in_place);
 
-// 1D, [numel]: random values, and every kind of bit pattern.
+// Returns random values and all kinds of bit patterns; 1D, [numel].
 at::Tensor values_of_every_kind(int64_t numel, at::ScalarType dtype,
                                 uint64_t seed);
 
-// The products that packer.h promises, in the wire dtype.
+// Returns the products that packer.h specifies, in the wire dtype.
 at::Tensor expected_on_wire(const at::Tensor& gradient, double scale,
                             at::ScalarType wire_dtype);
 
-// Same bits, where any NaN equals any other.
+// True if the bits are equal; any NaN equals any other.
 bool same_bits(const at::Tensor& a, const at::Tensor& b);
 
-// Packs, and unpacks into other memory; fails the current test where an element
-// differs from ATen's, or one that belongs to no slot has changed.
+// Fails the current test if an element differs from ATen's, or an element
+// outside of all slots has changed.
 void expect_pack_as_aten(const PackerCase& packer_case);
 void expect_unpack_as_aten(const PackerCase& packer_case);
 

@@ -6,7 +6,6 @@
 #include <array>
 #include <vector>
 
-#include "brigade/reducer/packing/pack_loops.h"
 #include "brigade/tests/reducer/packer_checks.h"
 #include "gtest/gtest.h"
 
@@ -26,7 +25,7 @@ using testing::Source;
 
 constexpr std::array kScales = {1.0, 1.0 / 3, 0.25, -1e-3};
 
-// Restores the number of threads of the tests around.
+// Sets the number of threads for one test.
 class ThreadsScope {
  public:
   explicit ThreadsScope(int num_threads) { at::set_num_threads(num_threads); }
@@ -56,7 +55,7 @@ TEST(PackerTest, PacksAndUnpacksEveryPairAsAten) {
 }
 
 TEST(PackerTest, RoundsEveryFloat16AndBfloat16NeighbourhoodToEven) {
-  // All upper halves of a float32, with lower halves at and beside ties.
+  // All upper halves of a float32, with lower halves at ties and next to them.
   const at::Tensor upper =
       at::arange(-32768, 32768, at::kInt).mul(65536).unsqueeze(1);
   const at::Tensor lower =
@@ -89,14 +88,16 @@ TEST(PackerTest, WidensEveryFloat16AndBfloat16Exactly) {
   }
 }
 
-TEST(PackerTest, PortableLoopsGiveTheBitsOfThisProcessorsLoops) {
+TEST(PackerTest, PortableAndNativeLoopsGiveTheSameBits) {
   for (auto [gradient, wire] : all_wire_pairs()) {
     if (c10::isComplexType(gradient)) continue;
-    const PackLoops native = native_pack_loops(gradient, wire);
+    const packing::PackLoops native =
+        packing::native_pack_loops(gradient, wire);
     if (native.pack == nullptr) {
-      GTEST_SKIP() << "this processor has no loops of its own";
+      GTEST_SKIP() << "this processor has no native loops";
     }
-    const PackLoops portable = portable_pack_loops(gradient, wire);
+    const packing::PackLoops portable =
+        packing::portable_pack_loops(gradient, wire);
     const std::vector<SlotRange> slots = {{1, 1000}, {1001, 13}, {1014, 2}};
     const at::Tensor values =
         testing::values_of_every_kind(1000, gradient, /*seed=*/5);
@@ -119,6 +120,7 @@ TEST(PackerTest, PortableLoopsGiveTheBitsOfThisProcessorsLoops) {
     EXPECT_TRUE(same_bits(x, y)) << wire << " to " << gradient;
   }
 }
+
 TEST(PackerTest, ScaleOfOneKeepsTheBitsOfNan) {
   const at::Tensor bits =
       at::tensor({0x7f800001, 0x7fc12345, -1, 0x7fa00000, 5}, at::kInt);
@@ -150,6 +152,7 @@ TEST(PackerTest, LargeSlotsOnManyThreadsHaveTheSameBits) {
     }
   }
 }
+
 TEST(PackerTest, RejectsDtypesAndDevices) {
   for (const auto& dtype : {at::kLong, at::kBool}) {
     EXPECT_THROW(make_packer(at::kCPU, dtype, {{0, 1}}), c10::ValueError);
@@ -157,7 +160,7 @@ TEST(PackerTest, RejectsDtypesAndDevices) {
   EXPECT_THROW(make_packer(at::kMeta, at::kFloat, {{0, 1}}), c10::ValueError);
 }
 
-TEST(PackerTest, RejectsBuffersThatDoNotFit) {
+TEST(PackerTest, RejectsUnsuitableBuffers) {
   auto packer = make_packer(at::kCPU, at::kFloat, {{0, 4}, {4, 2}});
   const at::Tensor gradient = at::ones({4});
   const std::array from = {gradient.const_data_ptr(),

@@ -42,7 +42,7 @@ TEST(ParameterTableTest, ListsFiveNamesAndACount) {
             "more");
 }
 
-TEST(ParameterTableTest, DescribesWhatMustBeEqualOnAllRanks) {
+TEST(ParameterTableTest, DescribesParametersForComparison) {
   const ParameterTable table({{at::ones({2, 3}).t().requires_grad_(),
                                at::ones({1}, at::kHalf).requires_grad_()}},
                              {"w", "b"}, {true, false});
@@ -89,29 +89,29 @@ TEST(ParameterTableTest, NumbersVariablesReplicaByReplica) {
   EXPECT_TRUE(table[variable].is_same(table.replicas()[1][2]));
 }
 
-TEST(ParameterTableTest, ReplicasMustBeAlike) {
+TEST(ParameterTableTest, RejectsReplicasThatDiffer) {
   const auto tensor = [](int64_t n) { return at::ones({n}).requires_grad_(); };
   const at::Tensor shared = tensor(2);
   const auto text = [](std::vector<std::vector<at::Tensor>> replicas) {
     return text_of<c10::ValueError>(
         [&] { ParameterTable(std::move(replicas), {}, {}); });
   };
-  EXPECT_EQ(
-      text({{tensor(2)}, {tensor(3)}}),
-      "parameter 0 of replica 1 must be like that of replica 0, Float [2] "
-      "strides [1] on cpu; it is Float [3] strides [1] on cpu");
+  EXPECT_EQ(text({{tensor(2)}, {tensor(3)}}),
+            "parameter 0 of replica 1 must match that of replica 0, Float [2] "
+            "strides [1] on cpu; found Float [3] strides [1] on cpu");
   EXPECT_EQ(text({{tensor(2)}, {}}),
             "replica 1 must have the 1 parameters of replica 0, it has 0");
   EXPECT_EQ(text({{shared}, {shared}}),
             "parameter 0 of replica 1 is the same tensor as parameter 0 of "
-            "replica 0; list it once");
+            "replica 0.\nList it once.");
 }
+
 TEST(ErrorTextsTest, NameWhatWasFrozenMeanwhile) {
   const ParameterTable table = table_of(3, true);
-  const Occasion occasion = {.iteration = 2, .rank = 0};
+  const IterationId id = {.iteration = 2, .rank = 0};
   table.tensors()[1].set_requires_grad(false);
   EXPECT_EQ(
-      describe_missing_gradients(table, std::vector<size_t>{1}, occasion,
+      describe_missing_gradients(table, std::vector<size_t>{1}, id,
                                  ReducerOptions()),
       "Reducer: 1 of 3 parameters got no gradient in iteration 2 on rank 0: "
       "parameter 1 ('b'). Frozen since the module was wrapped: parameter 1 "
@@ -119,11 +119,12 @@ TEST(ErrorTextsTest, NameWhatWasFrozenMeanwhile) {
       "Freeze parameters before the module is wrapped, wrap it again, or set "
       "find_unused_parameters.");
   EXPECT_THAT(
-      describe_missing_gradients(table, std::vector<size_t>{1, 2}, occasion,
+      describe_missing_gradients(table, std::vector<size_t>{1, 2}, id,
                                  ReducerOptions()),
       AllOf(HasSubstr("Frozen since the module was wrapped: parameter 1 "
                       "('b').\n"),
             HasSubstr("Use every output")));
 }
+
 }  // namespace
 }  // namespace brigade

@@ -1,4 +1,4 @@
-// Statuses of engines, and the collectives that a group launches beside theirs.
+// Statuses of a reducer, and the program's collectives between its launches.
 
 #include "brigade/reducer/peer_status.h"
 
@@ -27,7 +27,7 @@ StatusComparison exchange(PeerStatus& peers, const RankStatus& own) {
   return peers.await(peers.send(own, /*ends_iteration=*/true));
 }
 
-// One iteration with a launch of the engine's before and after `between`.
+// Runs an iteration with one launch before `between` and one after it.
 StatusComparison iterate(PeerStatus& peers, const Group& group, auto between) {
   peers.backward_begins();
   peers.count([&] { all_reduce(group); });
@@ -48,8 +48,8 @@ TEST(PeerStatusTest, OtherCollectivesOutsideOfBackwardDoNotMatter) {
     }
   });
 }
-// Of hooks that may launch some when others are complete.
-TEST(PeerStatusTest, OthersAtDifferentPlacesAreAnErrorWhereTheyAreCompared) {
+// For hooks whose continuations may launch collectives.
+TEST(PeerStatusTest, OtherCollectivesAtDifferentPlacesAreAnErrorIfCompared) {
   for (const bool compares : {false, true}) {
     run_ranks(2, [&](const Group& group) {
       PeerStatus peers(group);

@@ -1,6 +1,6 @@
-// Transitions between the phases of an iteration (docs/protocol.md, "Phases"),
-// seen through Reducer: which calls are allowed, which gradients are reduced,
-// and which statuses the peers get.
+// Transitions between the phases of an iteration (docs/protocol.md, "Phases"):
+// the calls that are allowed, the gradients that are reduced, and the statuses
+// that are sent.
 
 #include <c10/util/Exception.h>
 #include <torch/torch.h>
@@ -41,7 +41,7 @@ std::exception_ptr network_error() {
   return std::make_exception_ptr(c10::DistBackendError("connection closed"));
 }
 
-// Rank 0 of two. Rank 1 does the same unless the test says otherwise.
+// Rank 0 of two ranks. Rank 1 does the same, unless a test changes it.
 class PhaseTest : public ::testing::Test {
  protected:
   PhaseTest() { make_reducer({}); }
@@ -74,8 +74,9 @@ class PhaseTest : public ::testing::Test {
     reducer().gradient_ready(2);
   }
 
-  // An error that the backward survives, and that peers do not know.
-  void fail_and_go_on() {
+  // Makes a gradient fail, and catches the error: the backward continues, and
+  // peers do not know.
+  void fail_and_continue() {
     reducer().stop_watching_gradients();
     EXPECT_THAT(
         text_of<c10::Error>([&] { make_ready(at::ones({4}).to_sparse()); }),
@@ -84,8 +85,8 @@ class PhaseTest : public ::testing::Test {
     EXPECT_THAT(take_statuses(), IsEmpty());
   }
 
-  // The same of the network: the peers are told at once.
-  void lose_and_go_on() {
+  // Makes the network fail, and catches the error. Peers are informed at once.
+  void lose_group_and_continue() {
     reducer().stop_watching_gradients();
     recording_->fail_at_launch(recording_->log().size(), network_error());
     EXPECT_THROW(make_ready(at::ones({4})), c10::DistBackendError);
@@ -93,7 +94,8 @@ class PhaseTest : public ::testing::Test {
     EXPECT_THAT(take_statuses(), SizeIs(1));
   }
 
-  // At exchanges of this kind rank 1 sends what `change` makes of this rank's.
+  // At exchanges of `kind` rank 1 sends this rank's status, changed by
+  // `change`.
   void peer_at(StatusKind kind, std::function<void(RankStatus&)> change) {
     recording_->answer_statuses_with(
         [kind, change = std::move(change)](const RankStatus& own) {
@@ -103,7 +105,7 @@ class PhaseTest : public ::testing::Test {
         });
   }
 
-  // The statuses that this rank has sent since the last call.
+  // Returns the statuses that this rank has sent since the last call.
   std::vector<std::string> take_statuses() {
     const std::vector<std::string> all = recording_->statuses();
     const std::vector<std::string> latest(all.begin() + num_taken_, all.end());
@@ -111,7 +113,7 @@ class PhaseTest : public ::testing::Test {
     return latest;
   }
 
-  // Collectives of iterations.
+  // Number of collectives of iterations.
   size_t num_launched() const { return recording_->log().size() - num_before_; }
   int64_t num_reduced() const { return reducer_->statistics().reduced; }
   int64_t num_aborted() const { return reducer_->statistics().aborted; }
@@ -140,9 +142,9 @@ TEST_F(PhaseTest, PreparesAnewAfterABackwardThatHasReachedTheOutputs) {
   expect_trains(reducer(), model_, /*rank=*/0, /*world_size=*/1);
 }
 
-// An error that the backward survives is told by whatever comes next; a lost
-// group was told at once.
-TEST_F(PhaseTest, PeersAreToldOfAnErrorOnceWhateverComesNext) {
+// The next call or the end of the backward sends a caught error. A lost group
+// was reported at once.
+TEST_F(PhaseTest, PeersReceiveACaughtErrorOnce) {
   const auto prepare = [this] {
     reducer().prepare_for_backward(model_.loss(0));
   };
@@ -155,7 +157,7 @@ TEST_F(PhaseTest, PeersAreToldOfAnErrorOnceWhateverComesNext) {
       make_reducer({});
       try {
         step_reaching([&] {
-          is_lost ? lose_and_go_on() : fail_and_go_on();
+          is_lost ? lose_group_and_continue() : fail_and_continue();
           next();
         });
       } catch (const std::exception&) {
@@ -172,7 +174,7 @@ TEST_F(PhaseTest, PeersAreToldOfAnErrorOnceWhateverComesNext) {
   }
 }
 
-TEST_F(PhaseTest, RanksThatCannotAgreeOnAPlanLoseTheGroup) {
+TEST_F(PhaseTest, AFailedRebuildClosesTheGroup) {
   make_reducer({}, /*rebuilds=*/true);
   step(reducer(), model_.loss(0));
   recording_->fail_at_launch(recording_->log().size(), network_error());
@@ -184,7 +186,7 @@ TEST_F(PhaseTest, RanksThatCannotAgreeOnAPlanLoseTheGroup) {
 
 // ---- Local forwards
 
-// Also of a forward that ran before the prepared one.
+// Also if the local forward ran before the prepared one.
 TEST_F(PhaseTest, ABackwardThroughALocalForwardStaysLocal) {
   const at::Tensor local = model_.loss(0) * 1;
   reducer().note_local_forward({local});
@@ -197,14 +199,14 @@ TEST_F(PhaseTest, ABackwardThroughALocalForwardStaysLocal) {
   EXPECT_EQ(num_reduced(), 1);
   EXPECT_TRUE(at::equal(model_.parameters[0].grad(), model_.gradient(0, 0)));
 }
-TEST_F(PhaseTest, ALocalBackwardThatThrowsLeavesNothingBehind) {
+TEST_F(PhaseTest, ALocalBackwardThatThrowsLeavesNoState) {
   at::Tensor local = model_.loss(0) * 1;
   local.register_hook([](const at::Tensor&) { throw UserError("in a hook"); });
   local = local * 1;
   reducer().note_local_forward({local});
   reducer().prepare_for_backward(model_.loss(0));
   EXPECT_THROW(local.backward(), UserError);
-  model_.loss(0).backward();  // another graph: the iteration's, as before
+  model_.loss(0).backward();  // another graph, so of the iteration
   EXPECT_EQ(num_reduced(), 1);
 }
 
@@ -223,8 +225,8 @@ TEST_F(PhaseTest, ALocalBackwardMayRunBetweenTwoOfTheIteration) {
 
 // ---- The end of a backward
 
-TEST_F(PhaseTest, TheEndOfABackwardAfterAnErrorTellsThePeers) {
-  step_reaching([this] { fail_and_go_on(); });
+TEST_F(PhaseTest, TheEndOfABackwardSendsACaughtError) {
+  step_reaching([this] { fail_and_continue(); });
   EXPECT_THAT(take_statuses(), ElementsAre(HasSubstr("'p2'")));
   EXPECT_EQ(num_aborted(), 1);
   EXPECT_EQ(num_launched(), 0);
@@ -234,7 +236,7 @@ TEST_F(PhaseTest, TheEndOfABackwardAfterAnErrorTellsThePeers) {
 TEST_F(PhaseTest, APeerThatCannotContinueClosesTheGroup) {
   peer_at(StatusKind::kFailed,
           [](RankStatus& peer) { peer.cannot_continue = 1; });
-  step_reaching([this] { fail_and_go_on(); });
+  step_reaching([this] { fail_and_continue(); });
   EXPECT_THAT(take_statuses(), SizeIs(1));
   EXPECT_EQ(num_aborted(), 1);
   EXPECT_FALSE(reducer().can_continue());
@@ -246,13 +248,13 @@ TEST_F(PhaseTest, APeerThatCannotContinueClosesTheGroup) {
 TEST_F(PhaseTest, ThePeersOfARankThatFailedGetZeros) {
   peer_at(StatusKind::kFailed,
           [](RankStatus& peer) { peer.kind = StatusKind::kEnd; });
-  step_reaching([this] { fail_and_go_on(); });
+  step_reaching([this] { fail_and_continue(); });
   EXPECT_EQ(num_launched(), 3);
   EXPECT_THAT(take_statuses(), SizeIs(2));
   EXPECT_TRUE(reducer().can_continue());
 }
-// Hooks that are called there may queue callbacks.
-TEST_F(PhaseTest, AnEndThatLaunchesIsFollowedByAnotherOne) {
+// Comm hooks that are called at the end of a backward may queue callbacks.
+TEST_F(PhaseTest, AnEndThatLaunchesWaitsForAnotherEnd) {
   bool was_over = true;
   make_reducer({.static_graph = true,
                 .comm_hook = make_comm_hook([&](c10d::GradBucket& bucket) {
@@ -267,17 +269,17 @@ TEST_F(PhaseTest, AnEndThatLaunchesIsFollowedByAnotherOne) {
 
 // ---- An exception ends the backward
 
-TEST_F(PhaseTest, ABackwardThatThrowsBeforeItsGradientsTellsThePeers) {
+TEST_F(PhaseTest, ABackwardThatThrowsBeforeItsGradientsSendsItsError) {
   EXPECT_THROW(step_reaching([] { throw UserError("the end"); }), UserError);
   EXPECT_EQ(num_aborted(), 1);
   EXPECT_THAT(take_statuses(),
               ElementsAre(HasSubstr("an exception ended backward")));
-  model_.loss(0).backward();  // of no iteration
+  model_.loss(0).backward();  // outside of an iteration
   EXPECT_EQ(reducer().statistics().begun, 1);
 }
-// ---- Ranks that begin each iteration together
+// ---- Ranks that compare before the first launch
 
-TEST_F(PhaseTest, NothingIsLaunchedBeforeRanksHaveBegunTogether) {
+TEST_F(PhaseTest, NothingIsLaunchedBeforeTheBeginStatuses) {
   make_reducer({.find_unused_parameters = true,
                 .skip_all_reduce_unused_parameters = true});
   peer_at(StatusKind::kBegin, [](RankStatus& peer) {
@@ -296,7 +298,7 @@ TEST_F(PhaseTest, NothingIsLaunchedBeforeRanksHaveBegunTogether) {
 
 // ---- set_comm_hook()
 
-TEST_F(PhaseTest, AHookIsNotReplacedInTheMiddleOfAnIteration) {
+TEST_F(PhaseTest, AHookCannotBeReplacedDuringAnIteration) {
   reducer().prepare_for_backward(model_.loss(0));
   model_.loss_in_order({2}, 0).backward();
   EXPECT_THAT(
@@ -307,7 +309,7 @@ TEST_F(PhaseTest, AHookIsNotReplacedInTheMiddleOfAnIteration) {
   EXPECT_EQ(num_reduced(), 1);
 }
 
-TEST_F(PhaseTest, AHookThatPeersDoNotHaveIsRefused) {
+TEST_F(PhaseTest, AHookThatDiffersFromThePeersIsAnError) {
   peer_at(StatusKind::kBegin, [](RankStatus& peer) { ++peer.fingerprint; });
   EXPECT_THAT(text_of<c10::Error>([&] {
                 reducer().set_comm_hook(fp16_hook(recording_->group()));
@@ -349,7 +351,7 @@ TEST_F(PhaseTest, NothingIsFinalizedBeforeAllBucketsAreReady) {
 
 // ---- shadow_iteration()
 
-TEST_F(PhaseTest, AShadowReplacesWhatIsPreparedOnly) {
+TEST_F(PhaseTest, AShadowReplacesAPreparedButNotABegunIteration) {
   const at::Tensor loss = model_.loss(0) * 1;
   reducer().prepare_for_backward(loss);
   reducer().shadow_iteration();
@@ -361,7 +363,7 @@ TEST_F(PhaseTest, AShadowReplacesWhatIsPreparedOnly) {
   EXPECT_EQ(num_aborted(), 1);
 }
 
-TEST_F(PhaseTest, AShadowThatFailsTellsThePeers) {
+TEST_F(PhaseTest, AShadowThatFailsSendsItsError) {
   bool fails = true;
   make_reducer({.comm_hook = make_comm_hook([&](c10d::GradBucket& bucket) {
                   if (bucket.getIndex() == 1 && std::exchange(fails, false)) {

@@ -1,4 +1,4 @@
-// Peers that die or stop in the middle of training, as processes.
+// Rank processes that die or stop during training.
 
 #include <signal.h>
 #include <torch/torch.h>
@@ -29,7 +29,7 @@ using ::testing::StartsWith;
 using testing::step;
 using testing::ToyModel;
 
-// Trains until a peer fails; then saves its parameters. Arguments: the group's
+// Trains until a peer fails, then saves the parameters. Argument: the group's
 // timeout in ms.
 const RankFunction kTrainForever("train_forever", [](RankContext& rank) {
   const std::chrono::milliseconds timeout(std::stoll(rank.arguments().at(0)));

@@ -37,19 +37,18 @@ using testing::UserError;
 
 using Group = c10::intrusive_ptr<c10d::ProcessGroup>;
 
-// Throws in the middle of backward, when the gradient of parameter i is due.
+// Runs a backward that throws before the gradient of parameter i.
 void throw_before(const ToyModel& model, size_t i, const at::Tensor& loss) {
   const unsigned hook = model.parameters[i].register_hook(
-      [](const at::Tensor&) { throw UserError("the user's own"); });
+      [](const at::Tensor&) { throw UserError("user error"); });
   EXPECT_THROW(loss.backward(), UserError);
   model.parameters[i].remove_hook(hook);
 }
 
-// Hooks that misbehave once, on every rank alike: one error, then training goes
-// on.
+// Hooks that misbehave once, on all ranks: one error, then training goes on.
 class BadHookTest : public ::testing::Test {
  protected:
-  // Misbehaves when it first gets bucket 1.
+  // Calls `misbehave` the first time it gets bucket 1.
   static std::shared_ptr<c10d::CommHookInterface> hook(
       Group group,
       std::function<testing::FuturePtr(c10d::GradBucket&)> misbehave) {
@@ -78,7 +77,7 @@ class BadHookTest : public ::testing::Test {
       EXPECT_THAT(text_of<Error>([&] { step(reducer, loss); }),
                   AllOf(HasSubstr(text), HasSubstr("bucket 1 of 3"),
                         HasSubstr("'p1'"), HasSubstr("iteration 1 on rank")));
-      // All ranks are past the error.
+      // No collective is left on the group.
       std::vector<at::Tensor> barrier = {at::zeros({1})};
       group->allreduce(barrier)->wait();
       expect_trains(reducer, model, group->getRank(), 2);
@@ -88,8 +87,8 @@ class BadHookTest : public ::testing::Test {
 
 TEST_F(BadHookTest, ThatThrows) {
   expect_error<c10::Error>(
-      [](auto&) -> testing::FuturePtr { throw UserError("out of patience"); },
-      "the comm hook threw: out of patience");
+      [](auto&) -> testing::FuturePtr { throw UserError("out of memory"); },
+      "the comm hook threw: out of memory");
 }
 
 TEST_F(BadHookTest, ThatThrowsAValueErrorKeepsItsType) {
@@ -134,8 +133,8 @@ TEST_F(BadHookTest, WhoseFutureFails) {
       "the network is down");
 }
 
-// What peers get from a rank that catches up must not pass through gradients.
-TEST(BackwardFailureTest, RealigningLeavesGradientsAlone) {
+// A failed rank launches zeros without touching its gradients.
+TEST(BackwardFailureTest, ZerosForPeersLeaveGradientsUnchanged) {
   run_ranks(2, [&](const Group& group) {
     const ToyModel model({{2}, {3}, {4}});
     Reducer reducer(model.parameters, group, {.bucket_plan = {{2}, {1}, {0}}});
@@ -145,7 +144,7 @@ TEST(BackwardFailureTest, RealigningLeavesGradientsAlone) {
       reducer.prepare_for_backward(loss);
       throw_before(model, (rank + s) % 2, loss);
       model.zero_grad(/*set_to_none=*/false);
-      model.loss(rank, s).backward();  // accumulated before ranks realign
+      model.loss(rank, s).backward();  // accumulates before the next prepare
       step(reducer, model.loss(rank, s + 1));
       for (size_t i = 0; i < 3; ++i) {
         EXPECT_TRUE(
@@ -157,13 +156,13 @@ TEST(BackwardFailureTest, RealigningLeavesGradientsAlone) {
   });
 }
 
-// One rank finishes its first iteration by itself, the other only realigns:
-// both must take part in the rebuild.
-TEST(BackwardFailureTest, InTheFirstIterationLeavesTheRebuildInStep) {
+// The first iteration fails on both ranks, at different places. Both still
+// rebuild together.
+TEST(BackwardFailureTest, AFailedFirstIterationKeepsTheRebuildCollective) {
   for (const int throws_late : {0, 1}) {
     run_ranks(2, [&](const Group& group) {
       const ToyModel model({{2}, {3}});
-      Reducer reducer(model.parameters, group, {.bucket_caps_bytes = {1}});
+      Reducer reducer(model.parameters, group, {.bucket_cap_bytes = {1}});
       const int rank = group->getRank();
       const at::Tensor input = at::ones({1}).requires_grad_();
       const at::Tensor first = input * 0;  // its gradient comes last
@@ -194,7 +193,7 @@ TEST(BackwardFailureTest, RetryingWithoutPreparingIsAnError) {
   expect_trains(reducer, model, 0, 1);
 }
 
-TEST(BackwardFailureTest, InAForwardThatWasNeverPreparedIsNoMatter) {
+TEST(BackwardFailureTest, AnUnpreparedForwardMayFail) {
   const ToyModel model({{2}, {3}});
   Reducer reducer(model.parameters, single_process_group());
   throw_before(model, 0, model.loss(0));
@@ -213,13 +212,13 @@ TEST(MisuseTest, SecondBackwardOverAReducedIteration) {
       text_of<c10::Error>([&] { loss.backward({}, /*retain_graph=*/true); }),
       AllOf(HasSubstr("second backward reached parameter"),
             HasSubstr("iteration 1 on rank 0 was over")));
-  // Gradients asked for without accumulating them are fine.
+  // autograd::grad() does not accumulate.
   EXPECT_NO_THROW(torch::autograd::grad({loss}, model.parameters, {}, true));
   expect_trains(reducer, model, 0, 1);
 }
 
-// Two forwards, then a backward of each: the first one's outputs belong to an
-// iteration that the second one's backward ended.
+// Two forwards, then a backward of each. The second forward's backward has
+// ended the iteration of the first one's outputs.
 TEST(MisuseTest, BackwardOverAForwardThatAnotherReplaced) {
   const ToyModel model(ToyModel::Sizes{{2}});
   Reducer reducer(model.parameters, single_process_group());
@@ -227,12 +226,12 @@ TEST(MisuseTest, BackwardOverAForwardThatAnotherReplaced) {
   const at::Tensor second = model.loss(0);
   reducer.prepare_for_backward(first);
   step(reducer, second);
-  // The loss is the output itself: watched too.
+  // Here the loss is the watched output.
   EXPECT_THAT(text_of<c10::Error>([&] { first.backward(); }),
               HasSubstr("second backward reached parameter 0"));
 }
 
-// As a checkpoint around what is wrapped does, on one rank.
+// As by a checkpoint around the wrapped module, on one rank.
 TEST(MisuseTest, ForwardInsideOfItsOwnBackward) {
   run_ranks(2, [&](const Group& group) {
     const ToyModel model({{2}, {3}});
@@ -245,10 +244,11 @@ TEST(MisuseTest, ForwardInsideOfItsOwnBackward) {
     const at::Tensor loss = model.loss_in_order({0, 1}, rank);
     reducer.prepare_for_backward(loss);
     if (rank == 1) {
-      EXPECT_THAT(text_of<c10::Error>([&] { loss.backward(); }),
-                  AllOf(HasSubstr("outside of the backward of iteration 1 on "
-                                  "rank 1, found one inside of it"),
-                        HasSubstr("Checkpoint inside of what is wrapped")));
+      EXPECT_THAT(
+          text_of<c10::Error>([&] { loss.backward(); }),
+          AllOf(HasSubstr("outside of the backward of iteration 1 on "
+                          "rank 1, found a forward inside of it"),
+                HasSubstr("Put checkpoints inside the wrapped module")));
     } else {
       EXPECT_THAT(text_of<c10::DistBackendError>([&] { loss.backward(); }),
                   HasSubstr("rank 1 failed in iteration 1"));
@@ -286,13 +286,13 @@ TEST(MisuseTest, MissingGradientsAreNamedAtTheNextPrepare) {
   });
 }
 
-// Rank 0 leaves parameters out, rank 1 none.
+// Rank 0 does not use all parameters.
 TEST(OneBackwardTest, MissingGradientsAreNamedAtItsEnd) {
   run_ranks(2, [&](const Group& group) {
     const int rank = group->getRank();
     const ToyModel model({{2}, {3}, {1}});
     Reducer reducer(model.parameters, group,
-                    {.bucket_caps_bytes = {4},
+                    {.bucket_cap_bytes = {4},
                      .parameter_names = model.names,
                      .one_backward_per_forward = true});
     for (int s = 0; s < 2; ++s) {
@@ -311,7 +311,7 @@ TEST(OneBackwardTest, MissingGradientsAreNamedAtItsEnd) {
   });
 }
 
-TEST(OneBackwardTest, OneThatBringsNoGradientIsNone) {
+TEST(OneBackwardTest, ABackwardWithoutGradientsDoesNotCount) {
   const ToyModel model({{2}, {3}});
   Reducer reducer(model.parameters, single_process_group(),
                   {.one_backward_per_forward = true});
@@ -345,7 +345,7 @@ TEST(MisuseTest, ParameterResizedAfterConstruction) {
                         "was made, it has [3, 2]"));
 }
 
-TEST(MisuseTest, GradientSavedForAnotherBackwardIsKnownToHaveChanged) {
+TEST(MisuseTest, AutogradDetectsAChangeOfASavedGradient) {
   for (const bool views : {true, false}) {
     const ToyModel model(ToyModel::Sizes{{2}});
     Reducer reducer(model.parameters, single_process_group(),
@@ -359,7 +359,7 @@ TEST(MisuseTest, GradientSavedForAnotherBackwardIsKnownToHaveChanged) {
   }
 }
 
-TEST(MisuseTest, GradientOfAnotherKind) {
+TEST(MisuseTest, SparseGradientOfADenseParameter) {
   const ToyModel model({{2}, {3}});
   Reducer reducer(model.parameters, single_process_group(),
                   {.parameter_names = model.names});
@@ -374,7 +374,7 @@ TEST(MisuseTest, GradientOfAnotherKind) {
                     HasSubstr("expect_sparse_gradients")));
 }
 
-// Of the collective that is launched as the n-th in the first iteration.
+// Makes the n-th collective of the iteration fail, and returns the error text.
 std::string text_of_network_failure(RecordingGroup& recording, Reducer& reducer,
                                     const at::Tensor& loss, size_t n,
                                     bool at_launch) {
@@ -408,7 +408,7 @@ TEST(PeerFailureTest, NamesTheBucketAndClosesTheGroup) {
   }
 }
 
-// Which a bucket with an unused parameter is delivered by.
+// The delivery of a bucket with an unused parameter waits for the map.
 TEST(PeerFailureTest, NamesTheUsedMap) {
   struct Case {
     bool at_launch;
@@ -429,7 +429,7 @@ TEST(PeerFailureTest, NamesTheUsedMap) {
     EXPECT_THAT(
         text_of_network_failure(recording, reducer, model.loss_in_order({0}, 0),
                                 /*n=*/1, at_launch),
-        AllOf(HasSubstr("the map of used parameters in iteration 1 on rank 0"),
+        AllOf(HasSubstr("the used-parameter bitmap in iteration 1 on rank 0"),
               HasSubstr("connection closed")));
     EXPECT_FALSE(reducer.can_continue());
   }
@@ -451,7 +451,7 @@ struct Ending {
   std::promise<std::thread::id> thread;
 };
 
-// It may own the group whose thread completes the future.
+// The hook may own the group whose thread completes the future.
 TEST(PeerFailureTest, TheHookOfCollectivesInFlightEndsOnAThreadOfItsOwn) {
   RecordingGroup recording(2);
   const ToyModel model({{2}, {3}});

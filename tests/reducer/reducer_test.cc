@@ -34,7 +34,7 @@ using Group = c10::intrusive_ptr<c10d::ProcessGroup>;
 
 const ToyModel::Sizes kSizes = {{3, 2}, {5}, {}, {2, 2, 2}, {0}, {7}};
 
-// All-reduces of the log, as sizes.
+// Sizes of the recorded all-reduces.
 std::vector<int64_t> all_reduced(const RecordingGroup& recording) {
   std::vector<int64_t> sizes;
   for (const RecordedCollective& collective : recording.log()) {
@@ -45,13 +45,13 @@ std::vector<int64_t> all_reduced(const RecordingGroup& recording) {
   return sizes;
 }
 
-// World size x gradients as views x bucket cap in bytes.
+// World size x gradient_as_bucket_view x bucket cap in bytes.
 class ReducerOnRanksTest
     : public ::testing::TestWithParam<std::tuple<int, bool, int64_t>> {
  protected:
   int world_size() const { return std::get<0>(GetParam()); }
   ReducerOptions options() const {
-    return {.bucket_caps_bytes = {std::get<2>(GetParam())},
+    return {.bucket_cap_bytes = {std::get<2>(GetParam())},
             .gradient_as_bucket_view = std::get<1>(GetParam())};
   }
 };
@@ -68,7 +68,7 @@ TEST_P(ReducerOnRanksTest, AveragesGradientsInEveryStep) {
     EXPECT_EQ(reducer.statistics().reduced, 4);
   });
 }
-TEST_P(ReducerOnRanksTest, ReducesWhatWasAccumulatedWithoutPreparing) {
+TEST_P(ReducerOnRanksTest, ReducesGradientsAccumulatedWithoutPreparing) {
   run_ranks(world_size(), [&](const Group& group) {
     const ToyModel model(kSizes);
     Reducer reducer(model.parameters, group, options());
@@ -89,7 +89,7 @@ TEST_P(ReducerOnRanksTest, ReducesWhatWasAccumulatedWithoutPreparing) {
   });
 }
 
-// A rebuild between two backwards of one sum must not lose it.
+// A rebuild between two accumulated backwards keeps their sum.
 TEST_P(ReducerOnRanksTest, CarriesAccumulatedGradientsOverARebuild) {
   run_ranks(world_size(), [&](const Group& group) {
     const ToyModel model(kSizes);
@@ -133,8 +133,7 @@ INSTANTIATE_TEST_SUITE_P(
                       std::tuple(3, true, 40), std::tuple(3, false, 1 << 20),
                       std::tuple(4, true, 1), std::tuple(4, false, 40)));
 
-// Every order of ready gradients, several plans: launches are in plan order,
-// and gradients are right.
+// Tries every order of ready gradients with several plans.
 TEST(ReducerTest, LaunchesInPlanOrderForEveryReadyOrder) {
   const ToyModel::Sizes sizes = {{1}, {2}, {4}, {8}};
   const std::vector<std::vector<std::vector<size_t>>> plans = {
@@ -165,8 +164,7 @@ TEST(ReducerTest, LaunchesInPlanOrderForEveryReadyOrder) {
   }
 }
 
-// Backward can't return before the collectives have: they are completed in
-// reverse by another thread.
+// Another thread completes the collectives in reverse order.
 TEST(ReducerTest, WaitsForCollectivesThatCompleteInAnyOrder) {
   RecordingGroup recording(2);
   const ToyModel model({{1}, {2}, {3}});
@@ -216,7 +214,7 @@ TEST(ReducerTest, FollowsTheStridesOfTheParameter) {
           EXPECT_EQ(p.grad().strides(), p.strides());
         }
       }
-      // A gradient that the user laid out in another way.
+      // A gradient with other strides.
       for (const at::Tensor& p : model.parameters) {
         p.mutable_grad() = at::zeros(p.sizes());
       }
@@ -226,8 +224,8 @@ TEST(ReducerTest, FollowsTheStridesOfTheParameter) {
   }
 }
 
-// As module.to(memory_format) does: on all ranks or on one, before a forward or
-// between forward and backward. Buckets keep the order of elements they had.
+// As by module.to(memory_format), on all ranks or on one, before a forward or
+// between forward and backward. Buckets keep their order of elements.
 TEST(ReducerTest, AParameterMayChangeItsMemoryFormat) {
   for (const bool views : {true, false}) {
     for (const bool kept : {true, false}) {
@@ -300,7 +298,7 @@ TEST(ReducerTest, AcceptsGradientsWhoseDataTheUserReplaced) {
   });
 }
 
-TEST(ReducerTest, PutsBackAGradientThatWasTakenOutWhileItTravelled) {
+TEST(ReducerTest, RestoresAGradientThatWasResetDuringItsReduction) {
   for (const bool views : {true, false}) {
     run_ranks(2, [&](const Group& group) {
       const ToyModel model({{3}, {3}});
@@ -316,8 +314,8 @@ TEST(ReducerTest, PutsBackAGradientThatWasTakenOutWhileItTravelled) {
     });
   }
 }
-// Gradients of the local forward come before backward has reached the prepared
-// output, or after it.
+// Gradients of the local forward become ready before or after the backward
+// reaches the prepared output.
 TEST(ReducerTest, ReducesABackwardThroughAPreparedAndALocalForward) {
   for (const bool local_comes_first : {true, false}) {
     run_ranks(2, [&](const Group& group) {
@@ -339,7 +337,7 @@ TEST(ReducerTest, ReducesABackwardThroughAPreparedAndALocalForward) {
   }
 }
 
-TEST(ReducerTest, NamesWhatAnUnfinishedIterationLacksInTheNextLocalBackward) {
+TEST(ReducerTest, NamesMissingGradientsInTheNextLocalBackward) {
   run_ranks(2, [](const Group& group) {
     const ToyModel model({{3}, {4}, {2}});
     Reducer reducer(
@@ -396,8 +394,7 @@ TEST(ReducerTest, CountsIterationsByBackwardsAndNotByForwards) {
   });
 }
 
-// Another callback of backward, queued by a comm hook, finishes the hook's
-// work.
+// A comm hook queues a callback of the backward that completes its work.
 TEST(ReducerTest, DeliversAfterCallbacksThatHooksHaveQueued) {
   const ToyModel model({{3}, {4}});
   auto hook = make_comm_hook([&](c10d::GradBucket& bucket) {
@@ -444,7 +441,7 @@ TEST(ReducerTest, TreatsGradientsSetToNoneByTheUserAtAnyTimeAsZero) {
   });
 }
 
-TEST(ReducerTest, KeepsSeveralDtypesApart) {
+TEST(ReducerTest, PutsEachDtypeIntoItsOwnBucket) {
   run_ranks(2, [&](const Group& group) {
     ToyModel model({{2}, {3}, {4}});
     model.parameters[1] = at::ones({3}, at::kDouble).requires_grad_();
@@ -459,7 +456,7 @@ TEST(ReducerTest, KeepsSeveralDtypesApart) {
   });
 }
 
-TEST(ReducerTest, ReducesSparseGradientsAlone) {
+TEST(ReducerTest, PutsSparseGradientsIntoTheirOwnBucket) {
   run_ranks(2, [&](const Group& group) {
     const at::Tensor table = at::ones({5, 2}).requires_grad_();
     const at::Tensor dense = at::ones({2}).requires_grad_();
@@ -493,7 +490,7 @@ TEST(ReducerTest, ReducesBackwardThatCreatesAGraph) {
       const at::Tensor loss = (weight * weight * rank_factor).sum();
       reducer.prepare_for_backward(loss);
       loss.backward({}, /*retain_graph=*/true, /*create_graph=*/true);
-      // The average of 2 * 3 * {2, 4}, and a history that leads to the weight.
+      // The average of 2 * 3 * {2, 4}, with a graph that leads to the weight.
       EXPECT_TRUE(at::equal(weight.grad().detach(), at::full({2}, 18.0)));
       ASSERT_TRUE(weight.grad().requires_grad());
       const auto second =
@@ -504,7 +501,7 @@ TEST(ReducerTest, ReducesBackwardThatCreatesAGraph) {
   }
 }
 
-TEST(ReducerTest, TakesItsHooksOffWhenDestroyedWithALiveGraph) {
+TEST(ReducerTest, RemovesItsHooksWhenDestroyedWithALiveGraph) {
   const ToyModel model(ToyModel::Sizes{{3}});
   auto reducer =
       std::make_unique<Reducer>(model.parameters, single_process_group());
@@ -519,7 +516,7 @@ TEST(ReducerTest, TakesItsHooksOffWhenDestroyedWithALiveGraph) {
   expect_averaged(model, 1);
 }
 
-TEST(ReducerTest, RebuildsOnceAndNotWhereUnusedParametersAreSearched) {
+TEST(ReducerTest, RebuildsOnceButNotWithFindUnusedParameters) {
   for (const bool rebuild : {true, false}) {
     RecordingGroup recording(2);
     const ToyModel model({{1}, {1}, {1}});
@@ -533,12 +530,12 @@ TEST(ReducerTest, RebuildsOnceAndNotWhereUnusedParametersAreSearched) {
     EXPECT_EQ(reducer.statistics().rebuilds, rebuild ? 1 : 0);
     EXPECT_THAT(reducer.plan().buckets().front(),
                 rebuild ? ElementsAre(1, 2, 0) : ElementsAre(2, 1, 0));
-    // One bucket a step; and the order, or each step's map of used parameters.
+    // One bucket a step; and the order, or each step's used-parameter bitmap.
     EXPECT_EQ(recording.log().size() - before, rebuild ? 5 : 8);
   }
 }
 
-// Counts what a thread allocates for tensors on the CPU.
+// Counts the allocations of CPU tensors on one thread.
 class AllocationCounter final : public c10::MemoryReportingInfoBase {
  public:
   void reportMemoryUsage(void* /*ptr*/, int64_t alloc_size, size_t, size_t,
@@ -602,7 +599,7 @@ TEST(ReducerTest, KeepsAnExplicitPlanAndRebuildsFirstBuckets) {
   const Buckets given = {{0, 1, 2}};
   for (const bool is_plan : {true, false}) {
     const ToyModel model({{2}, {3}, {4}});
-    ReducerOptions options = {.bucket_caps_bytes = {1}};
+    ReducerOptions options = {.bucket_cap_bytes = {1}};
     if (is_plan) options.bucket_plan = given;
     Reducer reducer(model.parameters, single_process_group(), options,
                     is_plan ? Buckets() : given);

@@ -1,4 +1,4 @@
-// Averages whose bits are a function of the ranks' gradients alone.
+// `reproducible`: bits of averages depend on the ranks' gradients alone.
 
 #include <torch/torch.h>
 
@@ -31,7 +31,7 @@ using Group = c10::intrusive_ptr<c10d::ProcessGroup>;
 
 const std::vector<int64_t> kSizes = {3, 1000, 1, 70, 20000};
 
-// Of so many magnitudes that the order of additions shows.
+// Magnitudes vary, so the order of additions changes the bits.
 at::Tensor gradient_of(size_t parameter, int rank, at::ScalarType dtype) {
   auto generator = at::make_generator<at::CPUGeneratorImpl>(
       100 * parameter + static_cast<uint64_t>(rank));
@@ -49,7 +49,7 @@ at::Tensor average_of(size_t parameter, int world_size, at::ScalarType dtype) {
   return (sum * (1.0 / world_size)).to(dtype);
 }
 
-// The loss adds parameters in another order, so that gradients come in one.
+// Order in which the loss uses parameters, and so their gradients become ready.
 enum class Uses { kInOrder, kBackwards, kAllButOne };
 
 at::Tensor loss_of(const std::vector<at::Tensor>& parameters, int rank,
@@ -89,12 +89,12 @@ class ReproducibleTest : public ::testing::TestWithParam<int> {};
 INSTANTIATE_TEST_SUITE_P(WorldSizes, ReproducibleTest,
                          ::testing::Values(1, 2, 3, 4));
 
-TEST_P(ReproducibleTest, CapsViewsGraphsAndOrdersDoNotShow) {
+TEST_P(ReproducibleTest, BitsDoNotDependOnCapsViewsGraphsAndOrders) {
   run_ranks(GetParam(), [](const Group& group) {
     for (const int64_t cap : {1 << 10, 1 << 20, 25 << 20}) {
       for (const bool is_static : {false, true}) {
         expect_ordered_averages(group,
-                                {.bucket_caps_bytes = {cap},
+                                {.bucket_cap_bytes = {cap},
                                  .static_graph = is_static,
                                  .gradient_as_bucket_view = !is_static},
                                 at::kFloat,
@@ -104,8 +104,8 @@ TEST_P(ReproducibleTest, CapsViewsGraphsAndOrdersDoNotShow) {
   });
 }
 
-// A plan that is rebuilt after the first step among them.
-TEST_P(ReproducibleTest, BucketsOfTheOrderedHookDoNotShow) {
+// The empty plan is rebuilt after the first step.
+TEST_P(ReproducibleTest, BitsDoNotDependOnTheBucketsOfTheOrderedHook) {
   const std::vector<std::vector<std::vector<size_t>>> plans = {
       {{4, 3, 2, 1, 0}}, {{4}, {3}, {2}, {1}, {0}}, {{0, 4}, {1, 3, 2}}, {}};
   run_ranks(GetParam(), [&](const Group& group) {
@@ -113,7 +113,7 @@ TEST_P(ReproducibleTest, BucketsOfTheOrderedHookDoNotShow) {
     for (const at::ScalarType dtype : {at::kFloat, at::kHalf}) {
       for (const auto& plan : plans) {
         expect_ordered_averages(group,
-                                {.bucket_caps_bytes = {2048},
+                                {.bucket_cap_bytes = {2048},
                                  .bucket_plan = plan,
                                  .comm_hook = hook},
                                 dtype, Uses::kInOrder);
@@ -125,21 +125,20 @@ TEST_P(ReproducibleTest, BucketsOfTheOrderedHookDoNotShow) {
 TEST_P(ReproducibleTest, UnusedParametersCountAsZeros) {
   run_ranks(GetParam(), [](const Group& group) {
     expect_ordered_averages(
-        group, {.bucket_caps_bytes = {2048}, .find_unused_parameters = true},
+        group, {.bucket_cap_bytes = {2048}, .find_unused_parameters = true},
         at::kFloat, Uses::kAllButOne);
   });
 }
 
-// Where ranks don't meet at construction they connect in their first step.
-TEST_P(ReproducibleTest, RanksThatAreNotComparedConnectLater) {
+TEST_P(ReproducibleTest, WithoutVerificationRanksConnectInTheFirstStep) {
   run_ranks(GetParam(), [](const Group& group) {
     expect_ordered_averages(
-        group, {.bucket_caps_bytes = {2048}, .verify_across_ranks = false},
+        group, {.bucket_cap_bytes = {2048}, .verify_across_ranks = false},
         at::kFloat, Uses::kInOrder);
   });
 }
 
-TEST_P(ReproducibleTest, ARankThatFailsInBackwardFailsAllAndAllTrainOn) {
+TEST_P(ReproducibleTest, AllRanksTrainOnAfterOneFailsInBackward) {
   run_ranks(
       GetParam(),
       [](const Group& group) {
@@ -150,7 +149,7 @@ TEST_P(ReproducibleTest, ARankThatFailsInBackwardFailsAllAndAllTrainOn) {
         expect_trains(reducer, model, rank, GetParam(), 1);
         bool armed = rank == GetParam() - 1;
         model.parameters[1].register_hook([&](const at::Tensor&) {
-          if (armed) throw UserError("the user's own");
+          if (armed) throw UserError("user error");
         });
         EXPECT_ANY_THROW(step(reducer, model.loss(rank)));
         armed = false;
@@ -187,13 +186,14 @@ std::string refusal_of(const Group& group, ReducerOptions options) {
   return "accepted";
 }
 
-TEST(ReproducibleRefusalTest, WhatCannotBeSummedInOrderOnEveryRank) {
+TEST(ReproducibleRefusalTest,
+     RefusesHooksAndGradientsThatCannotBeSummedInOrder) {
   run_ranks(2, [](const Group& group) {
-    const bool is_odd = group->getRank() == 1;  // the other one is right
+    const bool is_odd = group->getRank() == 1;  // only this rank is wrong
     EXPECT_THAT(refusal_of(group, {.comm_hook = is_odd ? all_reduce_hook(group)
                                                        : nullptr,
                                    .reproducible = true}),
-                HasSubstr("the comm hook must be null"));
+                HasSubstr("expected no comm hook"));
     EXPECT_THAT(refusal_of(group, {.expect_sparse_gradients = {false, is_odd},
                                    .reproducible = true}),
                 HasSubstr("parameter 1 has a sparse gradient"));
@@ -202,7 +202,7 @@ TEST(ReproducibleRefusalTest, WhatCannotBeSummedInOrderOnEveryRank) {
   });
 }
 
-TEST(ReproducibleRefusalTest, AnotherHookLater) {
+TEST(ReproducibleRefusalTest, RefusesAnotherHookLater) {
   const Group group = single_process_group();
   const ToyModel model({{2}, {3}});
   Reducer reducer(model.parameters, group, {.reproducible = true});

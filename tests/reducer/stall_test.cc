@@ -38,7 +38,7 @@ using Group = c10::intrusive_ptr<c10d::ProcessGroup>;
 
 const StallWatch::Names kNames = {.engine = "Reducer", .unit = "bucket"};
 
-// -------------------------------------- ranks of one store, an own clock
+// ---- StallWatch::Check: ranks of one store, with a clock of the test
 
 class StallCheckTest : public ::testing::Test {
  protected:
@@ -81,7 +81,7 @@ class StallCheckTest : public ::testing::Test {
         StallWatch::Check::Time(milliseconds{time_ms}), milliseconds{1000});
   }
 
-  // What rank 0 says at last, when `others` have checked as often.
+  // Returns rank 0's report after 1 s of checks, in which `others` check, too.
   std::optional<std::string> stall_of_rank_0(const std::vector<int>& others,
                                              int begin_ms = 0) {
     std::optional<std::string> warning;
@@ -90,7 +90,7 @@ class StallCheckTest : public ::testing::Test {
       for (const int rank : others) check(rank, time_ms);
       warning = check(0, time_ms);
     }
-    EXPECT_EQ(check(0, begin_ms + 1250), std::nullopt);  // said once
+    EXPECT_EQ(check(0, begin_ms + 1250), std::nullopt);  // reports once
     return warning;
   }
 
@@ -99,8 +99,8 @@ class StallCheckTest : public ::testing::Test {
   std::vector<std::unique_ptr<Rank>> ranks_;
 };
 
-// Rank 1 is late; the others wait where they are.
-TEST_F(StallCheckTest, NamesTheLateRankAndWhatItWaitsFor) {
+// Rank 1 is late; the others wait.
+TEST_F(StallCheckTest, NamesTheLateRankAndItsProgress) {
   struct Case {
     std::string name;
     int64_t iteration;  // of rank 1; that of the others is 17
@@ -134,7 +134,7 @@ TEST_F(StallCheckTest, NamesTheLateRankAndWhatItWaitsFor) {
   }
 }
 
-TEST_F(StallCheckTest, TellsHowLongALateRankHasNotChanged) {
+TEST_F(StallCheckTest, SaysHowLongALateRankHasNotChanged) {
   set_place(0, 1, 5);
   begin_to_wait(0);
   check(2, 0);
@@ -154,7 +154,7 @@ TEST_F(StallCheckTest, NamesRanksThatDoNotAnswer) {
   begin_to_wait(0);
   EXPECT_THAT(stall_of_rank_0({1}),
               Optional(HasSubstr("no answer from rank 2")));
-  // An answer to the last question is none to this one.
+  // An answer to an earlier question does not count.
   check(2, 1500);
   check(2, 1750);
   begin_to_wait(0);
@@ -162,7 +162,7 @@ TEST_F(StallCheckTest, NamesRanksThatDoNotAnswer) {
               Optional(HasSubstr("no answer from rank 2")));
 }
 
-TEST_F(StallCheckTest, BlamesTheCommunicationIfAllHaveComeAsFar) {
+TEST_F(StallCheckTest, ReportsEqualProgressOfAllRanks) {
   for (int rank = 0; rank < kWorldSize; ++rank) {
     set_place(rank, 2, 5);
     begin_to_wait(rank);
@@ -184,7 +184,7 @@ TEST_F(StallCheckTest, ReportsEachStallAnew) {
   EXPECT_TRUE(stall_of_rank_0({1, 2}, 2000));
 }
 
-TEST_F(StallCheckTest, WritesNothingWhileNobodyWaitsForLong) {
+TEST_F(StallCheckTest, WritesNothingWithoutLongWaits) {
   const int64_t num_keys = store_->getNumKeys();
   for (int time_ms = 0; time_ms < 10'000; time_ms += 250) {
     for (int rank = 0; rank < kWorldSize; ++rank) {
@@ -192,7 +192,7 @@ TEST_F(StallCheckTest, WritesNothingWhileNobodyWaitsForLong) {
       EXPECT_EQ(check(rank, time_ms), std::nullopt);
     }
   }
-  // Nor when nobody waits at all.
+  // Without waits.
   for (int rank = 0; rank < kWorldSize; ++rank) end_to_wait(rank);
   for (int time_ms = 10'000; time_ms < 20'000; time_ms += 250) {
     EXPECT_EQ(check(0, time_ms), std::nullopt);
@@ -200,9 +200,9 @@ TEST_F(StallCheckTest, WritesNothingWhileNobodyWaitsForLong) {
   EXPECT_EQ(store_->getNumKeys(), num_keys);
 }
 
-// ----------------------------------------------------------------- the thread
+// ---- The thread
 
-// A store that keeps those who look until it is opened.
+// Store whose check() blocks until open().
 class ClosedStore : public c10d::HashStore {
  public:
   bool check(const std::vector<std::string>& keys) override {
@@ -229,7 +229,7 @@ class ClosedStore : public c10d::HashStore {
   bool open_ = false;
 };
 
-// Of the keys of the first reducer on a group.
+// Prefix of the keys of the first reducer on a group.
 constexpr const char* kFirstChannel = "brigade/status/1/";
 
 std::unique_ptr<StallWatch> watch(c10::intrusive_ptr<c10d::Store> store,
@@ -247,7 +247,7 @@ TEST(StallWatchTest, IsOffWithoutPeersOrStore) {
   EXPECT_NE(watch(store), nullptr);
 }
 
-TEST(StallWatchTest, LooksOnceThereIsATimeAgain) {
+TEST(StallWatchTest, LooksAgainWhenATimeIsSet) {
   const auto store = c10::make_intrusive<ClosedStore>();
   store->open();
   const std::unique_ptr<StallWatch> watching = watch(store);
@@ -256,7 +256,7 @@ TEST(StallWatchTest, LooksOnceThereIsATimeAgain) {
   store->await_look();
 }
 
-TEST(StallWatchTest, EndsThoughTheStoreDoesNotAnswer) {
+TEST(StallWatchTest, EndsWhileTheStoreBlocks) {
   const auto store = c10::make_intrusive<ClosedStore>();
   std::unique_ptr<StallWatch> watching = watch(store);
   watching->set_report_after(milliseconds{4});
@@ -280,7 +280,7 @@ TEST(StallWatchTest, DoesNotHangInAForkedChild) {
   EXPECT_TRUE(WIFEXITED(status));
 }
 
-// Fails after 10 s.
+// Waits until the value of `key` contains `text`; fails after 10 s.
 void await_line(c10d::Store& store, const std::string& key,
                 const std::string& text) {
   store.wait({key});
@@ -304,7 +304,7 @@ TEST(StallWatchTest, ALateRankAnswersInTheMiddleOfItsBackward) {
                  c10::ValueError);
     reducer.set_stall_report_after(milliseconds{40});
     if (group->getRank() == 1) {
-      // Goes on when it has told the other rank where it is.
+      // Continues after its answer to the other rank.
       model.parameters[0].register_hook([&](const at::Tensor&) {
         await_line(*group->getStore(),
                    absl::StrCat(kFirstChannel, "progress/line/1"),
@@ -317,13 +317,13 @@ TEST(StallWatchTest, ALateRankAnswersInTheMiddleOfItsBackward) {
   });
 }
 
-TEST(StallWatchTest, ReportsAWaitForABucketBehindTheLastExchange) {
+TEST(StallWatchTest, ReportsAWaitForABucketAfterTheLastExchange) {
   std::mutex mutex;
   std::vector<c10::intrusive_ptr<c10::ivalue::Future>> open;
   std::string reported;
   run_ranks(2, [&](const Group& group) {
     const ToyModel model(ToyModel::Sizes{{2}});
-    // Travels nowhere until somebody complains.
+    // Completes when a stall is reported.
     const auto hook = make_comm_hook([&](c10d::GradBucket& bucket) {
       auto future =
           c10::make_intrusive<c10::ivalue::Future>(c10::TensorType::get());

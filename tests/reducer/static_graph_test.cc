@@ -34,8 +34,8 @@ using Group = c10::intrusive_ptr<c10d::ProcessGroup>;
 
 ReducerOptions static_graph() { return {.static_graph = true}; }
 
-// A loss whose backward runs the backwards of `parts` inside of itself, one
-// after the other, as reentrant checkpoints do.
+// Loss whose backward runs the backwards of `parts` inside it, as reentrant
+// checkpoints do.
 class Reentrant : public torch::autograd::Function<Reentrant> {
  public:
   using Parts = std::vector<std::function<at::Tensor()>>;
@@ -67,7 +67,7 @@ TEST(StaticGraphTest, ReducesGradientsThatComeInSeveralParts) {
   run_ranks(2, [](const Group& group) {
     const ToyModel model({{2}, {3}, {4}});
     ReducerOptions options = static_graph();
-    options.bucket_caps_bytes = {1};
+    options.bucket_cap_bytes = {1};
     Reducer reducer(model.parameters, group, options);
     const int rank = group->getRank();
     for (int s = 0; s < 4; ++s) {
@@ -103,17 +103,18 @@ TEST(StaticGraphTest, ReducesTheFirstIterationWhenItsBackwardEnds) {
       [&](const at::Tensor&) { during = recording.log().size() - before; });
   step(reducer, model.loss(0));
   EXPECT_EQ(during, 0);
-  EXPECT_EQ(recording.log().size() - before, 3);  // two buckets and a map
+  EXPECT_EQ(recording.log().size() - before,
+            3);  // two buckets and the used-parameter map
   before = recording.log().size();
   step(reducer, model.loss(0));
-  EXPECT_EQ(during, 1);  // overlaps now
+  EXPECT_EQ(during, 1);  // launched during backward
   EXPECT_EQ(recording.log().size() - before, 2);
 }
 
 TEST(StaticGraphTest, PlansFromTheOrderInWhichGradientsWereComplete) {
   const ToyModel model({{2}, {3}, {4}});
   ReducerOptions options = static_graph();
-  options.bucket_caps_bytes = {1};
+  options.bucket_cap_bytes = {1};
   Reducer reducer(model.parameters, single_process_group(), options);
   const Reentrant::Parts parts = {[&] {
                                     return model.loss_in_order({1, 0}, 0);
@@ -203,7 +204,7 @@ TEST(StaticGraphTest, AFirstBackwardWithoutParametersOnAnyRankIsReducedToo) {
   });
 }
 
-TEST(StaticGraphTest, UndefinedGradientsCountAsNone) {
+TEST(StaticGraphTest, UndefinedGradientsCountAsUnused) {
   run_ranks(2, [](const Group& group) {
     const ToyModel model({{2}, {3}, {4}});
     Reducer reducer(model.parameters, group, static_graph());

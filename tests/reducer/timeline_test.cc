@@ -23,7 +23,7 @@ using ::testing::UnorderedElementsAre;
 
 using Group = c10::intrusive_ptr<c10d::ProcessGroup>;
 
-// ---------------------------------------------------------------- summaries
+// ---- Summaries
 
 TEST(TimelineSummaryTest, SplitsCommunicationIntoOverlapAndExposed) {
   const TimelineSummary summary =
@@ -35,7 +35,7 @@ TEST(TimelineSummaryTest, SplitsCommunicationIntoOverlapAndExposed) {
                  .finalize_end_ns = 50,
                  .units = {{.launch_ns = 10, .complete_ns = 20},
                            {.launch_ns = 15, .complete_ns = 40},
-                           {},  // nothing travelled
+                           {},  // not communicated
                            {.launch_ns = 29, .complete_ns = 35},
                            {.launch_ns = 30, .complete_ns = 42}}});
   EXPECT_EQ(summary.forward_compute_ns, 3);
@@ -48,7 +48,7 @@ TEST(TimelineSummaryTest, SplitsCommunicationIntoOverlapAndExposed) {
   EXPECT_EQ(summary.comm_end_ns, 42);
 }
 
-TEST(TimelineSummaryTest, IsATableForPeople) {
+TEST(TimelineSummaryTest, IsPrintedAsATable) {
   EXPECT_EQ(describe(Timeline{}), "no iteration has been sampled\n");
   EXPECT_EQ(
       describe({.iteration = 12,
@@ -69,9 +69,9 @@ TEST(TimelineSummaryTest, IsATableForPeople) {
       "     1           -           -           -       0.000\n");
 }
 
-// ----------------------------------------------------------------- recorder
+// ---- Recorder
 
-TEST(TimelineRecorderTest, AFutureMayBeDoneAfterTheRecorderIsGone) {
+TEST(TimelineRecorderTest, AFutureMayCompleteAfterTheRecorderIsDestroyed) {
   auto future =
       c10::make_intrusive<c10::ivalue::Future>(c10::TensorType::get());
   {
@@ -104,7 +104,7 @@ TEST(TimelineRecorderTest, ALateFutureDoesNotSpoilTheNextTimeline) {
   EXPECT_EQ(recorder.last().units[0].complete_ns, 0);
 }
 
-// ------------------------------------------------------------ a reducer's own
+// ---- Timelines of a reducer
 
 const ToyModel::Sizes kSizes = {{3, 2}, {5}, {7}};
 // In launch order {2}, {1, 0}.
@@ -201,7 +201,7 @@ TEST(TimelineTest, RecordsNothingAtRateZero) {
 TEST(TimelineTest, LeavesOutUnusedParametersAndFollowsARebuiltPlan) {
   const ToyModel model(kSizes);
   Reducer reducer(model.parameters, single_process_group(),
-                  {.bucket_caps_bytes = {45}, .static_graph = true});
+                  {.bucket_cap_bytes = {45}, .static_graph = true});
   for (int iteration = 1; iteration <= 3; ++iteration) {
     step(reducer, model.loss_in_order({0, 2}, /*rank=*/0));
     const Timeline timeline = reducer.timeline();
@@ -222,7 +222,7 @@ TEST(TimelineTest, AShadowedIterationLeavesTheLastOne) {
   EXPECT_EQ(reducer.timeline().iteration, 3);
 }
 
-TEST(TimelineTest, UndefinedGradientsAreNotThere) {
+TEST(TimelineTest, LeavesOutUndefinedGradients) {
   const ToyModel model(kSizes);
   Reducer reducer(model.parameters, single_process_group(),
                   {.find_unused_parameters = true});
@@ -268,7 +268,7 @@ TEST(LastErrorTest, IsKeptFromPreparationsToo) {
   EXPECT_EQ(reducer.last_error()->iteration, 1);
 }
 
-// ----------------------------------------------------------- profiler ranges
+// ---- Profiler ranges
 
 std::vector<std::string> g_ranges;
 std::mutex g_ranges_mutex;

@@ -1,9 +1,8 @@
-// A model whose gradients are known integers and become ready in an order of
-// the test's choosing.
+// Model with known integer gradients that become ready in a given order.
 //
-// The gradient of every element depends on rank, parameter, element and step,
-// so that swapped ranks or slots show; all are multiples of 12, so that
-// averages over 1 to 4 ranks are exact in float32.
+// A gradient's elements depend on rank, parameter, element and step, so swapped
+// ranks or slots give other values. All are multiples of 12, so averages over 1
+// to 4 ranks are exact in float32.
 
 #ifndef BRIGADE_TESTS_REDUCER_TOY_MODEL_H_
 #define BRIGADE_TESTS_REDUCER_TOY_MODEL_H_
@@ -33,7 +32,7 @@ class ToyModel {
     }
   }
 
-  // What backward of this rank's loss gives parameter i.
+  // The gradient of parameter i in a backward through loss(rank, step).
   at::Tensor gradient(size_t i, int rank, int step = 0) const {
     const at::Tensor& p = parameters[i];
     return (12 * ((at::arange(p.numel(), at::kLong) + 7 * i + 3 * step + 1) %
@@ -51,7 +50,7 @@ class ToyModel {
     return (sum / world_size).detach();
   }
 
-  // Gradients of a backward through it become ready in `ready_order`.
+  // Returns a loss whose gradients become ready in `ready_order`.
   at::Tensor loss_in_order(const std::vector<size_t>& ready_order, int rank,
                            int step = 0) const {
     at::Tensor loss = at::zeros(
@@ -86,7 +85,7 @@ class ToyModel {
 
 using FuturePtr = c10::intrusive_ptr<c10::ivalue::Future>;
 
-// For comm hooks: a complete future, and the group's sum of a bucket.
+// Results of comm hooks: a complete future, and the sum of a bucket over ranks.
 inline FuturePtr completed(c10::IValue value) {
   auto future = c10::make_intrusive<c10::ivalue::Future>(value.type());
   future->markCompleted(std::move(value));
@@ -99,13 +98,13 @@ inline FuturePtr all_reduced(
   return group->allreduce(tensors)->getFuture();
 }
 
-// One iteration, whose backward goes through `loss`.
+// Runs one iteration with a backward through `loss`.
 inline void step(Reducer& reducer, const at::Tensor& loss) {
   reducer.prepare_for_backward(loss);
   loss.backward();
 }
 
-// Every gradient is the average over all ranks.
+// Expects every gradient to be the average over all ranks.
 inline void expect_averaged(const ToyModel& model, int world_size,
                             int step = 0) {
   for (size_t i = 0; i < model.parameters.size(); ++i) {

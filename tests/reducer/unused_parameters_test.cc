@@ -40,7 +40,7 @@ bool contains(const Order& order, size_t parameter) {
   return std::find(order.begin(), order.end(), parameter) != order.end();
 }
 
-// The average over ranks, of which `uses[rank]` says what it used.
+// The average over ranks; `uses[rank]` lists the parameters that the rank used.
 at::Tensor average(const ToyModel& model, size_t parameter,
                    const std::vector<Order>& uses, int step) {
   at::Tensor sum = at::zeros_like(model.parameters[parameter]);
@@ -79,14 +79,14 @@ class UnusedOnRanksTest
  protected:
   int world_size() const { return std::get<0>(GetParam()); }
   ReducerOptions options() const {
-    return {.bucket_caps_bytes = {std::get<2>(GetParam())},
+    return {.bucket_cap_bytes = {std::get<2>(GetParam())},
             .find_unused_parameters = true,
             .skip_all_reduce_unused_parameters = std::get<3>(GetParam()),
             .gradient_as_bucket_view = std::get<1>(GetParam())};
   }
 };
 
-TEST_P(UnusedOnRanksTest, CountsWhatARankDidNotUseAsZero) {
+TEST_P(UnusedOnRanksTest, ContributesZerosForUnusedParameters) {
   run_ranks(world_size(), [&](const Group& group) {
     const ToyModel model(kSizes);
     Reducer reducer(model.parameters, group, options());
@@ -102,7 +102,7 @@ TEST_P(UnusedOnRanksTest, CountsWhatARankDidNotUseAsZero) {
   });
 }
 
-TEST_P(UnusedOnRanksTest, FollowsControlFlowThatChangesAtRandom) {
+TEST_P(UnusedOnRanksTest, SupportsRandomControlFlow) {
   run_ranks(world_size(), [&](const Group& group) {
     const ToyModel model(kSizes);
     Reducer reducer(model.parameters, group, options());
@@ -126,13 +126,13 @@ TEST_P(UnusedOnRanksTest, FollowsControlFlowThatChangesAtRandom) {
   });
 }
 
-TEST_P(UnusedOnRanksTest, KeepsGradientsThatAreGloballyUnused) {
+TEST_P(UnusedOnRanksTest, KeepsGloballyUnusedGradients) {
   run_ranks(world_size(), [&](const Group& group) {
     const ToyModel model(kSizes);
     Reducer reducer(model.parameters, group, options());
     const int rank = group->getRank();
     step(reducer, model.loss(rank));
-    // No multiple of 1/3 survives being divided by 3 and summed bit for bit.
+    // Multiples of 1/3 would change bits if they were averaged again.
     for (const at::Tensor& p : model.parameters) p.mutable_grad().div_(3);
     std::vector<at::Tensor> before;
     for (const at::Tensor& p : model.parameters) {
@@ -147,7 +147,7 @@ TEST_P(UnusedOnRanksTest, KeepsGradientsThatAreGloballyUnused) {
   });
 }
 
-TEST_P(UnusedOnRanksTest, RemembersWhatUnreducedBackwardsUsed) {
+TEST_P(UnusedOnRanksTest, AccumulatesMarksOfUnreducedBackwards) {
   run_ranks(world_size(), [&](const Group& group) {
     const ToyModel model(kSizes);
     Reducer reducer(model.parameters, group, options());
@@ -167,6 +167,7 @@ TEST_P(UnusedOnRanksTest, RemembersWhatUnreducedBackwardsUsed) {
     }
   });
 }
+
 INSTANTIATE_TEST_SUITE_P(Worlds, UnusedOnRanksTest,
                          ::testing::Values(std::tuple(1, false, 1, false),
                                            std::tuple(1, true, 40, true),
@@ -177,7 +178,8 @@ INSTANTIATE_TEST_SUITE_P(Worlds, UnusedOnRanksTest,
                                            std::tuple(3, false, 1, true),
                                            std::tuple(3, true, 40, false),
                                            std::tuple(3, true, 1 << 20, true)));
-TEST(UnusedParametersTest, WaitForTheBackwardNotTheForward) {
+
+TEST(UnusedParametersTest, BecomeReadyInBackwardNotInPrepare) {
   const ToyModel model({{2}, {3}});
   RecordingGroup recording(2);
   ReducerOptions options = finding_unused();
@@ -191,7 +193,7 @@ TEST(UnusedParametersTest, WaitForTheBackwardNotTheForward) {
       at::equal(model.parameters[1].grad(), model.gradient(1, 0).detach()));
 }
 
-TEST(UnusedParametersTest, MayBeAllOfThem) {
+TEST(UnusedParametersTest, MayBeAllParametersOfARank) {
   run_ranks(2, [](const Group& group) {
     const ToyModel model({{2}, {3}});
     Reducer reducer(model.parameters, group, finding_unused());
@@ -207,7 +209,7 @@ TEST(UnusedParametersTest, MayBeAllOfThem) {
   });
 }
 
-TEST(UnusedParametersTest, SumTheMapOnceAnIterationAfterTheBuckets) {
+TEST(UnusedParametersTest, BitmapIsReducedOnceAfterTheBuckets) {
   const ToyModel model({{2}, {3}});
   RecordingGroup recording(2);
   ReducerOptions options = finding_unused();
@@ -234,9 +236,7 @@ TEST(UnusedParametersTest, BucketsThatNoRankUsedCanBeSkipped) {
   EXPECT_EQ(reducer.statistics().buckets_skipped, 1);
 }
 
-// A launch has the same place among its group's collectives whatever the
-// iterations before were like.
-TEST(UnusedParametersTest, TravelAtTheSamePlaceAfterIterationsThatUsedAll) {
+TEST(UnusedParametersTest, LaunchPositionIgnoresEarlierIterations) {
   std::vector<size_t> launched_before;
   for (const int num_full_iterations : {0, 3}) {
     const ToyModel model({{2}, {3}, {4}});
@@ -257,7 +257,7 @@ TEST(UnusedParametersTest, TravelAtTheSamePlaceAfterIterationsThatUsedAll) {
   EXPECT_THAT(launched_before, ElementsAre(2, 2));  // {1}, unused, and {2}
 }
 
-TEST(UnusedParametersTest, OfAnEarlierForwardIsNamedAsSuch) {
+TEST(UnusedParametersTest, ErrorNamesGradientOfAnEarlierForward) {
   const ToyModel model({{2}, {3}});
   RecordingGroup recording(2);
   ReducerOptions options = finding_unused();
@@ -272,7 +272,7 @@ TEST(UnusedParametersTest, OfAnEarlierForwardIsNamedAsSuch) {
   EXPECT_THAT(text, HasSubstr("backward reached parameter 0 ('p0') in "
                               "iteration 1 on rank 0, which the outputs of the "
                               "last forward do not depend on"));
-  EXPECT_THAT(text, HasSubstr("under no_sync() all but the last"));
+  EXPECT_THAT(text, HasSubstr("all but the last under no_sync()"));
   EXPECT_THAT(text, HasSubstr("mark a variable ready only once: Parameter at "
                               "index 0 with name p0"));
   model.zero_grad();
@@ -280,7 +280,7 @@ TEST(UnusedParametersTest, OfAnEarlierForwardIsNamedAsSuch) {
   EXPECT_EQ(reducer.missing_gradients().size(), 0u);
 }
 
-// Writes the parameter's gradient itself, as fused kernels do.
+// Writes the parameter's `.grad` itself, as fused kernels do.
 class WritesGradient : public torch::autograd::Function<WritesGradient> {
  public:
   static at::Tensor forward(torch::autograd::AutogradContext* context,
@@ -303,8 +303,7 @@ class WritesGradient : public torch::autograd::Function<WritesGradient> {
   }
 };
 
-TEST(UnusedParametersTest,
-     AreNotThoseWhoseFunctionsWriteTheGradientThemselves) {
+TEST(UnusedParametersTest, ExcludeThoseWhoseFunctionWritesGrad) {
   for (const bool is_static : {false, true}) {
     for (const bool as_views : {false, true}) {
       run_ranks(2, [&](const Group& group) {
@@ -326,7 +325,7 @@ TEST(UnusedParametersTest,
   }
 }
 
-TEST(UnusedParametersTest, TellThatTheGraphIsStatic) {
+TEST(UnusedParametersTest, ShowWhetherTheGraphIsStatic) {
   const ToyModel model({{2}, {3}});
   Reducer reducer(model.parameters, single_process_group(), finding_unused());
   for (int s = 0; s < 3; ++s) step(reducer, model.loss_in_order({1}, 0));
@@ -335,13 +334,14 @@ TEST(UnusedParametersTest, TellThatTheGraphIsStatic) {
   EXPECT_FALSE(reducer.is_graph_static());
 }
 
-TEST(UnusedParametersTest, LeaveThePlanAsItIs) {
+TEST(UnusedParametersTest, DoNotRebuildBuckets) {
   const ToyModel model({{2}, {3}});
   Reducer reducer(model.parameters, single_process_group(), finding_unused());
   for (int s = 0; s < 3; ++s) step(reducer, model.loss_in_order({0, 1}, 0));
   EXPECT_EQ(reducer.statistics().rebuilds, 0);
 }
-TEST(UnusedParametersTest, GradientsOfInputsAloneReduceNothing) {
+
+TEST(UnusedParametersTest, GradOfInputsOnlyReducesNothing) {
   for (const bool is_static : {false, true}) {
     const ToyModel model({{2}, {3}});
     Reducer reducer(
@@ -362,7 +362,7 @@ TEST(UnusedParametersTest, GradientsOfInputsAloneReduceNothing) {
   }
 }
 
-TEST(UnusedParametersTest, SparseOnesKeepTheirGradientToo) {
+TEST(UnusedParametersTest, MayBeSparse) {
   run_ranks(2, [](const Group& group) {
     const at::Tensor table = at::ones({4, 2}).requires_grad_();
     const at::Tensor weight = at::ones({2}).requires_grad_();
@@ -385,7 +385,7 @@ TEST(UnusedParametersTest, SparseOnesKeepTheirGradientToo) {
   });
 }
 
-TEST(UnusedParametersTest, AnOutputOutsideTheLossIsNamed) {
+TEST(UnusedParametersTest, ErrorNamesParametersOutsideTheLoss) {
   const ToyModel model({{2}, {3}});
   ReducerOptions options = finding_unused();
   options.parameter_names = model.names;
@@ -401,7 +401,7 @@ TEST(UnusedParametersTest, AnOutputOutsideTheLossIsNamed) {
   step(reducer, model.loss(0));  // goes on
 }
 
-// Multiplies by 1; its backward has a gradient only if told so.
+// Multiplies by 1; its backward returns an undefined gradient unless `passes`.
 class Passes : public torch::autograd::Function<Passes> {
  public:
   static at::Tensor forward(torch::autograd::AutogradContext* context,
@@ -420,18 +420,18 @@ class Passes : public torch::autograd::Function<Passes> {
 class UndefinedGradientsTest : public ::testing::TestWithParam<bool> {
  protected:
   ReducerOptions options() const {
-    return {.bucket_caps_bytes = {1},
+    return {.bucket_cap_bytes = {1},
             .find_unused_parameters = true,
             .gradient_as_bucket_view = GetParam()};
   }
 };
 
-TEST_P(UndefinedGradientsTest, CountAsNone) {
+TEST_P(UndefinedGradientsTest, CountAsUnused) {
   run_ranks(2, [&](const Group& group) {
     const ToyModel model(kSizes);
     Reducer reducer(model.parameters, group, options());
     const int rank = group->getRank();
-    // Which ranks' gradients are defined, by step: none, both, one, none, ...
+    // Ranks with defined gradients, by step: none, both, one, none, ...
     for (int s = 0; s < 8; ++s) {
       const bool defined[2] = {s % 4 == 1, s % 4 == 1 || s % 4 == 2};
       const std::vector<Order> uses = {
@@ -447,7 +447,7 @@ TEST_P(UndefinedGradientsTest, CountAsNone) {
   });
 }
 
-TEST_P(UndefinedGradientsTest, AreReachedAllTheSame) {
+TEST_P(UndefinedGradientsTest, AreReadyOnce) {
   const ToyModel model({{2}, {3}});
   RecordingGroup recording(2);
   Reducer reducer(model.parameters, recording.group(), options());
@@ -460,8 +460,8 @@ TEST_P(UndefinedGradientsTest, AreReachedAllTheSame) {
               HasSubstr("parameter 0 became ready twice"));
 }
 
-// A function that writes the gradient itself looks no different.
-TEST_P(UndefinedGradientsTest, AverageAGradientThatWasKept) {
+// An existing gradient looks like one that the function wrote itself.
+TEST_P(UndefinedGradientsTest, AverageAnExistingGradient) {
   run_ranks(2, [&](const Group& group) {
     const ToyModel model(kSizes);
     Reducer reducer(model.parameters, group, options());
@@ -477,7 +477,7 @@ TEST_P(UndefinedGradientsTest, AverageAGradientThatWasKept) {
 
 INSTANTIATE_TEST_SUITE_P(Views, UndefinedGradientsTest, ::testing::Bool());
 
-TEST(UnusedParametersTest, AreCountedOverRanks) {
+TEST(UnusedParametersTest, UsesAreCountedOverRanks) {
   run_ranks(3, [](const Group& group) {
     const ToyModel model({{2}, {3}, {4}});
     Reducer reducer(model.parameters, group, finding_unused());
@@ -496,7 +496,7 @@ TEST(UnusedParametersTest, AreCountedOverRanks) {
   });
 }
 
-TEST(UnusedParametersTest, AreNotCountedUnlessLookedFor) {
+TEST(UnusedParametersTest, UsesAreNotCountedByDefault) {
   const ToyModel model(ToyModel::Sizes{{2}});
   Reducer reducer(model.parameters, single_process_group());
   EXPECT_FALSE(reducer.used_parameter_counts().defined());

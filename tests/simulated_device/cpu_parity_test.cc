@@ -108,7 +108,7 @@ TEST_P(ReproducibleOnDevicesTest, BitsAreThoseOfTheCpu) {
   };
   const std::vector<Tensors> expected = train_on_cpus(world_size, train);
   for (const int64_t cap_bytes : {64, 1 << 20}) {
-    options.bucket_caps_bytes = {cap_bytes};
+    options.bucket_cap_bytes = {cap_bytes};
     options.gradient_as_bucket_view = cap_bytes == 64;
     expect_on_devices(expected, train);
   }

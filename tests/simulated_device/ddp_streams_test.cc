@@ -43,7 +43,7 @@ class DdpStreamsTest : public simulated::StreamTest,
                        public ::testing::WithParamInterface<bool> {
  protected:
   DistributedDataParallelOptions options() const {
-    return {.reducer = {.bucket_caps_bytes = {64},
+    return {.reducer = {.bucket_cap_bytes = {64},
                         .gradient_as_bucket_view = GetParam()}};
   }
 

@@ -101,7 +101,7 @@ class OverlapTest : public simulated::StreamTest {
   // stream of backward has waited.
   bool goes_on_beside(const Hook& hook) {
     ReducerOptions options;
-    options.bucket_caps_bytes = {64};
+    options.bucket_cap_bytes = {64};
     options.comm_hook = hook;
     Reducer reducer(factors_, group_, std::move(options));
     constexpr int kNumSteps = 4;

@@ -149,7 +149,7 @@ TEST_P(RunAheadTest, CallsThatAwaitStatusesRaiseALateFailure) {
   const std::vector<std::function<void()>> calls = {
       [&] { reducer().await_statuses(); },
       [&] { reducer().shadow_iteration(); },
-      [&] { reducer().meet_peers("came to a forward"); },
+      [&] { reducer().barrier("came to a forward"); },
       [&] { reducer().set_comm_hook(nullptr); }};
   for (const auto& call : calls) {
     begin();

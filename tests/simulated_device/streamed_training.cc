@@ -90,8 +90,8 @@ StreamedTraining::StreamedTraining(const StreamLayout& layout, int num_replicas)
 }
 
 void StreamedTraining::make_reducer(ReducerOptions options) {
-  if (options.bucket_caps_bytes == ReducerOptions().bucket_caps_bytes) {
-    options.bucket_caps_bytes = {64};
+  if (options.bucket_cap_bytes == ReducerOptions().bucket_cap_bytes) {
+    options.bucket_cap_bytes = {64};
   }
   std::optional<c10::MultiStreamGuard> on_side;
   if (layout_.is_made_on_side) on_side.emplace(side_streams());

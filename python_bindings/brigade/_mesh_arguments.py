@@ -1,4 +1,7 @@
-"""Process groups of the ranks that share a unit's parameters, from torch's mesh arguments."""
+"""Translates fully_shard()'s mesh, dp_mesh_dims and shard_placement_fn into process groups.
+
+A unit's ranks are its `group`; each `num_shards` consecutive ranks of it hold one replica.
+"""
 
 from __future__ import annotations
 
@@ -12,17 +15,13 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import Shard
 
-# The ranks that have a unit's parameters, and how many of them are a row, that shares them.
-_Shared = tuple[dist.ProcessGroup, int]
+_GroupAndShards = tuple[dist.ProcessGroup, int]
 
 
-def group_of(mesh: Any, dp_mesh_dims: Any = None) -> _Shared:
-    """The group of all ranks of a mesh, and how many of them share parameters.
-
-    Collective over them, the first time. `dp_mesh_dims`: torch's DataParallelMeshDims.
-    """
+def group_and_num_shards(mesh: Any, dp_mesh_dims: Any = None) -> _GroupAndShards:
+    """Returns (group, num_shards). Collective over the mesh's ranks when it makes a group."""
     if dp_mesh_dims is not None:
-        return _group_of_matrix(_part_of(mesh, dp_mesh_dims), mesh)
+        return _from_ranks(_data_parallel_ranks(mesh, dp_mesh_dims), mesh)
     if mesh is None:
         if not dist.is_initialized():
             raise ValueError(
@@ -34,54 +33,54 @@ def group_of(mesh: Any, dp_mesh_dims: Any = None) -> _Shared:
         return mesh.get_group(), mesh.size()
     if mesh.ndim != 2:
         raise NotImplementedError(
-            f"fully_shard: expected a mesh of one dimension, or of two, found {mesh}.\nSay which "
-            "dimensions are of data by dp_mesh_dims."
+            f"fully_shard: expected a mesh of one or two dimensions, found {mesh}.\nName its "
+            "data-parallel dimensions in dp_mesh_dims."
         )
-    return _group_of_matrix(mesh.mesh, mesh)
+    return _from_ranks(mesh.mesh, mesh)
 
 
-def _part_of(mesh: Any, dims: Any) -> torch.Tensor:
-    """[replicas, shards] of ranks, of which this one is one."""
+def _data_parallel_ranks(mesh: Any, dims: Any) -> torch.Tensor:
+    """Returns the ranks that share this rank's parameters, of shape [replicas, shards]."""
     shard, replicate = _names(dims.shard), _names(dims.replicate)
     found = () if mesh is None else (mesh.mesh_dim_names or ())
     chosen = [*replicate, *shard]
     if not chosen or len(set(chosen)) < len(chosen) or not set(chosen) <= set(found):
         raise ValueError(
             f"fully_shard: expected dp_mesh_dims to name dimensions of the mesh, each once, found "
-            f"shard {shard} and replicate {replicate}, and a mesh with {tuple(found)}.\nGive the "
+            f"shard {shard} and replicate {replicate}, and a mesh with {tuple(found)}.\nPass the "
             "mesh of all dimensions, with mesh_dim_names."
         )
     others = [name for name in found if name not in chosen]
     order = [found.index(name) for name in (*others, *chosen)]
-    place = [mesh.get_coordinate()[found.index(name)] for name in others]
-    mine = mesh.mesh.permute(order)[tuple(place)]
-    return mine.reshape(-1, math.prod(mesh.mesh.size(found.index(name)) for name in shard))
+    coordinate = [mesh.get_coordinate()[found.index(name)] for name in others]
+    ranks = mesh.mesh.permute(order)[tuple(coordinate)]
+    return ranks.reshape(-1, math.prod(mesh.mesh.size(found.index(name)) for name in shard))
 
 
 def _names(dims: str | Iterable[str] | None) -> tuple[str, ...]:
     return (dims,) if isinstance(dims, str) else tuple(dims or ())
 
 
-def _group_of_matrix(ranks: torch.Tensor, mesh: Any) -> _Shared:
+def _from_ranks(ranks: torch.Tensor, mesh: Any) -> _GroupAndShards:
     flat = ranks.flatten().tolist()
     if flat != sorted(flat) and not (_KEEPS_ORDER and flat[0] == min(flat)):
         raise NotImplementedError(
-            f"fully_shard: expected ranks in rising order along replicas and shards, found {flat} "
-            f"of {mesh}.\nLet replicas be an outer dimension of the mesh, and shards an inner one, "
-            "or use a torch whose new_group() has sort_ranks, and let the lowest rank be the first."
+            f"fully_shard: expected ascending ranks along (replicas, shards), found {flat} of "
+            f"{mesh}.\nMake replicas an outer and shards an inner dimension of the mesh. With a "
+            "torch whose new_group() has sort_ranks, the lowest rank must only come first."
         )
     if flat == list(range(dist.get_world_size())):
         return dist.group.WORLD, ranks.size(1)
     return _group_of_ranks(tuple(flat)), ranks.size(1)
 
 
-# Newer torch makes groups whose ranks are in the order that they are given in.
+# Newer torch can make groups whose ranks are not sorted.
 _KEEPS_ORDER = "sort_ranks" in inspect.signature(dist.new_group).parameters
 _groups: dict[tuple[int, ...], dist.ProcessGroup] = {}
 
 
 def _group_of_ranks(ranks: tuple[int, ...]) -> dist.ProcessGroup:
-    """One for all meshes of these ranks. Collective over them, the first time."""
+    """Returns the same group for all meshes of these ranks."""
     group = _groups.get(ranks)
     if group is None or group not in dist.distributed_c10d._world.pg_map:  # destroyed since
         order = {"sort_ranks": False} if _KEEPS_ORDER else {}
@@ -92,12 +91,12 @@ def _group_of_ranks(ranks: tuple[int, ...]) -> dist.ProcessGroup:
 
 
 def mesh_of_placements(
-    named: list[tuple[str, nn.Parameter]], placement_of: Callable[[nn.Parameter], Any], mesh: Any
+    named: list[tuple[str, nn.Parameter]], placement_fn: Callable[[nn.Parameter], Any], mesh: Any
 ) -> Any:
-    """The one mesh of a unit with these parameters; `mesh` where `placement_of` says none."""
+    """Returns the one mesh of a unit with these parameters; `mesh` if `placement_fn` names none."""
     first: tuple[str, Any] | None = None
     for name, parameter in named:
-        placement, own = placement_of(parameter), mesh
+        placement, own = placement_fn(parameter), mesh
         if hasattr(placement, "mesh_info"):
             placement, own = placement.placement, _mesh_of_info(placement.mesh_info)
         if placement is not None:
@@ -105,9 +104,9 @@ def mesh_of_placements(
         first = first or (name, own)
         if own != first[1]:
             raise NotImplementedError(
-                f"fully_shard: shard_placement_fn: '{first[0]}' is over {first[1]}, '{name}' over "
-                f"{own}, and a unit has one mesh.\nShard the modules whose parameters have another "
-                "one by themselves, with mesh=."
+                f"fully_shard: shard_placement_fn: expected one mesh for all parameters of the "
+                f"unit, found {first[1]} for '{first[0]}' and {own} for '{name}'.\nCall "
+                "fully_shard(submodule, mesh=...) for the modules on another mesh first."
             )
     return first[1] if first else mesh
 
@@ -116,13 +115,13 @@ def _require_shard_of(name: str, parameter: nn.Parameter, placement: Any) -> Non
     if not isinstance(placement, Shard):
         raise ValueError(
             f"fully_shard: shard_placement_fn: expected None, a Shard or a ShardPlacementResult, "
-            f"found {placement!r} of '{name}'.\nReturn None for the default."
+            f"found {placement!r} for '{name}'.\nReturn None for the default."
         )
     num_dims = max(parameter.dim(), 1)
     if not -num_dims <= placement.dim < num_dims:
         raise ValueError(
-            f"fully_shard: shard_placement_fn: expected a dimension of '{name}', which has "
-            f"{parameter.dim()}, found Shard({placement.dim}).\nReturn Shard(0) or None."
+            f"fully_shard: shard_placement_fn: expected one of the {parameter.dim()} dimensions of "
+            f"'{name}', found Shard({placement.dim}).\nReturn Shard(0) or None."
         )
 
 
@@ -130,7 +129,7 @@ def _mesh_of_info(info: Any) -> Any:
     mesh, shard, replicate = info.mesh, info.shard_mesh_dim, info.replicate_mesh_dim
     if (mesh.ndim, shard, replicate) not in ((1, 0, None), (2, 1, 0)):
         raise NotImplementedError(
-            "fully_shard: shard_placement_fn: expected a mesh of one dimension, or of (replicas, "
-            f"shards), found {mesh}, shards along {shard} and replicas along {replicate}."
+            "fully_shard: shard_placement_fn: expected a 1-D or a 2-D mesh (replicas, shards), "
+            f"found {mesh} with shard_mesh_dim {shard} and replicate_mesh_dim {replicate}."
         )
     return mesh

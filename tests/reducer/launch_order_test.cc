@@ -1,10 +1,9 @@
-#include "brigade/planning/launch_order.h"
-
 #include <algorithm>
 #include <cstdint>
 #include <optional>
 #include <vector>
 
+#include "brigade/reducer/iteration.h"
 #include "gmock/gmock.h"
 #include "gtest/gtest.h"
 
@@ -16,7 +15,7 @@ using ::testing::IsEmpty;
 
 class LaunchOrderTest : public ::testing::Test {
  protected:
-  // Entries that wait for gradients, each listed once, or for nothing.
+  // `entries`: the gradients that each entry waits for.
   void plan(const std::vector<std::vector<size_t>>& entries,
             size_t num_replicas = 1) {
     entry_of_.clear();
@@ -34,7 +33,7 @@ class LaunchOrderTest : public ::testing::Test {
 
   bool mark_ready(size_t gradient) { return order_->mark(entry_of_[gradient]); }
 
-  // What may be launched.
+  // Launches all ready entries, and returns them.
   std::vector<size_t> launch() {
     std::vector<size_t> launched;
     while (const auto entry = order_->next()) {
@@ -44,8 +43,8 @@ class LaunchOrderTest : public ::testing::Test {
     return launched;
   }
 
-  // The entries that may be launched after this gradient.
-  std::vector<size_t> ready(size_t gradient) {
+  // Marks `gradient` as ready, launches, and returns the launched entries.
+  std::vector<size_t> mark_and_launch(size_t gradient) {
     mark_ready(gradient);
     return launch();
   }
@@ -62,11 +61,11 @@ TEST_F(LaunchOrderTest, WaitsForTheGradientsOfAllReplicas) {
   EXPECT_THAT(launch(), ElementsAre(0));
 }
 
-TEST_F(LaunchOrderTest, AnEntryThatWaitsForNothingComesInItsTurn) {
+TEST_F(LaunchOrderTest, AnEntryWithoutGradientsIsLaunchedInItsTurn) {
   plan({{0}, {}, {1}, {}});
   EXPECT_THAT(launch(), IsEmpty());
-  EXPECT_THAT(ready(0), ElementsAre(0, 1));
-  EXPECT_THAT(ready(1), ElementsAre(2, 3));
+  EXPECT_THAT(mark_and_launch(0), ElementsAre(0, 1));
+  EXPECT_THAT(mark_and_launch(1), ElementsAre(2, 3));
   plan({{}, {0}});
   EXPECT_THAT(launch(), ElementsAre(0));
 }
@@ -91,8 +90,8 @@ TEST_F(LaunchOrderTest, AllMayBeReadyAtOnce) {
   EXPECT_THAT(launch(), ElementsAre(0, 1));
 }
 
-// Every order of ready gradients for several small plans: what is launched is
-// always a prefix of the plan, each bucket once, and as long as possible.
+// For every order of ready gradients and several plans, the launched entries
+// are the longest prefix of ready ones.
 TEST_F(LaunchOrderTest, LaunchesTheLongestFullPrefixInEveryInterleaving) {
   const std::vector<std::vector<std::vector<size_t>>> plans = {
       {{0, 1, 2, 3, 4}},
@@ -106,7 +105,8 @@ TEST_F(LaunchOrderTest, LaunchesTheLongestFullPrefixInEveryInterleaving) {
       std::vector<size_t> launched;
       std::vector<bool> is_ready(5, false);
       for (size_t gradient : permutation) {
-        for (size_t bucket : ready(gradient)) launched.push_back(bucket);
+        for (size_t bucket : mark_and_launch(gradient))
+          launched.push_back(bucket);
         is_ready[gradient] = true;
         size_t full_prefix = 0;
         while (full_prefix < buckets.size() &&

@@ -1,8 +1,24 @@
-#include "brigade/reducer/hook_counts.h"
+#include "brigade/reducer/learned_graph.h"
+
+#include <ATen/ops/tensor.h>
 
 #include <algorithm>
 
+#include "brigade/comm/group/group_info.h"
+
 namespace brigade {
+
+void ReadyOrder::agree(const c10::intrusive_ptr<c10d::ProcessGroup>& group) {
+  if (stage_ == Stage::kAgreed) return;
+  const std::vector<int64_t> mine(order_.begin(), order_.end());
+  std::vector<at::Tensor> tensors = {
+      at::tensor(mine, at::kLong).to(control_device(*group))};
+  group->broadcast(tensors)->wait();
+  const at::Tensor agreed = tensors.front().cpu();
+  const int64_t* begin = agreed.const_data_ptr<int64_t>();
+  order_.assign(begin, begin + agreed.numel());
+  stage_ = Stage::kAgreed;
+}
 
 HookCounts::HookCounts(size_t num_variables)
     : counts_(num_variables), last_run_(num_variables) {}
@@ -17,7 +33,8 @@ bool HookCounts::count_run(size_t variable) {
 }
 
 std::vector<size_t> HookCounts::freeze() {
-  // No other rank will count again with one that learns alone.
+  // An abort does not reset a rank that learns alone: the others would not
+  // count with it.
   stage_ = stage_ == Stage::kLearning ? Stage::kCounted : Stage::kKnown;
   expected_ = counts_;
   std::vector<size_t> called;

@@ -1,5 +1,5 @@
-// One rank fails, or does something else than its peers: every rank is told the
-// same, and training goes on.
+// One rank fails, or differs from its peers: all ranks throw, and training goes
+// on.
 
 #include <c10/util/Exception.h>
 #include <torch/torch.h>
@@ -22,7 +22,7 @@
 #include "gtest/gtest.h"
 
 namespace brigade {
-namespace ranks_apart_test {
+namespace rank_failure_test {
 
 using ::testing::AllOf;
 using ::testing::HasSubstr;
@@ -43,7 +43,7 @@ std::shared_ptr<c10d::CommHookInterface> summing_hook(const Group& group) {
   });
 }
 
-// Long enough that no test passes because a rank gave up waiting.
+// No test passes because of a timeout.
 constexpr std::chrono::minutes kNever{10};
 
 const ToyModel::Sizes kSizes = {{2}, {3}, {5}};
@@ -57,7 +57,7 @@ void expect_trains(Reducer& reducer, const ToyModel& model, const Group& group,
   }
 }
 
-// With the reason, whatever is called.
+// Expects every call to throw with `reason`.
 void expect_closed(Reducer& reducer, const ToyModel& model,
                    const std::string& reason) {
   EXPECT_FALSE(reducer.can_continue());
@@ -90,7 +90,8 @@ class OneRankThrowsTest : public ::testing::TestWithParam<int> {};
 INSTANTIATE_TEST_SUITE_P(WorldSizes, OneRankThrowsTest,
                          ::testing::Values(2, 3));
 
-// In the first iteration and in a later one, at every place, in every mode.
+// In the first iteration and in a later one, before each gradient, in each
+// mode.
 TEST_P(OneRankThrowsTest, AllRaiseAndTrainOn) {
   for (const Mode& mode : modes()) {
     for (int throws_at = -1; throws_at <= 3; ++throws_at) {
@@ -124,7 +125,7 @@ TEST_P(OneRankThrowsTest, AllRaiseAndTrainOn) {
   }
 }
 
-TEST(RanksApartTest, AHookThatThrowsOnOneRankIsQuotedOnTheOthers) {
+TEST(RankFailureTest, AHookThatThrowsOnOneRankIsQuotedOnTheOthers) {
   run_ranks(
       3,
       [](const Group& group) {
@@ -155,9 +156,9 @@ TEST(RanksApartTest, AHookThatThrowsOnOneRankIsQuotedOnTheOthers) {
       kNever);
 }
 
-// Nobody can tell what a hook that throws after a launch would have launched
-// yet. One that throws is called again on zeros, for the rest of the sequence.
-TEST(RanksApartTest, AHookThatCannotBeRunOnZerosEndsTheGroupOnAllRanks) {
+// A hook that throws is called again on zeros for the rest of the sequence.
+// That is not possible if it throws again, or if it threw after a launch.
+TEST(RankFailureTest, AHookThatCannotBeRunOnZerosEndsTheGroupOnAllRanks) {
   for (const bool launches_first : {true, false}) {
     run_ranks(
         2,
@@ -194,9 +195,9 @@ TEST(RanksApartTest, AHookThatCannotBeRunOnZerosEndsTheGroupOnAllRanks) {
   }
 }
 
-// Peers wait inside for a collective that the failed rank never launches, so
-// that they do not come to their statuses.
-TEST(RanksApartTest, AHookThatWaitsForACollectiveInsideEndsTheGroup) {
+// Peers wait inside the hook for a collective that the failed rank never
+// launches, so they do not send their statuses.
+TEST(RankFailureTest, AHookThatWaitsForACollectiveInsideEndsTheGroup) {
   run_ranks(
       3,
       [&](const Group& group) {
@@ -222,9 +223,9 @@ TEST(RanksApartTest, AHookThatWaitsForACollectiveInsideEndsTheGroup) {
       kNever);
 }
 
-// The loss throws before backward reaches what forward returned; then this rank
-// wants to communicate. It launches zeros for the iteration of its peers.
-TEST(RanksApartTest, ARankThatMeetsPeersInAnIterationLaunchesZerosForThem) {
+// A rank calls barrier() while its peers are in an iteration that it has not
+// begun. It launches zeros for them.
+TEST(RankFailureTest, ABarrierDuringThePeersIterationLaunchesZeros) {
   for (const bool prepared : {true, false}) {
     run_ranks(
         3,
@@ -234,12 +235,12 @@ TEST(RanksApartTest, ARankThatMeetsPeersInAnIterationLaunchesZerosForThem) {
           expect_trains(reducer, model, group, 1);
           const bool fails = group->getRank() == 1;
           for (const int iteration : {2, 4}) {
-            reducer.meet_peers("came to a forward");
+            reducer.barrier("came to a forward");
             const at::Tensor loss = model.loss(group->getRank());
             if (!fails || prepared) reducer.prepare_for_backward(loss);
             EXPECT_THAT(
                 text_of<c10::Error>([&] {
-                  fails ? reducer.meet_peers("came to a forward")
+                  fails ? reducer.barrier("came to a forward")
                         : loss.backward();
                 }),
                 AllOf(HasSubstr("ranks 0, 2 ended iteration " +
@@ -248,11 +249,11 @@ TEST(RanksApartTest, ARankThatMeetsPeersInAnIterationLaunchesZerosForThem) {
                                 std::to_string(iteration - 1))));
             EXPECT_TRUE(reducer.can_continue());
             EXPECT_EQ(reducer.statistics().begun, iteration);
-            // Nothing is left on the group.
+            // No collective is left on the group.
             std::vector<at::Tensor> tensors = {at::ones({7})};
             group->allreduce(tensors)->wait();
             EXPECT_TRUE(at::equal(tensors[0], at::full({7}, 3.0)));
-            reducer.meet_peers("came to a forward");
+            reducer.barrier("came to a forward");
             expect_trains(reducer, model, group, 1);
           }
         },
@@ -260,21 +261,21 @@ TEST(RanksApartTest, ARankThatMeetsPeersInAnIterationLaunchesZerosForThem) {
   }
 }
 
-TEST(RanksApartTest, RanksThatMeetToDoDifferentThingsAllRaise) {
+TEST(RankFailureTest, ABarrierWithDifferentActionsFailsOnAllRanks) {
   run_ranks(
       2,
       [](const Group& group) {
         const ToyModel model(kSizes);
         Reducer reducer(model.parameters, group, {.bucket_plan = kOneEach});
-        const std::string deed = group->getRank() == 0 ? "came" : "saw";
-        EXPECT_THAT(text_of<c10::Error>([&] { reducer.meet_peers(deed); }),
+        const std::string action = group->getRank() == 0 ? "came" : "saw";
+        EXPECT_THAT(text_of<c10::Error>([&] { reducer.barrier(action); }),
                     HasSubstr("rank 0 came, rank 1 saw"));
         expect_trains(reducer, model, group);
       },
       kNever);
 }
 
-TEST(RanksApartTest, MeetingPeersLeavesWhatIsPreparedPrepared) {
+TEST(RankFailureTest, ABarrierKeepsThePreparedIteration) {
   run_ranks(
       2,
       [](const Group& group) {
@@ -282,15 +283,15 @@ TEST(RanksApartTest, MeetingPeersLeavesWhatIsPreparedPrepared) {
         Reducer reducer(model.parameters, group, {.bucket_plan = kOneEach});
         const at::Tensor loss = model.loss(group->getRank());
         reducer.prepare_for_backward(loss);
-        reducer.meet_peers("came to the end of a forward");
+        reducer.barrier("came to the end of a forward");
         loss.backward();
         EXPECT_EQ(reducer.statistics().reduced, 1);
       },
       kNever);
 }
 
-// What a user's hook returns may fail on one rank alone, when all is launched.
-TEST(RanksApartTest, AFutureThatFailsOnOneRankIsAnErrorOnAll) {
+// The future of a user's hook may fail on one rank after all launches.
+TEST(RankFailureTest, AFutureThatFailsOnOneRankIsAnErrorOnAll) {
   run_ranks(
       3,
       [](const Group& group) {
@@ -319,9 +320,9 @@ TEST(RanksApartTest, AFutureThatFailsOnOneRankIsAnErrorOnAll) {
       kNever);
 }
 
-// Forwards and backwards fail anywhere, on several ranks, in front of a
-// broadcast and behind it.
-TEST(RanksApartTest, RanksThatFailAnywhereTrainOn) {
+// Forwards and backwards fail at random places, on several ranks, before and
+// after a broadcast.
+TEST(RankFailureTest, RanksThatFailAnywhereTrainOn) {
   struct ForwardError : UserError {
     using UserError::UserError;
   };
@@ -344,11 +345,10 @@ TEST(RanksApartTest, RanksThatFailAnywhereTrainOn) {
               reducer.broadcast_before_forward({at::ones({20})}, /*source=*/1);
             };
             for (int round = 0; round < 20; ++round) {
-              std::vector<int> failing;  // by rank: -2: does not
+              std::vector<int> failing;  // by rank; -2: does not fail
               for (int r = 0; r < kRanks; ++r) {
                 failing.push_back(draw(0, 1) == 0 ? -2 : draw(-1, 4));
               }
-              // Peers have launched all when it comes to its next forward.
               const auto fails_in_forward = [&](int r) {
                 return broadcasts && failing[r] == 4;
               };
@@ -380,7 +380,7 @@ TEST(RanksApartTest, RanksThatFailAnywhereTrainOn) {
   }
 }
 
-TEST(RanksApartTest, OneOfTwoBackwardsFailsOnOneRank) {
+TEST(RankFailureTest, OneOfTwoBackwardsFailsOnOneRank) {
   for (const int failing_backward : {0, 1}) {
     run_ranks(
         2,
@@ -397,7 +397,7 @@ TEST(RanksApartTest, OneOfTwoBackwardsFailsOnOneRank) {
             bool armed = true;
             const unsigned hook =
                 model.parameters[due].register_hook([&](const at::Tensor&) {
-                  if (armed) throw UserError("the user's own");
+                  if (armed) throw UserError("user error");
                 });
             if (failing_backward == 1) losses[0].backward();
             EXPECT_THROW(losses[failing_backward].backward(), UserError);
@@ -415,7 +415,7 @@ TEST(RanksApartTest, OneOfTwoBackwardsFailsOnOneRank) {
   }
 }
 
-TEST(RanksApartTest, OneRankMissesGradients) {
+TEST(RankFailureTest, OneRankMissesGradients) {
   run_ranks(
       2,
       [](const Group& group) {
@@ -438,8 +438,8 @@ TEST(RanksApartTest, OneRankMissesGradients) {
       kNever);
 }
 
-// Lengths that differ would end the process inside Gloo.
-TEST(RanksApartTest, DifferentPlansAreToldBeforeAnythingIsLaunched) {
+// Gloo would end the process if the lengths differed.
+TEST(RankFailureTest, DifferentPlansAreAnErrorBeforeTheFirstLaunch) {
   run_ranks(
       2,
       [](const Group& group) {
@@ -464,9 +464,9 @@ TEST(RanksApartTest, DifferentPlansAreToldBeforeAnythingIsLaunched) {
       kNever);
 }
 
-// As batch norm over ranks has it, in each backward of all ranks. Zeros of the
-// rank that fails would meet those of its peers.
-TEST(RanksApartTest, ACollectiveInBackwardEndsTheGroupOnAllRanksIfOneFails) {
+// All ranks run a collective in each backward, as in batch norm over ranks.
+// Zeros of the failed rank would meet it.
+TEST(RankFailureTest, ACollectiveInBackwardEndsTheGroupOnAllRanksIfOneFails) {
   struct Case {
     bool has_users_hook;
     int iteration;
@@ -498,16 +498,15 @@ TEST(RanksApartTest, ACollectiveInBackwardEndsTheGroupOnAllRanksIfOneFails) {
           expect_closed(reducer, model, "");
           for (const at::Tensor& p : model.parameters) {
             EXPECT_TRUE(at::equal(p, at::ones_like(p)));
-            p.mutable_grad().reset();  // its memory is nobody else's
+            p.mutable_grad().reset();  // frees its memory
           }
         },
         kNever);
   }
 }
 
-// A collective of the program's own that not all ranks have come to when one
-// fails.
-TEST(RanksApartTest, ACollectiveOfOneRankEndsTheGroupOnAllRanksIfOneFails) {
+// Not all ranks have launched the program's collective when one fails.
+TEST(RankFailureTest, ACollectiveOfOneRankEndsTheGroupOnAllRanksIfOneFails) {
   for (const bool has_users_hook : {false, true}) {
     SCOPED_TRACE(has_users_hook);
     run_ranks(
@@ -539,7 +538,7 @@ TEST(RanksApartTest, ACollectiveOfOneRankEndsTheGroupOnAllRanksIfOneFails) {
   }
 }
 
-TEST(RanksApartTest, ARankThatLeavesIsNamedAtOnce) {
+TEST(RankFailureTest, ARankThatLeavesIsNamedAtOnce) {
   run_ranks(
       2,
       [](const Group& group) {
@@ -556,11 +555,11 @@ TEST(RanksApartTest, ARankThatLeavesIsNamedAtOnce) {
                     AllOf(StartsWith("Reducer: bucket "),
                           HasSubstr(" in iteration 3 on rank 0"),
                           HasSubstr("rank 1 has left after iteration 2")));
-        // Gradients are defined, and nobody writes to them any more.
+        // Gradients are defined, and no collective writes to them.
         for (const at::Tensor& p : model.parameters) p.mutable_grad().zero_();
       },
       kNever);
 }
 
-}  // namespace ranks_apart_test
+}  // namespace rank_failure_test
 }  // namespace brigade

@@ -1,18 +1,37 @@
+#include <c10/util/Exception.h>
 #include <pybind11/stl.h>
 
 #include <string>
+#include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 #include <tuple>
 #include <utility>
 #include <vector>
 
 #include "absl/functional/function_ref.h"
+#include "brigade/comm/agreement.h"
+#include "brigade/comm/errors/error_texts.h"
+#include "brigade/comm/group/group_info.h"
 #include "brigade/python_bindings/registrations.h"
-#include "brigade/reducer/parameter_changes.h"
+#include "brigade/reducer/parameter_table.h"
 
 namespace brigade {
 namespace {
 
-// Stops, and returns false, where `visit` does.
+void require_agreement_in_python(
+    const c10::intrusive_ptr<c10d::ProcessGroup>& group,
+    const std::string& kind, const std::vector<std::string>& items,
+    const std::string& failure) {
+  const absl::Status status =
+      failure.empty() ? absl::OkStatus() : absl::InvalidArgumentError(failure);
+  try {
+    require_agreement(group, kind, items, status);
+  } catch (const c10::ValueError& error) {
+    TORCH_CHECK(false, error.what_without_backtrace());
+  }
+}
+
+// Visits the values of the tables until `visit` returns false; returns false
+// then.
 bool for_each_value(const py::list& tables,
                     absl::FunctionRef<bool(PyObject*)> visit) {
   for (py::handle table : tables) {
@@ -24,7 +43,7 @@ bool for_each_value(const py::list& tables,
       }
       continue;
     }
-    // TorchScript's modules have tables of their own kind, over memory of C++.
+    // TorchScript modules have tables that are not dicts.
     for (py::handle value : table.attr("values")()) {
       if (!visit(value.ptr())) return false;
     }
@@ -63,11 +82,27 @@ std::vector<RegisteredParameter> registered(const Named& named) {
 
 }  // namespace
 
-void register_module_entries(py::module_& module) {
+void register_checks(py::module_& module) {
+  module.def(
+      "require_agreement", &require_agreement_in_python, py::arg("group"),
+      py::arg("kind"), py::arg("items"), py::arg("failure") = "",
+      py::call_guard<py::gil_scoped_release>(),
+      "Collective. Raises the same RuntimeError on all ranks if their items "
+      "differ; it names the first such item, a `kind`. If ranks pass a "
+      "`failure`, an error text, the error contains that instead.");
+  module.def("suggest_control_device", &suggest_control_device,
+             py::arg("group"), py::arg("device"),
+             "Sets the device for statuses and comparisons in a group without "
+             "a CPU backend. Without effect if the group is bound to a device "
+             "or was called for before.");
+  module.def("describe_tensor", &describe_tensor, py::arg("name"),
+             py::arg("tensor"),
+             "Returns name, dtype, sizes, strides and device type as text.");
   module.def("entries_of", &entries_of, py::arg("tables"),
-             "What is registered in tables of a module, one list for all.");
+             "Returns the values of a module's parameter and child tables, in "
+             "one list.");
   module.def("has_entries", &has_entries, py::arg("tables"), py::arg("entries"),
-             "Whether entries_of() would give that list.");
+             "Returns True if entries_of(tables) would return these objects.");
   module.def(
       "check_parameters",
       [](const std::string& module_name, const Named& present,
@@ -84,9 +119,10 @@ void register_module_entries(py::module_& module) {
       py::arg("reduced"), py::arg("frozen"), py::arg("others"),
       py::arg("ignored"),
       "Raises RuntimeError if parameters that require gradients were added, "
-      "replaced, removed or unfrozen. Each parameter with its name and whether "
-      "it stands in for another one; `others` may be there. False: one stands "
-      "in, so parameters will change again.");
+      "replaced, removed or unfrozen. Parameters are (name, tensor, whether a "
+      "temporary tensor replaces the parameter). The module may also have "
+      "`others`. Returns False if there is a temporary tensor, so that "
+      "parameters will change again.");
 }
 
 }  // namespace brigade
