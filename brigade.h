@@ -1,31 +1,31 @@
-// Everything that programs include. Headers that these don't include are
-// brigade's own: they are not installed, and change without notice.
+// Public interface of brigade. Headers that this file does not include are
+// internal: they are not installed, and change without notice.
 
 #ifndef BRIGADE_BRIGADE_H_
 #define BRIGADE_BRIGADE_H_
 
-// Process groups, and errors of peers.
+// Process groups and their errors.
 #include "brigade/comm/errors/peer_error.h"
 #include "brigade/comm/process_group.h"
 #include "brigade/comm/subgroup.h"
 
-// Data parallelism: a module, or gradients of one's own.
+// Data parallelism: wrapped modules, or gradients by hand.
 #include "brigade/ddp/distributed_data_parallel.h"
 #include "brigade/planning/bucket_plan.h"
 #include "brigade/reducer/reducer.h"
 
-// Comm hooks.
+// Communication hooks.
 #include "brigade/comm_hooks/comm_hooks.h"
 
-// Sharding.
+// FSDP.
 #include "brigade/fsdp/fully_shard.h"
 #include "brigade/fsdp/reduction_hook.h"
 
-// Checkpoints: of models, and of activations.
+// Checkpoints of models, and activation checkpointing.
 #include "brigade/checkpoint/checkpoint.h"
 #include "brigade/hooks/activation_checkpoint.h"
 
-// Which bucket size is fastest.
+// Search for the fastest bucket size.
 #include "brigade/bucket_sweep/sweep.h"
 
 #endif  // BRIGADE_BRIGADE_H_

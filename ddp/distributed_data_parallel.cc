@@ -1,23 +1,25 @@
 #include "brigade/ddp/distributed_data_parallel.h"
 
+#include <ATen/ops/zeros.h>
 #include <c10/core/GradMode.h>
 #include <c10/util/Exception.h>
 #include <c10/util/ScopeExit.h>
 
 #include <algorithm>
 #include <array>
+#include <cstdint>
+#include <exception>
 #include <string>
 
 #include "absl/status/status.h"
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_join.h"
 #include "brigade/comm/agreement.h"
+#include "brigade/comm/errors/peer_error.h"
 #include "brigade/comm/group/group_info.h"
 #include "brigade/comm_hooks/averaging_hook.h"
 #include "brigade/comm_hooks/ordered_all_reduce.h"
-#include "brigade/ddp/join_session.h"
 #include "brigade/ddp/module_tensors.h"
-#include "brigade/ddp/module_watch.h"
 #include "brigade/hooks/parameter_casts.h"
 
 namespace brigade {
@@ -41,8 +43,9 @@ std::vector<at::Tensor> values_of(std::span<const NamedTensor> named) {
   return tensors;
 }
 
-// Of gradients that travel, if not their own or as a hook decides.
-std::optional<at::ScalarType> wire_dtype(const Options& options) {
+// Returns the dtype of gradients in all-reduces; nullopt if it is their own, or
+// if the user's comm hook chooses it.
+std::optional<at::ScalarType> reduction_dtype(const Options& options) {
   const std::optional<MixedPrecision>& precision = options.mixed_precision;
   if (!precision || options.reducer.comm_hook) return std::nullopt;
   return precision->reduction.value_or(precision->parameters);
@@ -70,8 +73,8 @@ absl::Status check_precision(const Options& options) {
   }
   if (precision->reduction && options.reducer.comm_hook) {
     return absl::InvalidArgumentError(
-        "mixed_precision.reduction must be unset beside a comm hook, which "
-        "decides what travels; leave out one of them");
+        "mixed_precision.reduction must be unset with a comm hook, which "
+        "chooses the dtype itself; remove one of them");
   }
   return absl::OkStatus();
 }
@@ -84,10 +87,11 @@ absl::Status check_ignored(const ModuleTensors& module,
   if (ignored.empty()) return absl::OkStatus();
   return absl::InvalidArgumentError(absl::StrCat(
       "ignored: module ", module.module_name, " has no '",
-      absl::StrJoin(ignored, "', '"), "'; give names as the module does"));
+      absl::StrJoin(ignored, "', '"),
+      "'; use the names of named_parameters() and named_buffers()"));
 }
 
-// The options on which the ranks' collectives depend.
+// Describes the options that must be identical on all ranks.
 std::vector<std::string> describe_options(const Options& options) {
   std::vector<std::string> items = {absl::StrCat(
       "broadcast_buffers = ", options.broadcast_buffers ? "true" : "false")};
@@ -100,7 +104,8 @@ std::vector<std::string> describe_options(const Options& options) {
   return items;
 }
 
-// Without ignored ones. Collective: compares them and the options across ranks.
+// Collective: compares the module and options across ranks. Returns the tensors
+// that are not ignored.
 ModuleTensors verified_tensors(const AnyModule& module, const Options& options,
                                const Group& group) {
   ModuleTensors tensors = tensors_of_module(module);
@@ -114,6 +119,99 @@ ModuleTensors verified_tensors(const AnyModule& module, const Options& options,
   return tensors;
 }
 
+// Ranks with data in each iteration of join(), counted by an all-reduce of 4
+// bytes per rank.
+//
+// Thread safety: one call at a time.
+class JoinSession {
+ public:
+  explicit JoinSession(Group group) : group_(std::move(group)) {}
+
+  // Collective: this rank has data for the next iteration. Does not wait.
+  void begin_iteration() { count(/*has_data=*/true); }
+
+  // Collective: this rank has run out of data. Returns whether another rank has
+  // data, so that this rank must shadow the iteration. Errors: PeerError.
+  bool begin_shadow() {
+    count(/*has_data=*/false);
+    wait_for_count();
+    return !with_data_.empty();
+  }
+
+  // For the current iteration. The first call waits for the count.
+  int num_ranks_with_data() {
+    wait_for_count();
+    return static_cast<int>(with_data_.size());
+  }
+  int first_rank_with_data() {
+    wait_for_count();
+    return with_data_.front();
+  }
+
+  // Returns the lowest of the ranks that had data last; -1 if none ever had.
+  int last_rank_with_data() {
+    wait_for_count();
+    return last_rank_with_data_;
+  }
+
+ private:
+  struct Count {
+    at::Tensor counts;  // int32, [world_size], on the group's device
+    c10::intrusive_ptr<c10d::Work> work = nullptr;
+  };
+
+  void count(bool has_data);
+  std::vector<int> read(const Count& count) const;
+  void wait_for_count();
+
+  const Group group_;
+  int64_t iteration_ = 0;
+  Count current_;
+  Count previous_;
+  bool is_read_ = false;        // whether with_data_ holds current_'s ranks
+  std::vector<int> with_data_;  // ranks, ascending
+  int last_rank_with_data_ = -1;
+};
+
+void JoinSession::count(bool has_data) {
+  const at::NoGradGuard no_grad;
+  at::Tensor mine = at::zeros({group_->getSize()}, at::kInt);
+  if (has_data) mine[group_->getRank()] = 1;
+  std::vector<at::Tensor> tensors = {mine.to(control_device(*group_))};
+  ++iteration_;
+  is_read_ = false;
+  previous_ = std::exchange(current_, {.counts = tensors.front(),
+                                       .work = group_->allreduce(tensors)});
+}
+
+void JoinSession::wait_for_count() {
+  TORCH_CHECK(iteration_ > 0,
+              "join: a model was used before the first model of the list.\nUse "
+              "the models in the list's order.");
+  if (std::exchange(is_read_, true)) return;
+  with_data_ = read(current_);
+  const std::vector<int> had_data =
+      with_data_.empty() && previous_.work ? read(previous_) : with_data_;
+  if (!had_data.empty()) last_rank_with_data_ = had_data.front();
+}
+
+std::vector<int> JoinSession::read(const Count& count) const {
+  try {
+    count.work->wait();
+  } catch (...) {
+    throw_peer_error(absl::StrCat("join: counting the ranks with data in "
+                                  "iteration ",
+                                  iteration_, " on rank ", group_->getRank()),
+                     std::current_exception());
+  }
+  const at::Tensor counts = count.counts.cpu();
+  std::vector<int> ranks;
+  for (int rank = 0; rank < group_->getSize(); ++rank) {
+    if (counts.const_data_ptr<int32_t>()[rank] != 0) ranks.push_back(rank);
+  }
+  return ranks;
+}
+
 }  // namespace
 
 class ReplicatedModule::State {
@@ -123,36 +221,35 @@ class ReplicatedModule::State {
   void run(c10::function_ref<std::vector<at::Tensor>()> forward);
   void sync_buffers();
 
-  // ---- For join(). If `announces`, this model begins each iteration of the
-  // session that communicates.
-  void enter(JoinSession& session, JoinDivisor divisor, bool announces);
+  // ---- For join(). `is_first`: the model begins the session's iterations.
+  void enter(JoinSession& session, JoinDivisor divisor, bool is_first);
   void leave() noexcept;
 
-  // The first thing in each iteration, before the announcement: brings ranks
-  // together that an error has put out of step. Collective.
-  void meet_peers();
+  // Collective. Begins each iteration: inside join(), a barrier detects ranks
+  // that an exception has taken out of step.
+  void begin_iteration();
 
-  // Launches what peers launch after that in one iteration. Collective.
+  // Collective: launches the rest of the peers' iteration on zeros.
   void shadow();
 
-  // Takes over what `rank` has. Collective.
+  // Collective: broadcasts the parameters and buffers of `rank`.
   void copy_from(int rank);
 
-  Options options_;  // without the reducer's once it is made
+  Options options_;  // `reducer` is reset once the reducer exists
   const Group group_;
-  bool synchronizes_ = true;
+  bool requires_gradient_sync_ = true;
   std::unique_ptr<Reducer> reducer_;
 
  private:
   void before_forward();
   std::vector<NamedTensor> buffers() const;
-  bool sends_buffers() const;
+  bool should_broadcast_buffers() const;
   void broadcast_buffers();
   std::vector<at::Tensor> in_low_precision(
       c10::function_ref<std::vector<at::Tensor>()> forward) const;
-  void follow_divisor();
+  void apply_divisor();
   bool will_reduce() const {
-    return synchronizes_ && at::GradMode::is_enabled();
+    return requires_gradient_sync_ && at::GradMode::is_enabled();
   }
 
   const AnyModule module_;
@@ -160,9 +257,9 @@ class ReplicatedModule::State {
   ModuleWatch watch_;
   std::shared_ptr<AveragingHook> averaging_;  // null: the hook is the user's
 
-  JoinSession* session_ = nullptr;  // null: not being joined
+  JoinSession* session_ = nullptr;  // null outside of join()
   JoinDivisor divisor_ = JoinDivisor::kWorldSize;
-  bool announces_ = false;  // iterations, to the session
+  bool is_first_ = false;  // in the session
 };
 
 ReplicatedModule::State::State(AnyModule module, Group group, Options options)
@@ -181,7 +278,7 @@ ReplicatedModule::State::State(AnyModule module, Group group, Options options)
     if (chosen.reproducible) {
       ordered = std::make_shared<OrderedAllReduce>(group_);
     }
-    averaging_ = default_hook(group_, wire_dtype(options_), ordered);
+    averaging_ = default_hook(group_, reduction_dtype(options_), ordered);
     chosen.comm_hook = averaging_;
   }
   if (chosen.parameter_names.empty()) {
@@ -201,24 +298,24 @@ ReplicatedModule::State::State(AnyModule module, Group group, Options options)
       buffer.set_data(buffer.to(*precision->buffers));
     }
   }
-  options_.reducer = {};  // its hook may own a group
+  options_.reducer = {};  // its comm hook may own a group
   copy_from(0);
 }
 
 // ---- A forward.
 
 void ReplicatedModule::State::before_forward() {
-  // No bad step is evaluated.
+  // A failed step must not be evaluated.
   if (!at::GradMode::is_enabled()) reducer_->await_statuses();
   if (!will_reduce()) return;
   watch_.check();
   reducer_->forward_begins();
-  meet_peers();
+  begin_iteration();
   if (session_ != nullptr) {
-    if (announces_) session_->begin_iteration();
-    follow_divisor();
+    if (is_first_) session_->begin_iteration();
+    apply_divisor();
   }
-  if (!sends_buffers()) return;
+  if (!should_broadcast_buffers()) return;
   if (session_ != nullptr) return broadcast_buffers();
   reducer_->broadcast_before_forward(values_of(buffers()), /*source=*/0);
 }
@@ -229,12 +326,12 @@ void ReplicatedModule::State::run(
   const std::vector<at::Tensor> outputs =
       options_.mixed_precision ? in_low_precision(forward) : forward();
   if (!at::GradMode::is_enabled()) return;
-  if (!synchronizes_) return reducer_->note_local_forward(outputs);
+  if (!requires_gradient_sync_) return reducer_->note_local_forward(outputs);
   reducer_->prepare_for_backward(outputs);
 }
 
-// Backwards of several devices, and steps in backward, use parameters on
-// threads of their own.
+// Refuses checkpoints where other threads use parameters during backward: with
+// parameters on several devices, and with optimizer steps in backward.
 std::vector<at::Tensor> ReplicatedModule::State::in_low_precision(
     c10::function_ref<std::vector<at::Tensor>()> forward) const {
   const std::vector<at::Tensor> parameters = values_of(tensors_.parameters);
@@ -251,11 +348,10 @@ std::vector<at::Tensor> ReplicatedModule::State::in_low_precision(
   const std::optional<size_t> changed = scope.first_changed();
   TORCH_CHECK(!changed, "mixed_precision: parameter ",
               tensors_.parameters[changed.value_or(0)].name,
-              " was written, frozen or unfrozen in forward, where it is a copy "
-              "in ",
+              " was written, frozen or unfrozen in forward, where it holds a "
+              "temporary copy in ",
               options_.mixed_precision->parameters,
-              " that forward's end throws away.\nChange parameters outside of "
-              "forward.");
+              ".\nChange parameters outside of forward.");
   return outputs;
 }
 
@@ -268,13 +364,13 @@ std::vector<NamedTensor> ReplicatedModule::State::buffers() const {
   return without(tensors_of_module(module_).buffers, options_.ignored);
 }
 
-bool ReplicatedModule::State::sends_buffers() const {
+bool ReplicatedModule::State::should_broadcast_buffers() const {
   return options_.broadcast_buffers && !buffers().empty();
 }
 
 void ReplicatedModule::State::sync_buffers() {
   if (buffers().empty()) return;
-  // A forward or a loss may have failed on one rank alone.
+  // An exception in a forward or loss may have stopped a single rank.
   reducer_->barrier("called sync_buffers()");
   broadcast_buffers();
 }
@@ -292,18 +388,18 @@ void ReplicatedModule::State::broadcast_buffers() {
 // ---- Uneven inputs.
 
 void ReplicatedModule::State::enter(JoinSession& session, JoinDivisor divisor,
-                                    bool announces) {
+                                    bool is_first) {
   TORCH_CHECK(session_ == nullptr,
-              "join: this model is being joined already.\nLet the inner loop "
-              "run inside the outer join.");
+              "join: a model is inside another join() already.\nRun its loop "
+              "without the inner join().");
   TORCH_CHECK_VALUE(
       reducer_->comm_hook() == averaging_ || divisor == JoinDivisor::kWorldSize,
-      "join: the divisor must be kWorldSize, since the comm hook is the user's "
-      "own and divides by itself; it is kRanksWithData.\nLeave out the hook or "
+      "join: expected the divisor kWorldSize, since the user's comm hook "
+      "divides gradients itself; got kRanksWithData.\nRemove the comm hook or "
       "the divisor.");
   session_ = &session;
   divisor_ = divisor;
-  announces_ = announces;
+  is_first_ = is_first;
 }
 
 void ReplicatedModule::State::leave() noexcept {
@@ -311,22 +407,22 @@ void ReplicatedModule::State::leave() noexcept {
   if (averaging_) averaging_->divide_by_world_size();
 }
 
-void ReplicatedModule::State::follow_divisor() {
+void ReplicatedModule::State::apply_divisor() {
   if (divisor_ != JoinDivisor::kRanksWithData) return;
   averaging_->divide_by([session = session_] {
     return static_cast<double>(session->num_ranks_with_data());
   });
 }
 
-void ReplicatedModule::State::meet_peers() {
-  // Before anything that one rank may fail in alone.
+void ReplicatedModule::State::begin_iteration() {
+  // First of all, since later calls may throw on a single rank.
   reducer_->rebuild_buckets();
   if (session_ != nullptr) reducer_->barrier("came to a forward");
 }
 
 void ReplicatedModule::State::shadow() {
-  if (sends_buffers()) broadcast_buffers();
-  follow_divisor();
+  if (should_broadcast_buffers()) broadcast_buffers();
+  apply_divisor();
   reducer_->shadow_iteration();
 }
 
@@ -335,7 +431,7 @@ void ReplicatedModule::State::copy_from(int rank) {
   broadcast_from(rank, buffers(), "buffers", group_);
 }
 
-// ---- The class that users see.
+// ---- ReplicatedModule.
 
 ReplicatedModule::ReplicatedModule(
     std::shared_ptr<const torch::nn::Module> module, Group group,
@@ -360,10 +456,12 @@ std::optional<at::ScalarType> ReplicatedModule::forward_dtype() const {
   return precision ? std::optional(precision->parameters) : std::nullopt;
 }
 
-bool ReplicatedModule::synchronizes() const { return state_->synchronizes_; }
+bool ReplicatedModule::requires_gradient_sync() const {
+  return state_->requires_gradient_sync_;
+}
 
-void ReplicatedModule::set_synchronizes(bool value) {
-  state_->synchronizes_ = value;
+void ReplicatedModule::set_requires_gradient_sync(bool value) {
+  state_->requires_gradient_sync_ = value;
 }
 
 void ReplicatedModule::sync_buffers() { state_->sync_buffers(); }
@@ -373,13 +471,13 @@ Reducer& ReplicatedModule::reducer() { return *state_->reducer_; }
 void join(std::span<ReplicatedModule* const> models,
           const std::function<void()>& loop, JoinDivisor divisor) {
   TORCH_CHECK_VALUE(!models.empty(),
-                    "join needs at least 1 model, got 0.\nGive it the "
+                    "join: expected at least 1 model, got 0.\nPass the "
                     "DistributedDataParallel that the loop trains.");
   ReplicatedModule::State& first = *models.front()->state_;
   for (const ReplicatedModule* model : models) {
     TORCH_CHECK_VALUE(model->state_->group_ == first.group_,
-                      "join: the models are of several process groups.\nJoin "
-                      "those of each group on its own.");
+                      "join: expected models of one process group, got "
+                      "several groups.\nCall join() once per group.");
   }
   JoinSession session(first.group_);
   size_t num_entered = 0;
@@ -388,7 +486,7 @@ void join(std::span<ReplicatedModule* const> models,
   });
   for (; num_entered < models.size(); ++num_entered) {
     models[num_entered]->state_->enter(session, divisor,
-                                       /*announces=*/num_entered == 0);
+                                       /*is_first=*/num_entered == 0);
   }
   models.front()->reducer().barrier("called join()");
   require_agreement(first.group_, "join option",
@@ -398,10 +496,10 @@ void join(std::span<ReplicatedModule* const> models,
                     absl::OkStatus());
   loop();
   for (;;) {
-    first.meet_peers();
+    first.begin_iteration();
     if (!session.begin_shadow()) break;
     for (const ReplicatedModule* model : models) {
-      if (model != models.front()) model->state_->meet_peers();
+      if (model != models.front()) model->state_->begin_iteration();
       model->state_->shadow();
     }
   }

@@ -1,5 +1,5 @@
-// Data-parallel training of any LibTorch module: one copy per rank, gradients
-// averaged while backward runs.
+// Data-parallel training of any LibTorch module: each rank holds a copy, and
+// gradients are averaged during backward.
 //
 // Example:
 //
@@ -13,7 +13,7 @@
 //     optimizer.step();
 //   }
 //
-// Ranks with unequally many batches put the loop into join().
+// If ranks have different numbers of batches, run the loop inside join().
 //
 // Thread safety: one call at a time.
 
@@ -41,63 +41,62 @@
 
 namespace brigade {
 
-// Forward runs on copies of the parameters in `parameters`, and floating-point
-// tensors among its arguments are cast to it; outputs stay in it. Outside of
-// forward parameters and gradients have their own precision
-// (hooks/parameter_casts.h). Ignored parameters stay as they are.
+// Dtypes of mixed precision. Forward uses copies of the parameters and of its
+// floating-point arguments, cast to `parameters`; outputs have that dtype.
+// Outside of forward, parameters and gradients have their own dtype
+// (hooks/parameter_casts.h). Ignored parameters are not cast.
 //
-// - Arguments are cast in vectors, arrays, maps, pairs, tuples, optionals and
-//   IValues; structs and references inside of these are passed on as they are.
-//   A change of an argument in forward may be made in a copy.
-// - kHalf needs losses that are scaled; there is no loss scaling here.
-// - checkpoint() inside of forward is refused while an optimizer steps in
-//   backward, and if parameters are on several devices. A comm hook of your own
-//   that writes to parameters must not meet checkpoints either.
+// - Arguments are cast inside vectors, arrays, maps, pairs, tuples, optionals
+//   and IValues, but not inside structs and through references. An in-place
+//   change of an argument in forward may change a copy only.
+// - Scale the loss yourself with kHalf; there is no loss scaling.
+// - checkpoint() throws in forward if an optimizer steps in backward, or if
+//   parameters are on several devices. Do not combine it with your own comm
+//   hook that writes to parameters.
 struct MixedPrecision {
   at::ScalarType parameters = at::kBFloat16;
-  // Of gradients as they travel, if it is smaller than their own; unset: as
-  // `parameters`. Not with a comm hook, which decides itself.
+  // Dtype of the gradients in all-reduces, if smaller than their own; unset: as
+  // `parameters`. Must be unset with a comm hook, which chooses its own.
   std::optional<at::ScalarType> reduction = std::nullopt;
-  // Floating-point buffers are cast once, by the constructor; unset: they stay.
-  // LibTorch's batch norm on the CPU needs them in `parameters`.
+  // The constructor casts floating-point buffers to it; unset: no cast.
+  // LibTorch's batch norm on CPUs requires the same dtype as `parameters`.
   std::optional<at::ScalarType> buffers = std::nullopt;
 };
 
 struct DistributedDataParallelOptions {
-  // Its lists (bucket_plan, parameter_names, expect_sparse_gradients) are of
-  // the parameters that require a gradient and are not ignored, in registration
-  // order, each once. Names are taken from the module unless given.
+  // bucket_plan, parameter_names and expect_sparse_gradients refer to the
+  // parameters that require a gradient and are not ignored, in registration
+  // order, each once. Default of parameter_names: the module's names.
   ReducerOptions reducer = {};
 
-  // A forward that will be reduced begins with the buffers of rank 0, or of the
-  // lowest rank with data while ranks join: one collective per dtype. If false,
-  // each rank keeps its own; sync_buffers() makes them equal when asked.
+  // Before each forward that will be reduced, broadcasts the buffers of rank 0
+  // (inside join(): of the lowest rank with data), with one collective per
+  // dtype. If false, call sync_buffers() where ranks need equal buffers.
   bool broadcast_buffers = true;
 
-  // Names of parameters and buffers that each rank keeps to itself: not
-  // compared, not made equal, not reduced.
+  // Names of parameters and buffers that are not compared, broadcast or
+  // reduced.
   std::vector<std::string> ignored = {};
 
-  // Unset: forward runs in the parameters' own precision.
   std::optional<MixedPrecision> mixed_precision = std::nullopt;
 };
 
 // The divisor of gradients while some ranks have no data.
 enum class JoinDivisor {
-  kWorldSize,      // inputs of equal size keep their weight to the end
-  kRanksWithData,  // the average over the ranks that have data
+  kWorldSize,      // every input keeps the same weight until the end
+  kRanksWithData,  // gradients are averages over the ranks with data
 };
 
-// The part of DistributedDataParallel that is the same for all module types.
+// Part of DistributedDataParallel that does not depend on the module's type.
 class ReplicatedModule {
  public:
-  // Collective. Verifies that all ranks hold the same module, then gives every
-  // rank the parameters and buffers of rank 0, but for ignored ones.
+  // Collective. Verifies that all ranks have the same module, then broadcasts
+  // the parameters and buffers of rank 0, except ignored ones.
   //
-  // Errors: ValueError on every rank if one has no parameter that requires a
-  // gradient, or options that name what it does not have, or if parameters or
-  // buffers differ across ranks in number, name, shape, strides, dtype or
-  // requires_grad; and what Reducer's constructor throws.
+  // Errors: ValueError on every rank if a rank has no parameter that requires a
+  // gradient; if `ignored` has an unknown name; or if parameters or buffers
+  // differ across ranks in number, name, shape, strides, dtype or
+  // requires_grad. Also throws the errors of Reducer's constructor.
   ReplicatedModule(std::shared_ptr<const torch::nn::Module> module,
                    c10::intrusive_ptr<c10d::ProcessGroup> group,
                    DistributedDataParallelOptions options);
@@ -108,29 +107,29 @@ class ReplicatedModule {
   ReplicatedModule(const ReplicatedModule&) = delete;
   ReplicatedModule& operator=(const ReplicatedModule&) = delete;
 
-  // Calls `forward`, which returns the tensors in its outputs, and prepares the
-  // reducer for a backward through them, unless gradients are not recorded or
-  // not synchronized. Collective then: the same number of calls on every rank.
+  // Calls `forward`, which returns its output tensors, and prepares the reducer
+  // for a backward through them. Collective: every rank makes the same number
+  // of calls. Without grad mode or gradient synchronization it does not prepare
+  // the reducer, and is not collective.
   //
-  // Errors: RuntimeError if the module got other parameters since it was
-  // wrapped; what `forward`, Reducer::barrier() and
-  // Reducer::prepare_for_backward() throw. In mixed precision RuntimeError if
-  // `forward` writes to a parameter, which would be lost, or freezes or
-  // unfreezes one.
+  // Errors: RuntimeError if the module's parameters have changed since
+  // construction; in mixed precision also if `forward` writes, freezes or
+  // unfreezes a parameter. Also throws the errors of `forward`,
+  // Reducer::barrier() and Reducer::prepare_for_backward().
   void run_forward(c10::function_ref<std::vector<at::Tensor>()> forward);
 
-  // Of mixed precision: the dtype that floating-point arguments are cast to.
+  // Dtype that mixed precision casts floating-point arguments to.
   std::optional<at::ScalarType> forward_dtype() const;
 
-  // While off, backward accumulates gradients on this rank only.
-  bool synchronizes() const;
-  void set_synchronizes(bool value);
+  // If false, backward accumulates gradients on this rank, without reduction.
+  bool requires_gradient_sync() const;
+  void set_requires_gradient_sync(bool value);
 
-  // Collective, not in forward or backward: gives every rank the buffers of
-  // rank 0, or of the lowest rank with data while ranks join. After the last
-  // forward each rank has updated its own.
+  // Collective, outside of forward and backward: broadcasts the buffers of rank
+  // 0 (inside join(): of the lowest rank with data). Use it after the last
+  // forward, in which each rank has updated its own buffers.
   //
-  // Errors: what Reducer::barrier() throws; PeerError, and
+  // Errors: those of Reducer::barrier(). PeerError if communication fails;
   // reducer().can_continue() is false then.
   void sync_buffers();
 
@@ -144,26 +143,27 @@ class ReplicatedModule {
   const std::unique_ptr<State> state_;
 };
 
-// Until it ends, gradients accumulate without being reduced. Scopes may nest;
-// each restores what it found. Must not outlive the module.
+// Scope of gradient accumulation without reduction. Scopes may nest; each
+// restores the previous setting. Must not outlive the module.
 class NoSync {
  public:
   explicit NoSync(ReplicatedModule& module)
-      : module_(module), was_on_(module.synchronizes()) {
-    module_.set_synchronizes(false);
+      : module_(module), previous_(module.requires_gradient_sync()) {
+    module_.set_requires_gradient_sync(false);
   }
-  ~NoSync() { module_.set_synchronizes(was_on_); }
+  ~NoSync() { module_.set_requires_gradient_sync(previous_); }
 
   NoSync(const NoSync&) = delete;
   NoSync& operator=(const NoSync&) = delete;
 
  private:
   ReplicatedModule& module_;
-  const bool was_on_;
+  const bool previous_;
 };
 
-// `Module`: a module holder (torch::nn::Linear, or yours by TORCH_MODULE), a
-// std::shared_ptr of a module, or a torch::jit::Module. Shared, not copied.
+// Data-parallel wrapper of a module, which it shares. `Module`: a module holder
+// (torch::nn::Linear, or one that TORCH_MODULE defines), a std::shared_ptr to a
+// module, or a torch::jit::Module.
 template <typename Module>
 class DistributedDataParallel {
  public:
@@ -174,11 +174,12 @@ class DistributedDataParallel {
       : module_(std::move(module)),
         replicated_(base_of(module_), std::move(group), std::move(options)) {}
 
-  // The module's forward, with any arguments and result; a script module takes
-  // its arguments one by one, or as one vector of IValues. The backward that
-  // follows averages gradients over the group, unless inside no_sync() or a
-  // NoGradGuard. Collective then. Evaluate on one rank under a NoGradGuard,
-  // which communicates nothing. Errors: as ReplicatedModule::run_forward().
+  // Calls the module's forward, with any arguments and result. A script module
+  // takes its arguments separately, or as one vector of IValues.
+  //
+  // Collective: the next backward averages gradients over the group. Inside
+  // no_sync() or under a NoGradGuard nothing is communicated, so one rank may
+  // evaluate alone. Errors: those of ReplicatedModule::run_forward().
   template <typename... Args>
   auto forward(Args&&... args) {
     const auto run = [&] {
@@ -199,8 +200,7 @@ class DistributedDataParallel {
     return forward(std::forward<Args>(args)...);
   }
 
-  // Until the returned guard is destroyed, backwards accumulate gradients on
-  // this rank. The next one outside averages the sums.
+  // The next backward after the scope averages the accumulated gradients.
   [[nodiscard]] NoSync no_sync() { return NoSync(replicated_); }
 
   // Collective. See ReplicatedModule.
@@ -208,9 +208,9 @@ class DistributedDataParallel {
 
   Module& module() { return module_; }
 
-  // For its plan, statistics, timeline and errors. After its set_comm_hook()
-  // mixed_precision.reduction is lost, and join() can't divide by
-  // kRanksWithData. Give a hook to the constructor instead.
+  // Pass a comm hook to the constructor instead of its set_comm_hook(): after
+  // that, mixed_precision.reduction has no effect and join() throws for
+  // kRanksWithData.
   Reducer& reducer() { return replicated_.reducer(); }
 
   ReplicatedModule& replicated() { return replicated_; }
@@ -248,7 +248,7 @@ class DistributedDataParallel {
   ReplicatedModule replicated_;
 };
 
-// Trains on uneven inputs: ranks that have run out shadow their peers.
+// Trains on uneven inputs: ranks that have run out of data shadow their peers.
 //
 //   DistributedDataParallel model(net, group);
 //   join(model, [&] {
@@ -259,27 +259,27 @@ class DistributedDataParallel {
 //     }
 //   });
 //
-// Collective. Calls `loop`. When it has returned, a rank launches whatever its
-// peers launch, on zeros, until all loops have returned. Then every rank gets
-// the model of the lowest rank that had data last. States of optimizers are not
-// copied: save_checkpoint() on that rank and load_checkpoint() on all ranks do
-// that. An exception of `loop` passes through, and this rank shadows nobody;
-// its peers learn of it as they do without join(). An error of an iteration
-// ends join() on every rank: a loop that catches one and goes on trains with
-// nobody.
+// Collective. Calls `loop`. A rank whose loop has returned shadows the others:
+// it launches their collectives on zeros until all loops have returned. Then
+// the lowest of the ranks that had data last broadcasts its model. Optimizer
+// states are not broadcast: use save_checkpoint() on that rank and
+// load_checkpoint() on all ranks.
 //
-// With several models, of one process group, the first one announces
-// iterations; in every iteration each is used, in the order of the list, one
-// being done before the next one begins. A forward that will be reduced is
-// followed by its backward.
+// An exception of `loop` propagates, and this rank does not shadow; its peers
+// fail as they do without join(). An error in an iteration ends join() on every
+// rank. Do not catch it inside `loop`: the peers have left join().
 //
-// Source: torch.distributed.algorithms.join. Differs: model and buffers are
-// those of the lowest rank that has data, there of the highest.
+// Several models must share one process group. Each iteration uses every model
+// once, in the order of `models`: a forward, then its backward, before the next
+// model.
 //
-// Errors: ValueError if there is no model, if they are of several groups, if
-// ranks with data are to be counted under a comm hook that averages by itself,
-// or if ranks give other divisors; RuntimeError if one is being joined already
-// or is used before the first of the list; what the models throw.
+// Source: torch.distributed.algorithms.join. Differs: the lowest rank with data
+// provides the model and buffers; in torch the highest.
+//
+// Errors: ValueError if there is no model, the models have different groups,
+// kRanksWithData is combined with a user's comm hook, or ranks pass different
+// divisors. RuntimeError if a model is inside another join(), or is used before
+// the first model. Also throws the models' errors.
 void join(std::span<ReplicatedModule* const> models,
           const std::function<void()>& loop,
           JoinDivisor divisor = JoinDivisor::kWorldSize);

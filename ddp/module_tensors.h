@@ -1,10 +1,12 @@
-// The named tensors of a module: listed, compared across ranks, broadcast.
+// Parameters and buffers of a wrapped module: listed by name, compared across
+// ranks, broadcast, and checked for later changes.
 //
-// Thread safety: reads the module; nothing may change it meanwhile.
+// Thread safety: one call at a time, and none while the module changes.
 
 #ifndef BRIGADE_DDP_MODULE_TENSORS_H_
 #define BRIGADE_DDP_MODULE_TENSORS_H_
 
+#include <ATen/core/Tensor.h>
 #include <torch/nn/module.h>
 #include <torch/script.h>
 
@@ -16,11 +18,12 @@
 #include <vector>
 
 #include "absl/status/status.h"
+#include "brigade/reducer/parameter_table.h"
 
 namespace brigade {
 
-// A module of either kind. An nn::Module changes its buffers in place and may
-// be given parameters; a script module may replace its buffers.
+// A torch::nn::Module changes its buffers in place, and parameters may be added
+// to it. A script module may replace its buffers.
 using AnyModule =
     std::variant<std::shared_ptr<const torch::nn::Module>, torch::jit::Module>;
 
@@ -29,8 +32,8 @@ struct NamedTensor {
   at::Tensor tensor;
 };
 
-// In registration order. A tensor that is registered under several names is
-// listed once, under the first.
+// Tensors in registration order. A tensor with several names is listed once,
+// under the first.
 struct ModuleTensors {
   std::string module_name;
   std::vector<NamedTensor> parameters;
@@ -39,22 +42,49 @@ struct ModuleTensors {
 
 ModuleTensors tensors_of_module(const AnyModule& module);
 
-// Collective: compares all parameters, frozen ones too, which the reducer does
-// not see. `local_status`: an earlier error of this rank.
+// Collective: compares parameters and buffers across ranks, frozen parameters
+// included. `local_status`: an earlier error of this rank.
 //
-// Errors: ValueError on every rank alike, if there is no group, a rank's status
-// is not OK, nothing is to be trained, or ranks differ.
+// Errors: ValueError on every rank if one has a status that is not OK or no
+// parameter that requires a gradient, or if ranks differ. ValueError on this
+// rank if `group` is null.
 void verify_module(const ModuleTensors& module,
                    const c10::intrusive_ptr<c10d::ProcessGroup>& group,
                    absl::Status local_status);
 
-// Collective: afterwards every rank has the values of rank `source`. `what`
-// names the tensors in errors. A world of 1 communicates nothing.
+// Collective: copies the values of rank `source` to all ranks. `kind` names the
+// tensors in errors. A world of 1 communicates nothing.
 //
-// Errors: PeerError if the network fails.
+// Errors: PeerError if communication fails.
 void broadcast_from(int source, std::span<const NamedTensor> tensors,
-                    const char* what,
+                    const char* kind,
                     const c10::intrusive_ptr<c10d::ProcessGroup>& group);
+
+// Check that a module still has the parameters that were wrapped.
+class ModuleWatch {
+ public:
+  // `tensors`: of the module when it was wrapped, without ignored parameters.
+  ModuleWatch(AnyModule module, const ModuleTensors& tensors,
+              std::vector<std::string> ignored);
+
+  // Takes a few nanoseconds per parameter if nothing has changed.
+  //
+  // Errors: those of check_parameters().
+  void check();
+
+ private:
+  // One entry per registration. Empty for a script module, whose parameters
+  // can't be replaced.
+  using Registrations = std::vector<const c10::TensorImpl*>;
+
+  void list_registrations();
+
+  const AnyModule module_;
+  const std::string module_name_;
+  WrappedParameters wrapped_;
+  Registrations checked_;  // at the last successful check
+  Registrations current_;
+};
 
 }  // namespace brigade
 

@@ -9,8 +9,7 @@
 #include <ranges>
 #include <utility>
 
-#include "brigade/hooks/backward_events.h"
-#include "brigade/hooks/gradient_hooks.h"
+#include "brigade/hooks/autograd_hooks.h"
 
 namespace brigade {
 namespace {

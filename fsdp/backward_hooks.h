@@ -16,7 +16,7 @@
 
 namespace brigade {
 
-// As watch_backward_end() (hooks/backward_events.h), for several models that
+// As watch_backward_end() (hooks/autograd_hooks.h), for several models that
 // take part in one backward: the one that began last ends first. So a rank that
 // fails tells its peers in the segment in which they wait for it, and not in an
 // outer one, whose end they reach later. If `on_end` throws, the models that

@@ -17,7 +17,6 @@
 #include "brigade/comm/errors/error_texts.h"
 #include "brigade/fsdp/flat_shard.h"
 #include "brigade/fsdp/shard_operators.h"
-#include "brigade/hooks/backward_events.h"
 
 namespace brigade {
 namespace {

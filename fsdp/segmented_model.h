@@ -37,7 +37,7 @@
 #include "brigade/fsdp/backward_hooks.h"
 #include "brigade/fsdp/segment_run.h"
 #include "brigade/fsdp/sharded_model.h"
-#include "brigade/hooks/gradient_hooks.h"
+#include "brigade/hooks/autograd_hooks.h"
 #include "brigade/observing/stall_watch.h"
 
 namespace brigade {

@@ -11,7 +11,6 @@
 #include "brigade/fsdp/backward_hooks.h"
 #include "brigade/fsdp/flat_shard.h"
 #include "brigade/fsdp/segmented_model.h"
-#include "brigade/hooks/backward_events.h"
 
 namespace brigade {
 

@@ -13,9 +13,8 @@
 #include <string>
 #include <vector>
 
-#include "brigade/hooks/backward_events.h"
+#include "brigade/hooks/autograd_hooks.h"
 #include "brigade/hooks/parameter_casts.h"
-#include "brigade/hooks/saved_tensor_scope.h"
 
 namespace brigade {
 namespace {
@@ -55,15 +54,15 @@ void set_states(std::vector<at::Generator> generators,
   }
 }
 
-// This thread's autocast, for CPUs and the accelerator LibTorch was built for.
-struct CastState {
+// This thread's settings for the CPU and LibTorch's accelerator.
+struct AutocastState {
   struct OfDevice {
     at::DeviceType type;
     bool is_enabled;
     at::ScalarType dtype;
   };
 
-  CastState() {
+  AutocastState() {
     std::vector<at::DeviceType> types = {at::kCPU};
     if (const auto accelerator = at::getAccelerator()) {
       types.push_back(*accelerator);
@@ -79,56 +78,54 @@ struct CastState {
       at::autocast::set_autocast_enabled(type, is_enabled);
       at::autocast::set_autocast_dtype(type, dtype);
     }
-    at::autocast::set_autocast_cache_enabled(has_cache);
+    at::autocast::set_autocast_cache_enabled(is_cache_enabled);
   }
 
   std::vector<OfDevice> devices;
-  bool has_cache = at::autocast::is_autocast_cache_enabled();
+  bool is_cache_enabled = at::autocast::is_autocast_cache_enabled();
 };
 
-// Of the first run. Grad mode is on in all runs; other thread-local state is
-// that of the thread which runs the function again.
-struct Conditions {
-  explicit Conditions(std::vector<at::Generator> preserved)
-      : generators(std::move(preserved)) {}
+// State of the first run that a later run restores, besides grad mode. Other
+// thread-local state is the later run's own.
+struct RunState {
+  explicit RunState(std::vector<at::Generator> random_generators)
+      : generators(std::move(random_generators)) {}
 
-  const CastState casts;
+  const AutocastState autocast;
   const std::vector<at::Generator> generators;
-  const std::vector<at::Tensor> random = states_of(generators);
-  const std::shared_ptr<const ParameterCasts> parameters =
-      ParameterCasts::current();  // or null
+  const std::vector<at::Tensor> generator_states = states_of(generators);
+  const std::shared_ptr<const ParameterCasts> casts = ParameterCasts::current();
 };
 
-// While it lives, its thread runs under `conditions`. The generators then go on
-// as if no numbers had been drawn meanwhile.
-class ConditionsGuard {
+class RunStateGuard {
  public:
-  explicit ConditionsGuard(const Conditions& conditions)
-      : generators_(conditions.generators), parameters_(conditions.parameters) {
-    conditions.casts.restore();
+  explicit RunStateGuard(const RunState& state)
+      : generators_(state.generators), casts_(state.casts) {
+    state.autocast.restore();
     at::autocast::increment_nesting();
-    set_states(generators_, conditions.random);
+    set_states(generators_, state.generator_states);
   }
-  ~ConditionsGuard() {
-    set_states(generators_, random_before_);
-    // Casts that outlive the region would outlive the weights' values.
+  ~RunStateGuard() {
+    set_states(generators_, previous_generator_states_);
+    // Cached casts would be stale once an optimizer changes the weights.
     if (at::autocast::decrement_nesting() == 0) at::autocast::clear_cache();
-    casts_before_.restore();
+    previous_autocast_.restore();
   }
-  ConditionsGuard(const ConditionsGuard&) = delete;
-  ConditionsGuard& operator=(const ConditionsGuard&) = delete;
+  RunStateGuard(const RunStateGuard&) = delete;
+  RunStateGuard& operator=(const RunStateGuard&) = delete;
 
  private:
   const at::AutoGradMode grad_mode_{true};
-  const CastState casts_before_;
+  const AutocastState previous_autocast_;
   const std::vector<at::Generator> generators_;
-  const std::vector<at::Tensor> random_before_ = states_of(generators_);
-  const ParameterCasts::Scope parameters_;
+  const std::vector<at::Tensor> previous_generator_states_ =
+      states_of(generators_);
+  const ParameterCasts::Scope casts_;
 };
 
-// The inputs, kept as autograd keeps tensors: an enclosing checkpoint need not
-// hold them in memory, and unpack() throws if they were changed in place.
-std::vector<SavedVariable> kept(std::span<const at::Tensor> inputs) {
+// Saves the inputs as autograd saves tensors: an enclosing checkpoint can
+// recompute them, and unpack() throws if they were changed in place.
+std::vector<SavedVariable> save(std::span<const at::Tensor> inputs) {
   std::vector<SavedVariable> saved;
   saved.reserve(inputs.size());
   for (const at::Tensor& input : inputs) {
@@ -137,7 +134,6 @@ std::vector<SavedVariable> kept(std::span<const at::Tensor> inputs) {
   return saved;
 }
 
-// Leaves with the inputs' values, that require a gradient where those do.
 std::vector<at::Tensor> leaves_of(const std::vector<SavedVariable>& inputs) {
   std::vector<at::Tensor> leaves;
   leaves.reserve(inputs.size());
@@ -150,38 +146,39 @@ std::vector<at::Tensor> leaves_of(const std::vector<SavedVariable>& inputs) {
   return leaves;
 }
 
-// A tensor at the moment when autograd saved it.
-struct Saved {
-  explicit Saved(const at::Tensor& tensor)
+// Properties of a tensor at the time when autograd saved it.
+struct SavedTensor {
+  explicit SavedTensor(const at::Tensor& tensor)
       : version(static_cast<uint32_t>(tensor._version())),
         memory(tensor.has_storage() ? tensor.storage().data() : nullptr),
         dtype(tensor.scalar_type()),
         sizes(tensor.sizes().vec()) {}
 
-  at::Tensor tensor;  // undefined where nothing is kept
+  at::Tensor tensor;
   uint32_t version;
-  const void* memory;  // never read, compared only
+  const void* memory;  // only compared
   at::ScalarType dtype;
   std::vector<int64_t> sizes;
 };
 
-// The saved tensors of one run of a function, got by running it again.
+// Saved tensors of one checkpointed run, recomputed by running the function
+// again.
 //
-// Each saved tensor of the first run is a place in a list. The first one that
-// is asked for runs the function again and fills the list; a place is emptied
-// when its tensor is given out, and all that is left when the backward ends.
-// Leaves that require a gradient are parameters, alive anyway: they are kept.
+// Each tensor that the first run saves gets a slot. The first take() in a
+// backward runs the function again and fills all slots. A slot is emptied by
+// its take(), the others at the end of the backward. Parameters (leaves that
+// require a gradient) are alive anyway: their slots always hold them.
 //
-// Thread safety: all methods; the function runs with the lock held.
+// Thread safety: any thread. The function runs with the lock held.
 class Recomputation : public std::enable_shared_from_this<Recomputation> {
  public:
-  // Made just before the first run, on its thread.
+  // Constructed just before the first run, on its thread.
   Recomputation(std::span<const at::Tensor> inputs, Function function)
-      : inputs_(kept(inputs)),
-        conditions_(generators_for(inputs)),
+      : inputs_(save(inputs)),
+        state_(generators_for(inputs)),
         function_(std::move(function)) {}
 
-  // The new place of a tensor that the first run saves.
+  // Returns the tensor's new slot.
   size_t add(const at::Tensor& tensor);
 
   void end_first_run() {
@@ -189,55 +186,52 @@ class Recomputation : public std::enable_shared_from_this<Recomputation> {
     first_run_is_over_ = true;
   }
 
-  // The tensor of a place.
-  at::Tensor take(size_t place);
+  at::Tensor take(size_t slot);
 
  private:
-  struct Place {
-    Saved first;  // holds a tensor if that is a parameter
-    at::Tensor again;
+  struct Slot {
+    SavedTensor first;  // owns the tensor if it is a parameter
+    at::Tensor recomputed;
   };
 
   void recompute();
-  void check(const std::vector<Saved>& again) const;
-  void forget() {
+  void check(const std::vector<SavedTensor>& second) const;
+  void empty_slots() {
     const std::lock_guard<std::recursive_mutex> lock(mutex_);
-    for (Place& place : places_) place.again.reset();
+    for (Slot& slot : slots_) slot.recomputed.reset();
   }
 
   const std::vector<SavedVariable> inputs_;
-  const Conditions conditions_;
+  const RunState state_;
   const Function function_;
 
   std::recursive_mutex mutex_;
   // Guarded by mutex_.
-  std::vector<Place> places_;
+  std::vector<Slot> slots_;
   bool first_run_is_over_ = false;
 };
 
-// Of the first run: keeps a place.
-class PlaceHooks final : public SavedVariableHooks {
+// Hooks of the first run: store a slot in place of the tensor.
+class SlotHooks final : public SavedVariableHooks {
  public:
-  explicit PlaceHooks(std::shared_ptr<Recomputation> recomputation)
+  explicit SlotHooks(std::shared_ptr<Recomputation> recomputation)
       : recomputation_(std::move(recomputation)) {}
 
   void call_pack_hook(const at::Tensor& tensor) override {
-    place_ = recomputation_->add(tensor);
+    slot_ = recomputation_->add(tensor);
   }
-  at::Tensor call_unpack_hook() override {
-    return recomputation_->take(place_);
-  }
+  at::Tensor call_unpack_hook() override { return recomputation_->take(slot_); }
 
  private:
   const std::shared_ptr<Recomputation> recomputation_;
-  size_t place_ = 0;
+  size_t slot_ = 0;
 };
 
-// Of a later run: lists the tensor, and keeps it for a backward that the
-// function itself runs.
+// Hooks of a later run: append the tensor to a list. Also keep the tensor, for
+// a backward inside the function.
 class ListingHooks final : public SavedVariableHooks {
  public:
-  explicit ListingHooks(std::weak_ptr<std::vector<Saved>> list)
+  explicit ListingHooks(std::weak_ptr<std::vector<SavedTensor>> list)
       : list_(std::move(list)) {}
 
   void call_pack_hook(const at::Tensor& tensor) override {
@@ -249,94 +243,94 @@ class ListingHooks final : public SavedVariableHooks {
   at::Tensor call_unpack_hook() override { return tensor_; }
 
  private:
-  const std::weak_ptr<std::vector<Saved>> list_;
+  const std::weak_ptr<std::vector<SavedTensor>> list_;
   at::Tensor tensor_;
 };
 
-std::string describe_change(const Saved& first, int64_t version) {
+std::string describe_change(const SavedTensor& first, int64_t version) {
   return c10::str("checkpoint: a ",
                   first.tensor.defined() ? "parameter" : "tensor",
                   " that the function captured, ", first.dtype, " ",
                   at::IntArrayRef(first.sizes),
                   ", was changed in place before backward: expected version ",
                   first.version, ", found ", version,
-                  ".\nChange a clone of it, or change it after backward.");
+                  ".\nChange a clone, or change it after backward.");
 }
 
 size_t Recomputation::add(const at::Tensor& tensor) {
   const std::lock_guard<std::recursive_mutex> lock(mutex_);
-  Saved saved(tensor);
-  // An alias: the tensor itself holds its gradient, and with it maybe us.
+  SavedTensor saved(tensor);
+  // Detached: the tensor's gradient may own this object, which is a cycle.
   if (tensor.is_leaf() && tensor.requires_grad()) {
     saved.tensor = tensor.detach();
   }
-  places_.push_back({.first = std::move(saved), .again = at::Tensor()});
-  return places_.size() - 1;
+  slots_.push_back({.first = std::move(saved), .recomputed = at::Tensor()});
+  return slots_.size() - 1;
 }
 
-at::Tensor Recomputation::take(size_t place) {
+at::Tensor Recomputation::take(size_t slot) {
   const std::lock_guard<std::recursive_mutex> lock(mutex_);
-  const Saved& first = places_[place].first;
+  const SavedTensor& first = slots_[slot].first;
   if (first.tensor.defined()) {
     TORCH_CHECK(first.tensor._version() == first.version,
                 describe_change(first, first.tensor._version()));
     return first.tensor;
   }
   const bool is_in_backward = running_backward_id() != -1;
-  if (!places_[place].again.defined()) {
+  if (!slots_[slot].recomputed.defined()) {
     recompute();
     if (is_in_backward) {
       watch_backward_end(
-          weak_from_this(), [this] { forget(); }, [this] { forget(); });
+          weak_from_this(), [this] { empty_slots(); },
+          [this] { empty_slots(); });
     }
   }
-  at::Tensor taken = std::exchange(places_[place].again, at::Tensor());
-  if (!is_in_backward) forget();
+  at::Tensor taken = std::exchange(slots_[slot].recomputed, at::Tensor());
+  if (!is_in_backward) empty_slots();
   return taken;
 }
 
 void Recomputation::recompute() {
   const std::vector<at::Tensor> inputs = leaves_of(inputs_);
-  const auto again = std::make_shared<std::vector<Saved>>();
+  const auto second = std::make_shared<std::vector<SavedTensor>>();
   {
-    const ConditionsGuard as_before(conditions_);
-    const SavedTensorScope scope([list = std::weak_ptr(again)] {
+    const RunStateGuard guard(state_);
+    const SavedTensorScope scope([list = std::weak_ptr(second)] {
       return std::make_unique<ListingHooks>(list);
     });
     function_(inputs);
   }
-  check(*again);
-  for (size_t i = 0; i < places_.size(); ++i) {
-    places_[i].again = std::move((*again)[i].tensor);
+  check(*second);
+  for (size_t i = 0; i < slots_.size(); ++i) {
+    slots_[i].recomputed = std::move((*second)[i].tensor);
   }
 }
 
-void Recomputation::check(const std::vector<Saved>& again) const {
-  TORCH_CHECK(
-      again.size() == places_.size() ||
-          (!first_run_is_over_ && again.size() > places_.size()),
-      "checkpoint: the function saved ", places_.size(),
-      " tensors for backward when it ran first and ", again.size(),
-      " when it ran again.\nLet it do the same in both runs: what it decides "
-      "by must not have changed in between.");
-  for (size_t i = 0; i < places_.size(); ++i) {
-    const Saved& first = places_[i].first;
-    const Saved& second = again[i];
-    TORCH_CHECK(first.dtype == second.dtype && first.sizes == second.sizes,
-                "checkpoint: saved tensor ", i, " of ", places_.size(), " was ",
-                first.dtype, " ", at::IntArrayRef(first.sizes),
-                " when the function ran first and ", second.dtype, " ",
-                at::IntArrayRef(second.sizes),
-                " when it ran again.\nLet it do the same in both runs.");
-    TORCH_CHECK(
-        first.memory != second.memory || first.version == second.version,
-        describe_change(first, second.version));
-    TORCH_CHECK(second.tensor._version() == second.version,
-                "checkpoint: the function changed a tensor in place, ",
-                second.dtype, " ", at::IntArrayRef(second.sizes),
-                ", that backward needs as it was: expected version ",
-                second.version, ", found ", second.tensor._version(),
-                ".\nUse the operation that is not in place.");
+void Recomputation::check(const std::vector<SavedTensor>& second) const {
+  TORCH_CHECK(second.size() == slots_.size() ||
+                  (!first_run_is_over_ && second.size() > slots_.size()),
+              "checkpoint: the function saved ", slots_.size(),
+              " tensors for backward in its first run and ", second.size(),
+              " in its second.\nKeep values that its control flow depends on "
+              "unchanged until backward.");
+  for (size_t i = 0; i < slots_.size(); ++i) {
+    const SavedTensor& before = slots_[i].first;
+    const SavedTensor& now = second[i];
+    TORCH_CHECK(before.dtype == now.dtype && before.sizes == now.sizes,
+                "checkpoint: saved tensor ", i, " of ", slots_.size(), " was ",
+                before.dtype, " ", at::IntArrayRef(before.sizes),
+                " in the function's first run and ", now.dtype, " ",
+                at::IntArrayRef(now.sizes),
+                " in its second.\nKeep values that its shapes and dtypes "
+                "depend on unchanged until backward.");
+    TORCH_CHECK(before.memory != now.memory || before.version == now.version,
+                describe_change(before, now.version));
+    TORCH_CHECK(now.tensor._version() == now.version,
+                "checkpoint: the function changed in place a tensor that "
+                "backward needs, ",
+                now.dtype, " ", at::IntArrayRef(now.sizes),
+                ": expected version ", now.version, ", found ",
+                now.tensor._version(), ".\nUse the out-of-place operation.");
   }
 }
 
@@ -347,7 +341,7 @@ class CheckpointedRun::Scope {
   explicit Scope(std::shared_ptr<Recomputation> recomputation)
       : recomputation_(std::move(recomputation)),
         saved_tensors_([recomputation = recomputation_] {
-          return std::make_unique<PlaceHooks>(recomputation);
+          return std::make_unique<SlotHooks>(recomputation);
         }) {}
   ~Scope() { recomputation_->end_first_run(); }
 

@@ -1,26 +1,25 @@
-// Activation checkpointing: runs a part of a forward without keeping its
-// activations, and runs it again in backward to get them back.
+// Activation checkpointing: discards the activations of a part of a forward and
+// recomputes them in backward.
 //
 // Example:
 //
 //   at::Tensor hidden = checkpoint(
 //       [block](const at::Tensor& x) mutable { return block->forward(x); }, x);
 //
-// The first saved tensor that backward asks for runs the function again, which
-// yields all of them. autograd::grad, create_graph and retain_graph work.
+// When backward first unpacks a saved tensor, it runs the function again and
+// gets all saved tensors. autograd::grad, create_graph and retain_graph work.
 //
-// - The function must save the same tensors in the same order in both runs.
-//   Autocast, random numbers and the precision of parameters are as in the
-//   first run. The function lives until backward is over. Side effects happen
-//   twice.
+// - The function must save the same tensors in the same order in both runs. The
+//   second run restores autocast, random generators and parameter precision.
+//   The function lives until backward ends. Side effects happen twice.
 // - Changing an input or a captured tensor in place before backward is an
-//   error. Activations of an enclosing checkpoint should be inputs: captured,
-//   they stay in memory.
-// - Checkpoints nest; each level costs another run of the inner function.
-// - Without grad mode the function is just called.
+//   error. Pass activations of an enclosing checkpoint as inputs: captured
+//   ones stay in memory.
+// - Checkpoints nest; each level adds another run of the inner function.
+// - Without grad mode, checkpoint() only calls the function.
 //
-// Source: torch.utils.checkpoint with use_reentrant=False. Differs: takes
-// tensors only, and the second run always goes to its end.
+// Source: torch.utils.checkpoint with use_reentrant=False. Differs: the inputs
+// are tensors only, and the second run does not stop early.
 //
 // Thread safety: any thread. The second run is on the thread of backward.
 
@@ -39,8 +38,8 @@
 
 namespace brigade {
 
-// While it lives, tensors that this thread's autograd saves are recomputed by
-// running `function` again.
+// First run of a checkpointed function. While it lives, this thread's autograd
+// saves no tensors; backward recomputes them by calling `function`.
 class CheckpointedRun {
  public:
   CheckpointedRun(std::span<const at::Tensor> inputs,
@@ -54,18 +53,17 @@ class CheckpointedRun {
   const std::unique_ptr<Scope> scope_;
 };
 
-// What `function(inputs...)` returns. `inputs` are tensors, defined or not.
+// Returns `function(inputs...)`. `inputs` are tensors, defined or not.
 //
-// Errors, out of backward: RuntimeError if an input or a captured tensor was
-// changed in place, or if the second run saves other tensors. Out of
-// checkpoint(): RuntimeError in mixed precision, if parameters may be in use on
-// other threads during backward.
-// What `function` throws comes out of checkpoint() or of backward().
+// Errors: RuntimeError in mixed precision, if parameters may be in use on other
+// threads during backward. In backward: RuntimeError if an input or a captured
+// tensor was changed in place, or if the second run saves other tensors.
+// Exceptions of `function` propagate out of checkpoint() or backward().
 template <typename Function, typename... Inputs>
 auto checkpoint(Function&& function, const Inputs&... inputs) {
   static_assert(
       (std::is_convertible_v<const Inputs&, at::Tensor> && ...),
-      "checkpoint() takes tensors: let the function capture the rest");
+      "checkpoint() takes tensors: let the function capture other arguments");
   const std::array<at::Tensor, sizeof...(Inputs)> tensors = {inputs...};
   const auto call = [held = std::make_shared<std::decay_t<Function>>(
                          std::forward<Function>(function))](

@@ -3,7 +3,7 @@
 #include <c10/util/Exception.h>
 #include <torch/csrc/autograd/variable.h>
 
-#include "brigade/hooks/autograd_node.h"
+#include "brigade/hooks/autograd_hooks.h"
 
 namespace brigade {
 
@@ -17,11 +17,11 @@ GraphSearch::GraphSearch(std::span<Node* const> accumulators)
                       "GraphSearch: expected the gradient accumulator of "
                       "parameter ",
                       i,
-                      ", got null.\nGive only leaves that require a gradient.");
+                      ", got null.\nPass only leaves that require a gradient.");
     TORCH_CHECK_VALUE(
-        numbers_.emplace(accumulators[i], i).second,
+        parameters_.emplace(accumulators[i], i).second,
         "GraphSearch: expected one gradient accumulator per parameter, got "
-        "that of parameter ",
+        "the one of parameter ",
         i, " twice.\nList a shared parameter once.");
   }
 }
@@ -35,17 +35,17 @@ std::vector<size_t> GraphSearch::unreached(
   num_unreached_ = is_reached_.size();
   for (const at::Tensor& output : outputs) {
     if (!output.defined()) continue;
-    // An accumulator made here would be none of ours.
+    // Does not create an accumulator: a new one belongs to no parameter.
     const NodePtr root =
         output.grad_fn()
             ? output.grad_fn()
             : torch::autograd::impl::try_get_grad_accumulator(output);
-    if (root) meet(root.get());
+    if (root) visit(root.get());
     while (!to_visit_.empty() && num_unreached_ > 0) {
       const Node* const node = to_visit_.back();
       to_visit_.pop_back();
       for (const Edge& edge : node->next_edges()) {
-        if (edge.function) meet(edge.function.get());
+        if (edge.function) visit(edge.function.get());
       }
     }
   }
@@ -58,14 +58,14 @@ std::vector<size_t> GraphSearch::unreached(
   return unreached;
 }
 
-void GraphSearch::meet(Node* node) {
-  const auto number = numbers_.find(node);
-  if (number == numbers_.end()) {
+void GraphSearch::visit(Node* node) {
+  const auto found = parameters_.find(node);
+  if (found == parameters_.end()) {
     if (!visited_.insert(node).second) return;
     __builtin_prefetch(&node->next_edges());
     to_visit_.push_back(node);
-  } else if (!is_reached_[number->second]) {
-    is_reached_[number->second] = true;
+  } else if (!is_reached_[found->second]) {
+    is_reached_[found->second] = true;
     --num_unreached_;
   }
 }

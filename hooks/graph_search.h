@@ -1,14 +1,13 @@
-// Finds the parameters that a backward can't reach.
-//
-// Walks the autograd graph from the outputs of a forward towards its leaves. A
-// reached parameter may still get no gradient. A reentrant checkpoint hides its
-// graph: parameters used only inside of one are unreached.
+// Search for unused parameters: walks the autograd graph from the outputs of a
+// forward to its leaves.
 //
 //   GraphSearch search(accumulators);
 //   at::Tensor output = net->forward(input);
 //   for (size_t parameter : search.unreached(std::array{output})) ...
 //
-// Each forward makes its nodes anew: no result can be reused without a walk.
+// A reached parameter may still get no gradient. The graph inside a reentrant
+// checkpoint is invisible: parameters used only there count as unreached.
+// Every forward creates new nodes, so each one needs a new walk.
 //
 // Thread safety: none. Backwards through the graph may run at the same time.
 
@@ -29,23 +28,23 @@ namespace brigade {
 
 class GraphSearch {
  public:
-  // `accumulators`: the gradient accumulator of each parameter, for instance
+  // `accumulators`: one gradient accumulator per parameter, as returned by
   // GradientHooks::accumulators(). REQUIRES: they outlive this object.
   //
   // Errors: ValueError if one is null or listed twice.
   explicit GraphSearch(std::span<torch::autograd::Node* const> accumulators);
 
-  // Parameters that no path from `outputs` leads to, ascending, as indices in
-  // the list given to the constructor. A parameter that is an output itself is
-  // reached. Tensors without history are passed over.
+  // Returns the ascending indices, in the constructor's list, of the parameters
+  // that no path from `outputs` reaches. A parameter that is an output itself
+  // is reached. Ignores tensors without history.
   std::vector<size_t> unreached(std::span<const at::Tensor> outputs);
 
  private:
-  void meet(torch::autograd::Node* node);
+  void visit(torch::autograd::Node* node);
 
-  // Of accumulators, known by their address: their memory is not touched.
-  absl::flat_hash_map<const torch::autograd::Node*, size_t> numbers_;
-  // Of the walk.
+  // Parameter index by accumulator; accumulators are never read.
+  absl::flat_hash_map<const torch::autograd::Node*, size_t> parameters_;
+  // State of one walk.
   absl::flat_hash_set<const torch::autograd::Node*> visited_;
   std::vector<torch::autograd::Node*> to_visit_;
   std::vector<bool> is_reached_;  // by parameter

@@ -8,20 +8,20 @@ namespace brigade {
 namespace nested_tensors_detail {
 namespace {
 
-at::Tensor in_precision(const at::Tensor& tensor, at::ScalarType dtype) {
+at::Tensor cast_to_dtype(const at::Tensor& tensor, at::ScalarType dtype) {
   return tensor.defined() && tensor.is_floating_point() ? tensor.to(dtype)
                                                         : tensor;
 }
 
-c10::IValue in_precision(const c10::IValue& value, at::ScalarType dtype) {
-  if (value.isTensor()) return in_precision(value.toTensor(), dtype);
+c10::IValue cast_to_dtype(const c10::IValue& value, at::ScalarType dtype) {
+  if (value.isTensor()) return cast_to_dtype(value.toTensor(), dtype);
   if (value.isTuple()) {
     const auto& tuple = value.toTupleRef();
     std::vector<c10::IValue> parts;
     for (const c10::IValue& part : tuple.elements()) {
-      parts.push_back(in_precision(part, dtype));
+      parts.push_back(cast_to_dtype(part, dtype));
     }
-    // The type of a tuple without a name says what dtypes its tensors had.
+    // An unnamed tuple's type contains the old dtypes: create a new type.
     const c10::TupleTypePtr type = tuple.type();
     return type->name()
                ? c10::ivalue::Tuple::createNamed(std::move(parts), type)
@@ -31,7 +31,7 @@ c10::IValue in_precision(const c10::IValue& value, at::ScalarType dtype) {
     const c10::impl::GenericList list = value.toList();
     c10::impl::GenericList cast(list.elementType());
     for (const c10::IValue& part : list) {
-      cast.push_back(in_precision(part, dtype));
+      cast.push_back(cast_to_dtype(part, dtype));
     }
     return cast;
   }
@@ -39,7 +39,7 @@ c10::IValue in_precision(const c10::IValue& value, at::ScalarType dtype) {
     const c10::impl::GenericDict dict = value.toGenericDict();
     c10::impl::GenericDict cast(dict.keyType(), dict.valueType());
     for (const auto& entry : dict) {
-      cast.insert(entry.key(), in_precision(entry.value(), dtype));
+      cast.insert(entry.key(), cast_to_dtype(entry.value(), dtype));
     }
     return cast;
   }
@@ -54,28 +54,27 @@ void Collect::operator()(const at::Tensor& tensor) const {
 
 void Collect::operator()(const c10::IValue& value) const {
   value.visit([this](const c10::IValue& part) {
-    if (!part.isTensor()) return false;  // go on into its parts
+    if (!part.isTensor()) return false;  // visit its elements
     (*this)(part.toTensor());
     return true;
   });
 }
 
 void Cast::operator()(at::Tensor& tensor) const {
-  tensor = in_precision(tensor, dtype);
+  tensor = cast_to_dtype(tensor, dtype);
 }
 
 void Cast::operator()(c10::IValue& value) const {
-  value = in_precision(value, dtype);
+  value = cast_to_dtype(value, dtype);
 }
 
 void Cast::operator()(const at::Tensor& tensor) const {
   TORCH_CHECK_VALUE(
       !tensor.defined() || !tensor.is_floating_point() ||
           tensor.scalar_type() == dtype,
-      "output_dtype: expected outputs whose tensors can be replaced by ones "
-      "in ",
-      dtype, ", found a constant one in ", tensor.scalar_type(),
-      ".\nReturn a tensor that is not const, or cast in forward.");
+      "output_dtype: can't cast a const tensor in the outputs from ",
+      tensor.scalar_type(), " to ", dtype,
+      ".\nReturn a non-const tensor, or cast it in forward.");
 }
 
 void Cast::operator()(const c10::IValue& value) const {

@@ -1,10 +1,10 @@
-// Finds and casts the tensors in the arguments and results of a forward.
+// Nested tensors: lists and casts the tensors in arguments and results of a
+// forward.
 //
-// A nest is a tensor, or any combination of vectors, arrays, spans, maps,
-// pairs, tuples, optionals and IValues of tensors; numbers and text may be in
-// it. LibTorch's own return types are tuples and vectors. A result of another
-// type does not compile until its namespace has an overload that calls `visit`
-// with each tensor, and changes nothing else:
+// A nest is a tensor, or vectors, arrays, spans, maps, pairs, tuples, optionals
+// and IValues of tensors in any combination; it may contain numbers and text.
+// A result of another type compiles only if its namespace has an overload that
+// calls `visit` with each tensor and changes nothing else:
 //
 //   namespace mine {
 //   struct Output { at::Tensor logits; at::Tensor features; };
@@ -36,15 +36,14 @@ namespace brigade {
 
 using TensorVisit = std::function<void(at::Tensor&)>;
 
-// All tensors in `nest`, in the order in which they are met. Undefined tensors
-// are left out.
+// Returns the defined tensors in `nest`, in traversal order.
 template <typename Nest>
 std::vector<at::Tensor> tensors_of(const Nest& nest);
 
-// Puts tensors in `dtype`, part of the same graph, in place of the
-// floating-point ones in `nest`.
+// Replaces the floating-point tensors in `nest` with casts to `dtype`, which
+// are part of the same graph.
 //
-// Errors: ValueError if one in another dtype can't be replaced: a constant.
+// Errors: ValueError if a tensor of another dtype is const.
 template <typename Nest>
 void cast_tensors(Nest& nest, at::ScalarType dtype);
 
@@ -65,8 +64,7 @@ struct Cast {
   at::ScalarType dtype;
 };
 
-// Chosen when no overload of visit_tensors() is found by argument-dependent
-// lookup.
+// Fallback when argument-dependent lookup finds no overload of visit_tensors().
 void visit_tensors() = delete;
 
 template <typename T>
@@ -84,8 +82,8 @@ inline constexpr bool kIsOptional = false;
 template <typename T>
 inline constexpr bool kIsOptional<std::optional<T>> = true;
 
-// Whether a copy of a T owns tensors: they can be replaced there without the
-// original noticing.
+// Returns whether a copy of a T owns its tensors, so that replacing them does
+// not change the original.
 template <typename T>
 constexpr bool owns_tensors() {
   if constexpr (std::is_reference_v<T> || std::is_const_v<T>) {
@@ -108,9 +106,9 @@ constexpr bool owns_tensors() {
   }
 }
 
-// Calls `visit` with each tensor and IValue in `value`, as const as they are
-// there. `kOwnedOnly`: leaves out all that does not own its tensors, types
-// unknown here among them, which do not compile otherwise.
+// Calls `visit` with each tensor and IValue in `value`, const if it is const
+// there. `kOwnedOnly`: skips values that do not own their tensors, and values
+// of unknown type, which otherwise do not compile.
 template <bool kOwnedOnly = false, typename T, typename Visit>
 void visit_nest(T& value, const Visit& visit) {
   using Value = std::remove_const_t<T>;
@@ -134,7 +132,7 @@ void visit_nest(T& value, const Visit& visit) {
   } else if constexpr (kIsOptional<Value>) {
     if (value.has_value()) visit_nest<kOwnedOnly>(*value, visit);
   } else if constexpr (std::is_convertible_v<T&, std::string_view>) {
-    return;  // a range, but of no interest
+    return;  // text is a range of numbers
   } else if constexpr (std::ranges::input_range<T>) {
     for (auto&& element : value) visit_nest<kOwnedOnly>(element, visit);
   } else if constexpr (TupleLike<Value>) {
@@ -167,17 +165,18 @@ void cast_tensors(Nest& nest, at::ScalarType dtype) {
   nested_tensors_detail::visit_nest(nest, nested_tensors_detail::Cast{dtype});
 }
 
-// An argument on its way to a module's forward: the caller's own, or, where
-// `dtype` is set and the argument holds floating-point tensors of another one,
-// a copy with those cast. Looks into tensors, IValues, and containers,
-// optionals, pairs and tuples that own such; structs, references and spans are
-// passed on as they are. `T`: as forwarded.
+// Argument of a module's forward, cast for mixed precision: the caller's own
+// value, or a copy with cast tensors if `dtype` is set and differs.
+//
+// Casts tensors, IValues, and containers, optionals, pairs and tuples that own
+// these. Passes on structs, references and spans unchanged. `T`: the type as
+// forwarded.
 //
 // Thread safety: none.
 template <typename T>
 class ForwardArgument {
  public:
-  // REQUIRES: `value` outlives this object.
+  // `dtype`: unset for no cast. REQUIRES: `value` outlives this object.
   ForwardArgument(T&& value, std::optional<at::ScalarType> dtype)
       : value_(std::forward<T>(value)) {
     if constexpr (kCanBeCast) {

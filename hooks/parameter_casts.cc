@@ -18,8 +18,8 @@ namespace {
 
 thread_local std::shared_ptr<const ParameterCasts> innermost;
 
-// Held while parameters change their data, so that a second thread finds them
-// in one state or the other.
+// Held while parameters' data is replaced, so that a second thread sees all of
+// them before or after it.
 std::mutex swap_mutex;
 
 bool can_be_cast(const at::Tensor& parameter, at::ScalarType dtype) {
@@ -32,19 +32,19 @@ int64_t version_of(const at::Tensor& tensor) {
   return tensor.is_inference() ? 0 : tensor._version();
 }
 
-// The parameter keeps its version and what autograd knows of it.
-void give_data(const at::Tensor& parameter, const at::Tensor& data) {
+// Replaces the data of `parameter`, but not its version and autograd state.
+void set_data(const at::Tensor& parameter, const at::Tensor& data) {
   parameter.unsafeGetTensorImpl()->shallow_copy_from(data.getIntrusivePtr());
 }
 
 }  // namespace
 
-// Keeps the data of a copy; leaves other tensors to the hooks that they would
-// have without it, or keeps them and checks their version as autograd would.
+// Saves copies without a version check. Passes other tensors to the outer
+// hooks; without these, saves them and checks their version as autograd does.
 class ParameterCasts::SaveCopies final
     : public torch::autograd::SavedVariableHooks {
  public:
-  // REQUIRES: `casts` outlive the call of the pack hook.
+  // REQUIRES: `casts` outlives the call of the pack hook.
   SaveCopies(const ParameterCasts& casts,
              std::unique_ptr<SavedVariableHooks> outer)
       : casts_(&casts), outer_(std::move(outer)) {}
@@ -54,24 +54,24 @@ class ParameterCasts::SaveCopies final
     if (is_copy) outer_ = nullptr;
     if (outer_) return outer_->call_pack_hook(tensor);
     tensor_ = tensor.detach();
-    // A copy has the version of its parameter, and does not change with it.
+    // A copy has its parameter's version, which may change without the copy.
     if (!is_copy) version_ = version_of(tensor_);
   }
 
   at::Tensor call_unpack_hook() override {
     if (outer_) return outer_->call_unpack_hook();
     TORCH_CHECK(!version_ || version_of(tensor_) == *version_,
-                "A tensor that backward needs, ", tensor_.scalar_type(), " ",
-                tensor_.sizes(), ", was changed in place: expected version ",
-                *version_, ", found ", version_of(tensor_),
-                ".\nUse the operation that is not in place, or change a "
-                "clone.");
+                "mixed_precision: a tensor that backward needs, ",
+                tensor_.scalar_type(), " ", tensor_.sizes(),
+                ", was changed in place: expected version ", *version_,
+                ", found ", version_of(tensor_),
+                ".\nUse the out-of-place operation, or change a clone.");
     return tensor_;
   }
 
  private:
-  const ParameterCasts* casts_;                // null once packed
-  std::unique_ptr<SavedVariableHooks> outer_;  // null: none
+  const ParameterCasts* casts_;  // null once packed
+  std::unique_ptr<SavedVariableHooks> outer_;
   at::Tensor tensor_;
   std::optional<int64_t> version_;  // unset: not checked
 };
@@ -89,7 +89,7 @@ ParameterCasts::ParameterCasts(std::span<const at::Tensor> parameters,
     originals.push_back(parameter);
     copies.push_back(
         at::empty_like(parameter, parameter.options().dtype(dtype)));
-    casts_.push_back({.place = i,
+    casts_.push_back({.index = i,
                       .parameter = parameter,
                       .dtype = parameter.scalar_type(),
                       .copy = copies.back()});
@@ -103,10 +103,10 @@ std::shared_ptr<const ParameterCasts> ParameterCasts::current() {
        casts = casts->outer_.get()) {
     TORCH_CHECK(
         casts->checkpoints_ == Checkpoints::kAllowed,
-        "checkpoint: this forward runs in mixed precision, and its parameters "
-        "may be in use on other threads when the function runs again: an "
-        "optimizer steps in backward, or they are on several devices.\nLeave "
-        "out the checkpoint, mixed_precision or step_in_backward.");
+        "checkpoint: this forward uses mixed_precision, and other threads may "
+        "use its parameters during recomputation: an optimizer steps in "
+        "backward, or the parameters are on several devices.\nRemove the "
+        "checkpoint, mixed_precision or step_in_backward.");
   }
   return innermost;
 }
@@ -117,16 +117,16 @@ bool ParameterCasts::is_copy(const at::Tensor& tensor) const {
 }
 
 ParameterCasts::Scope::Scope(std::shared_ptr<const ParameterCasts> casts)
-    : before_(innermost), casts_(std::move(casts)) {
-  if (casts_ == before_) return;
-  TORCH_CHECK(!before_ || (casts_ && casts_->outer_ == before_),
-              "checkpoint: expected a backward outside of forwards in mixed "
-              "precision, found one inside of another forward than the "
-              "checkpoint's own.\nRun backward outside of it.");
+    : previous_(innermost), casts_(std::move(casts)) {
+  if (casts_ == previous_) return;
+  TORCH_CHECK(!previous_ || (casts_ && casts_->outer_ == previous_),
+              "checkpoint: expected recomputation in a backward outside of "
+              "mixed-precision forwards, found it in a backward inside of "
+              "another forward.\nRun backward outside of that forward.");
   TORCH_CHECK(at::SavedTensorDefaultHooks::is_enabled(),
-              "Mixed precision decides what autograd saves, but saved tensor "
-              "hooks are disabled on this thread.\nRun this forward in full "
-              "precision.");
+              "mixed_precision: needs saved tensor hooks, which are disabled "
+              "on this thread.\nRun this forward in full precision, or enable "
+              "them.");
   saved_tensors_.emplace([this] {
     return std::make_unique<SaveCopies>(*casts_, saved_tensors_->outer_hooks());
   });
@@ -140,52 +140,52 @@ ParameterCasts::Scope::Scope(std::shared_ptr<const ParameterCasts> casts)
 }
 
 ParameterCasts::Scope::~Scope() {
-  if (casts_ == before_) return;
+  if (casts_ == previous_) return;
   leave();
-  innermost = before_;
+  innermost = previous_;
 }
 
 void ParameterCasts::Scope::enter(const ParameterCasts& casts) {
-  if (casts.outer_ && casts.outer_ != before_) enter(*casts.outer_);
+  if (casts.outer_ && casts.outer_ != previous_) enter(*casts.outer_);
   const std::lock_guard<std::mutex> lock(swap_mutex);
   for (const Cast& cast : casts.casts_) {
     const at::Tensor& parameter = cast.parameter;
     TORCH_CHECK(parameter.scalar_type() == cast.dtype,
-                "Mixed precision: expected a parameter of sizes ",
+                "mixed_precision: expected a parameter of shape ",
                 parameter.sizes(), " in ", cast.dtype, ", found it in ",
                 parameter.scalar_type(),
-                ": it was converted, or is in use on another thread.\nUse a "
+                ": it was converted, or is in use on another thread.\nUse the "
                 "module on one thread at a time.");
     const bool requires_grad = parameter.requires_grad();
-    lowered_.push_back(
+    replaced_.push_back(
         {.cast = &cast,
-         .full = parameter.variable_data(),
+         .data = parameter.variable_data(),
          .version = version_of(parameter),
          .requires_grad = requires_grad,
          .accumulator = requires_grad
                             ? torch::autograd::impl::grad_accumulator(parameter)
                             : nullptr});
-    give_data(parameter, cast.copy);
+    set_data(parameter, cast.copy);
   }
 }
 
 void ParameterCasts::Scope::leave() noexcept {
   const std::lock_guard<std::mutex> lock(swap_mutex);
-  for (const Lowered& lowered : lowered_ | std::views::reverse) {
-    give_data(lowered.cast->parameter, lowered.full);
+  for (const Replaced& replaced : replaced_ | std::views::reverse) {
+    set_data(replaced.cast->parameter, replaced.data);
   }
 }
 
 std::optional<size_t> ParameterCasts::Scope::first_changed() const {
   const auto changed =
-      std::ranges::find_if(lowered_, [](const Lowered& lowered) {
-        const at::Tensor& parameter = lowered.cast->parameter;
-        return version_of(parameter) != lowered.version ||
-               parameter.requires_grad() != lowered.requires_grad ||
-               !parameter.is_alias_of(lowered.cast->copy);
+      std::ranges::find_if(replaced_, [](const Replaced& replaced) {
+        const at::Tensor& parameter = replaced.cast->parameter;
+        return version_of(parameter) != replaced.version ||
+               parameter.requires_grad() != replaced.requires_grad ||
+               !parameter.is_alias_of(replaced.cast->copy);
       });
-  if (changed == lowered_.end()) return std::nullopt;
-  return changed->cast->place;
+  if (changed == replaced_.end()) return std::nullopt;
+  return changed->cast->index;
 }
 
 }  // namespace brigade

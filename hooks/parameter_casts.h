@@ -1,20 +1,21 @@
-// Runs a function with parameters in a lower precision than they are kept in.
+// Mixed precision: copies of parameters in a lower precision, which replace the
+// parameters' data during a forward.
 //
-// While a scope lives, the parameters hold copies in that precision. Autograd
-// saves the copies, so gradients are those at the copies' values, whatever
-// happens to the parameters before backward. Gradients are cast to the
-// parameter's own precision before those of several uses are added up.
-// checkpoint() runs its function again with the same copies. torch's native
-// mixed precision leaves copies in place until backward is over.
+// While a Scope lives, the parameters hold the copies. Autograd saves the
+// copies, so backward computes gradients at their values even if the parameters
+// change in between. A gradient is cast to the parameter's own precision before
+// accumulation over several uses. checkpoint() runs its function again with the
+// same copies.
 //
 // Limits:
-// - A write to a parameter inside of a scope is lost; see first_changed().
-//   Views of a parameter that leave the scope are of the copy.
-// - Threads other than the scope's own, and functions that keep a parameter for
-//   backward by other means than saving it, get the parameter itself.
-// - Copies belong to the stream that is current when they are made.
+// - A write to a parameter inside a scope is lost; see first_changed(). Views
+//   of a parameter created inside a scope are views of the copy.
+// - Only tensors that the scope's thread saves refer to the copies. Other
+//   threads, and functions that store a parameter without saving it, use the
+//   parameter itself in backward.
+// - Copies belong to the stream that is current at construction.
 //
-// Thread safety: parameters may be in use on one thread at a time.
+// Thread safety: use the parameters on one thread at a time.
 
 #ifndef BRIGADE_HOOKS_PARAMETER_CASTS_H_
 #define BRIGADE_HOOKS_PARAMETER_CASTS_H_
@@ -30,8 +31,7 @@
 #include <unordered_set>
 #include <vector>
 
-#include "brigade/hooks/autograd_node.h"
-#include "brigade/hooks/saved_tensor_scope.h"
+#include "brigade/hooks/autograd_hooks.h"
 
 namespace brigade {
 
@@ -39,46 +39,48 @@ class ParameterCasts {
  public:
   enum class Checkpoints {
     kAllowed,
-    kRefused,  // parameters may be in use on other threads during backward
+    kRefused,  // other threads may use the parameters during backward
   };
 
-  // Casts those leaves among `parameters`, each given once, that are dense,
-  // floating-point and not in `dtype`.
+  // Copies those of `parameters` that are dense floating-point leaves of
+  // another dtype than `dtype`. REQUIRES: each parameter is listed once.
   ParameterCasts(std::span<const at::Tensor> parameters, at::ScalarType dtype,
                  Checkpoints checkpoints = Checkpoints::kAllowed);
 
-  // Of the innermost scope on this thread, for use in backward; null: none.
+  // Returns the casts of the innermost scope on this thread, for use in
+  // backward; null if there is none.
+  //
   // Errors: RuntimeError if checkpoints are refused.
   static std::shared_ptr<const ParameterCasts> current();
 
   class Scope {
    public:
-    // Makes `casts` current, with those that were current when they were made;
-    // null: none.
+    // Applies `casts`, and the casts that were current when `casts` was
+    // constructed. Null is valid outside of other scopes.
     //
-    // Errors: RuntimeError if it would have to end an outer scope, if a
-    // parameter is not in the precision that it was cast from, or if saved
-    // tensor hooks are disabled.
+    // Errors: RuntimeError inside a scope that `casts` was not constructed in,
+    // if a parameter is not in its own precision, or if saved tensor hooks are
+    // disabled.
     explicit Scope(std::shared_ptr<const ParameterCasts> casts);
     ~Scope();
 
-    // The index, in the list given to the constructor of the casts, of the
-    // first parameter that was written, frozen or unfrozen inside of this
-    // scope. Those that were not cast are not looked at.
+    // Returns the index, in the list that `casts` was constructed with, of the
+    // first parameter that was written, frozen or unfrozen inside this scope.
+    // Ignores parameters that were not cast.
     std::optional<size_t> first_changed() const;
 
     Scope(const Scope&) = delete;
     Scope& operator=(const Scope&) = delete;
 
    private:
-    struct Lowered;
+    struct Replaced;
 
     void enter(const ParameterCasts& casts);
     void leave() noexcept;
 
-    const std::shared_ptr<const ParameterCasts> before_;
+    const std::shared_ptr<const ParameterCasts> previous_;
     const std::shared_ptr<const ParameterCasts> casts_;
-    std::vector<Lowered> lowered_;  // in the order in which they were
+    std::vector<Replaced> replaced_;  // in the order of enter()
     std::optional<SavedTensorScope> saved_tensors_;
   };
 
@@ -86,13 +88,12 @@ class ParameterCasts {
   class SaveCopies;
 
   struct Cast {
-    size_t place;
+    size_t index;
     at::Tensor parameter;
-    at::ScalarType dtype;  // its own
+    at::ScalarType dtype;  // the parameter's own
     at::Tensor copy;
   };
 
-  // Whether it shares memory with one.
   bool is_copy(const at::Tensor& tensor) const;
 
   const std::shared_ptr<const ParameterCasts> outer_;
@@ -101,13 +102,13 @@ class ParameterCasts {
   std::unordered_set<const c10::StorageImpl*> storages_;  // of the copies
 };
 
-struct ParameterCasts::Scope::Lowered {
+struct ParameterCasts::Scope::Replaced {
   const Cast* cast;
-  at::Tensor full;  // the parameter's own data
+  at::Tensor data;  // the parameter's own
   int64_t version;
   bool requires_grad;
-  // Made while the parameter was in its own precision; autograd holds it
-  // weakly. Null if it requires no gradient.
+  // Created while the parameter has its own precision. Held here because
+  // autograd's reference is weak. Null if the parameter is frozen.
   NodePtr accumulator;
 };
 

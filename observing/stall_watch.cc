@@ -26,32 +26,31 @@ using Clock = std::chrono::steady_clock;
 
 constexpr milliseconds kLongestDefault{60'000};
 constexpr milliseconds kLongest = std::chrono::hours{24 * 365};
-constexpr int kLooksPerReport = 4;
-// A store that works answers within this.
-constexpr milliseconds kPatienceWithStore{1'000};
+constexpr int kChecksPerReport = 4;
+constexpr milliseconds kStoreTimeout{1'000};
 
-// A rank's answer, a line in the store.
 struct Answer {
-  int64_t question = 0;  // the last one that it had seen
+  int64_t question = 0;  // last question that the rank has read
   int64_t iteration = 0;
   int64_t launched = 0;
-  bool waits = false;  // for its peers
-  std::string words = {};
+  bool is_waiting = false;
+  std::string activity = {};
 };
 
 std::string to_line(const Answer& answer) {
   return absl::StrCat(answer.question, " ", answer.iteration, " ",
-                      answer.launched, " ", int{answer.waits}, " ",
-                      answer.words);
+                      answer.launched, " ", int{answer.is_waiting}, " ",
+                      answer.activity);
 }
 
-// Empty words if the line can't be read.
+// Returns an empty activity if `line` is malformed.
 Answer from_line(const std::string& line) {
   Answer answer;
   std::istringstream in(line);
-  in >> answer.question >> answer.iteration >> answer.launched >> answer.waits;
+  in >> answer.question >> answer.iteration >> answer.launched >>
+      answer.is_waiting;
   in.get();
-  std::getline(in, answer.words);
+  std::getline(in, answer.activity);
   return answer;
 }
 
@@ -62,11 +61,11 @@ std::string since(Clock::time_point begin, Clock::time_point now) {
 
 }  // namespace
 
-StallWatch::Check::Check(Place place, Names names,
+StallWatch::Check::Check(Channel channel, Names names,
                          std::shared_ptr<const Progress> progress,
                          std::function<std::string()> describe)
-    : place_(std::move(place)),
-      questions_key_(absl::StrCat(place_.prefix, "questions")),
+    : channel_(std::move(channel)),
+      questions_key_(absl::StrCat(channel_.prefix, "questions")),
       names_(std::move(names)),
       progress_(std::move(progress)),
       describe_(std::move(describe)) {}
@@ -75,38 +74,39 @@ std::optional<std::string> StallWatch::Check::look(Time now,
                                                    milliseconds report_after) {
   if (const int64_t num_waits = progress_->num_waits; num_waits != num_waits_) {
     num_waits_ = num_waits;
-    since_ = words_since_ = now;
-    words_.clear();
+    since_ = activity_since_ = now;
+    activity_.clear();
     question_ = 0;
     reported_ = false;
     return std::nullopt;
   }
-  if (std::string words = describe_(); words != words_) {
-    if (!words_.empty()) words_since_ = now;
-    words_ = std::move(words);
+  if (std::string activity = describe_(); activity != activity_) {
+    if (!activity_.empty()) activity_since_ = now;
+    activity_ = std::move(activity);
   }
-  const bool waiting = progress_->is_waiting();
-  if (waiting && question_ == 0 && now - since_ >= report_after / 2) {
-    question_ = place_.store->add(questions_key_, 1);
+  const bool is_waiting = progress_->is_waiting();
+  if (is_waiting && question_ == 0 && now - since_ >= report_after / 2) {
+    question_ = channel_.store->add(questions_key_, 1);
   }
-  answer(now, waiting);
-  if (!waiting || reported_ || question_ == 0 || now - since_ < report_after) {
+  answer(now, is_waiting);
+  if (!is_waiting || reported_ || question_ == 0 ||
+      now - since_ < report_after) {
     return std::nullopt;
   }
   reported_ = true;
   return report(now);
 }
 
-void StallWatch::Check::answer(Time now, bool waiting) {
-  if (!place_.store->check({questions_key_})) return;  // nobody has ever asked
-  place_.store->set(
-      line_key(place_.rank),
-      to_line({.question = place_.store->add(questions_key_, 0),
+void StallWatch::Check::answer(Time now, bool is_waiting) {
+  if (!channel_.store->check({questions_key_})) return;
+  channel_.store->set(
+      answer_key(channel_.rank),
+      to_line({.question = channel_.store->add(questions_key_, 0),
                .iteration = progress_->iteration,
                .launched = progress_->launched,
-               .waits = waiting,
-               .words = absl::StrCat(words_, " (no change for ",
-                                     since(words_since_, now), ")")}));
+               .is_waiting = is_waiting,
+               .activity = absl::StrCat(activity_, " (no change for ",
+                                        since(activity_since_, now), ")")}));
 }
 
 std::string StallWatch::Check::report(Time now) {
@@ -114,18 +114,18 @@ std::string StallWatch::Check::report(Time now) {
   const int64_t launched = progress_->launched;
   std::vector<std::string> elsewhere;
   std::vector<int> silent;
-  for (int rank = 0; rank < place_.world_size; ++rank) {
-    if (rank == place_.rank) continue;
-    const std::string key = line_key(rank);
-    const Answer answer = place_.store->check({key})
-                              ? from_line(place_.store->get_to_str(key))
+  for (int rank = 0; rank < channel_.world_size; ++rank) {
+    if (rank == channel_.rank) continue;
+    const std::string key = answer_key(rank);
+    const Answer answer = channel_.store->check({key})
+                              ? from_line(channel_.store->get_to_str(key))
                               : Answer{};
-    const bool is_here = answer.iteration == iteration &&
-                         answer.launched >= launched && answer.waits;
+    const bool is_elsewhere = answer.iteration != iteration ||
+                              answer.launched < launched || !answer.is_waiting;
     if (answer.question < question_) {
       silent.push_back(rank);
-    } else if (!is_here) {
-      elsewhere.push_back(absl::StrCat("rank ", rank, " ", answer.words));
+    } else if (is_elsewhere) {
+      elsewhere.push_back(absl::StrCat("rank ", rank, " ", answer.activity));
     }
   }
   std::vector<std::string> parts;
@@ -136,33 +136,34 @@ std::string StallWatch::Check::report(Time now) {
   if (!silent.empty()) {
     parts.push_back(
         absl::StrCat("no answer from ", describe_ranks(silent),
-                     ", which may be stopped, gone or busy in the store"));
+                     ", which may be stopped, dead or blocked in the store"));
   }
   if (parts.empty()) {
     parts.push_back(
-        "all other ranks have come as far and wait: it is the "
-        "communication that is slow, or stuck");
+        "all have made the same progress and wait: the communication itself is "
+        "slow or stuck");
   }
   const int64_t num_units = progress_->num_units;
   const std::string* const awaited = progress_->awaited;
-  const std::string for_what =
+  const std::string object =
       awaited == nullptr ? "" : absl::StrCat(", for ", *awaited, ",");
   return absl::StrCat(
-      names_.engine, ": rank ", place_.rank, " has waited ", since(since_, now),
-      " for its peers", for_what, " in iteration ", iteration, ", ", launched,
-      num_units > 0 ? absl::StrCat(" of ", num_units) : "", " ", names_.unit,
-      "s launched.\nLook there: ", absl::StrJoin(parts, "; "), ".");
+      names_.engine, ": rank ", channel_.rank, " has waited ",
+      since(since_, now), " for its peers", object, " in iteration ", iteration,
+      ", ", launched, num_units > 0 ? absl::StrCat(" of ", num_units) : "", " ",
+      names_.unit, "s launched.\nOther ranks: ", absl::StrJoin(parts, "; "),
+      ".");
 }
 
-std::string StallWatch::Check::line_key(int rank) const {
-  return absl::StrCat(place_.prefix, "line/", rank);
+std::string StallWatch::Check::answer_key(int rank) const {
+  return absl::StrCat(channel_.prefix, "answer/", rank);
 }
 
 struct StallWatch::State {
-  State(Check::Place place, Names names, milliseconds time,
+  State(Check::Channel channel, Names names, milliseconds time,
         std::shared_ptr<const Progress> progress,
         std::function<std::string()> source)
-      : check(std::move(place), std::move(names), std::move(progress),
+      : check(std::move(channel), std::move(names), std::move(progress),
               [this] {
                 const std::lock_guard<std::recursive_mutex> lock(mutex);
                 return describe ? describe() : "is being destroyed";
@@ -170,7 +171,6 @@ struct StallWatch::State {
         describe(std::move(source)),
         report_after(time) {}
 
-  // The thread's.
   void run() {
     std::unique_lock<std::recursive_mutex> lock(mutex);
     while (!is_over) {
@@ -179,8 +179,8 @@ struct StallWatch::State {
         changed.wait(lock);
         continue;
       }
-      if (changed.wait_for(lock,
-                           std::max(time / kLooksPerReport, milliseconds{1})) ==
+      if (changed.wait_for(
+              lock, std::max(time / kChecksPerReport, milliseconds{1})) ==
               std::cv_status::no_timeout ||
           is_over) {
         continue;
@@ -198,19 +198,19 @@ struct StallWatch::State {
     try {
       const auto report = check.look(Clock::now(), time);
       if (!report) return;
-      // The lock keeps the handler's owner alive while it runs.
+      // The destructor waits for the lock, so the handler's owner is alive.
       const std::lock_guard<std::recursive_mutex> lock(mutex);
       if (is_over) return;
-      if (const auto tell = handler) return tell(*report);
+      if (const auto call = handler) return call(*report);
       TORCH_WARN(*report);
     } catch (...) {
-      // A store that fails can't be asked; the collective's own error follows.
+      // If the store has failed, the collective's own error follows.
     }
   }
 
-  Check check;  // the thread's own
+  Check check;  // used by the watch's thread only
 
-  std::recursive_mutex mutex;  // a handler may set another one
+  std::recursive_mutex mutex;  // recursive: a handler may call set_handler()
   std::condition_variable_any changed;
   // Guarded by mutex.
   std::function<std::string()> describe;  // null once the watch is over
@@ -228,14 +228,14 @@ std::unique_ptr<StallWatch> StallWatch::start(
   const std::string name = names.engine;
   if (!has_peers(*group)) return nullptr;
   try {
-    Check::Place place = {.store = group->getStore(),
-                          .prefix = absl::StrCat(store_prefix, "progress/"),
-                          .rank = group->getRank(),
-                          .world_size = group->getSize()};
+    Check::Channel channel = {.store = group->getStore(),
+                              .prefix = absl::StrCat(store_prefix, "progress/"),
+                              .rank = group->getRank(),
+                              .world_size = group->getSize()};
     const milliseconds after =
         std::min(group_timeout(*group) / 2, kLongestDefault);
     return std::unique_ptr<StallWatch>(new StallWatch(
-        std::make_shared<State>(std::move(place), std::move(names), after,
+        std::make_shared<State>(std::move(channel), std::move(names), after,
                                 std::move(progress), std::move(describe))));
   } catch (const std::exception& error) {
     TORCH_WARN(name, ": stalls will not be reported: ", error.what());
@@ -262,7 +262,7 @@ void StallWatch::set_handler(
 
 StallWatch::~StallWatch() {
   if (getpid() != process_) {
-    new std::thread(std::move(thread_));  // of the parent: not to be joined
+    new std::thread(std::move(thread_));  // leaked: only the parent can join
     return;
   }
   bool can_join = thread_.get_id() != std::this_thread::get_id();
@@ -272,9 +272,9 @@ StallWatch::~StallWatch() {
     state_->describe = nullptr;
     state_->handler = nullptr;
     state_->changed.notify_all();
-    can_join = can_join &&
-               state_->changed.wait_for(lock, kPatienceWithStore,
-                                        [&] { return !state_->is_looking; });
+    can_join = can_join && state_->changed.wait_for(lock, kStoreTimeout, [&] {
+      return !state_->is_looking;
+    });
   }
   can_join ? thread_.join() : thread_.detach();
 }

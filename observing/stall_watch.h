@@ -1,10 +1,11 @@
-// Stall reports: name the ranks that an engine waits for, and their progress.
+// Stall reports: name the late ranks that an engine waits for, and their
+// progress.
 //
-// A late rank can't be asked while it works. So on every rank a thread looks at
-// the progress four times within the time after which a stall is reported. A
-// rank that waits asks the others halfway, in the group's store, and reports at
-// the end; the others' threads answer there. While iterations go on, nobody
-// reads or writes the store.
+// A late rank is busy, so a thread on every rank checks its progress, four
+// times per report time. After half of that time, a waiting rank posts a
+// question in the group's store; the other ranks' threads answer in the store.
+// After all of it, the waiting rank reports. While iterations proceed, no rank
+// accesses the store.
 
 #ifndef BRIGADE_OBSERVING_STALL_WATCH_H_
 #define BRIGADE_OBSERVING_STALL_WATCH_H_
@@ -24,27 +25,27 @@
 
 namespace brigade {
 
-// Progress of an engine, read without the engine's lock.
+// Progress of an engine, readable without the engine's lock.
 //
-// Thread safety: one thread at a time writes, any may read. A reader may see a
-// change of one field before that of another.
+// Thread safety: one writer at a time, any readers. A reader may see changes of
+// different fields in any order.
 struct Progress {
-  std::atomic<int64_t> iteration = 0;  // prepared last
-  std::atomic<int64_t> launched = 0;   // units of it
+  std::atomic<int64_t> iteration = 0;  // last prepared
+  std::atomic<int64_t> launched = 0;   // units in this iteration
   std::atomic<int64_t> num_units = 0;
-  std::atomic<int64_t> num_waits = 0;  // that have begun, for peers
-  std::atomic<int> num_waiting = 0;    // of these, in progress
-  // The object of the last wait: "the gather of unit 'a'"; null: the launched
-  // units. Lives as long as this.
+  std::atomic<int64_t> num_waits = 0;  // waits for peers, begun so far
+  std::atomic<int> num_waiting = 0;    // waits for peers in progress
+  // Object of the last wait, as in "the gather of unit 'a'"; null for the
+  // launched units. Must live as long as this object.
   std::atomic<const std::string*> awaited = nullptr;
 
   bool is_waiting() const { return num_waiting > 0; }
 };
 
-// This rank waits for its peers during the object's lifetime. May be nested.
+// Marks this rank as waiting for its peers while it lives. May be nested.
 class WaitForPeers {
  public:
-  // `awaited`: see Progress.
+  // `awaited`: as Progress::awaited.
   explicit WaitForPeers(Progress& progress,
                         const std::string* awaited = nullptr)
       : progress_(progress), outer_(progress.awaited.exchange(awaited)) {
@@ -63,39 +64,41 @@ class WaitForPeers {
   const std::string* const outer_;
 };
 
-// Thread safety: made and destroyed by one thread; the setters by any.
+// Thread that checks for stalls and reports them.
+//
+// Thread safety: constructed and destroyed by one thread; the setters may be
+// called by any thread.
 class StallWatch {
  public:
   class Check;
 
-  // For reports: "Reducer", "bucket".
+  // Words in reports.
   struct Names {
-    std::string engine;
-    std::string unit;
+    std::string engine;  // "Reducer"
+    std::string unit;    // "bucket"
   };
 
-  // Returns null if there is nobody to wait for, or no store to ask through.
-  // Reports after half of the group's timeout, 60 s at most. `store_prefix`: of
-  // keys in the store, equal on all ranks, and of no other watch.
-  //
-  // `describe` returns this rank's activity, beginning with a verb; it is
-  // called on the watch's thread, and not after the destructor.
+  // Returns null if the group has no peers or no store. Reports after half of
+  // the group's timeout, at most 60 s.
+  // `store_prefix`: of keys in the store; identical on all ranks, and unique
+  // among watches.
+  // `describe`: returns this rank's activity, beginning with a verb. Called on
+  // the watch's thread, and never after the destructor.
   static std::unique_ptr<StallWatch> start(
       const c10::intrusive_ptr<c10d::ProcessGroup>& group,
       const std::string& store_prefix, Names names,
       std::shared_ptr<const Progress> progress,
       std::function<std::string()> describe);
 
-  // 0: never; then this rank does not answer either.
+  // 0: never reports, and does not answer other ranks.
   void set_report_after(std::chrono::milliseconds time);
 
-  // Called on the watch's thread in place of a warning; null: warn again.
-  // Exceptions of the handler are dropped.
+  // Replaces the warning with a call on the watch's thread; null restores the
+  // warning. Exceptions of the handler are ignored.
   void set_handler(std::function<void(const std::string& report)> handler);
 
-  // Waits for a look in progress, unless the store blocks it. The handler is
-  // not called any more. In a forked child, where there is no thread, does
-  // nothing.
+  // Waits for a check in progress, at most 1 s. The handler is not called any
+  // more. Does nothing in a forked child, which has no such thread.
   ~StallWatch();
 
   StallWatch(const StallWatch&) = delete;
@@ -111,44 +114,45 @@ class StallWatch {
   std::thread thread_;
 };
 
-// The logic of one look, with a clock of the caller's.
+// State and logic of the checks, with the caller's clock.
 //
-// Thread safety: none; one thread calls it.
+// Thread safety: none.
 class StallWatch::Check {
  public:
   using Time = std::chrono::steady_clock::time_point;
 
-  // `prefix`: of keys in `store`, by which ranks ask each other.
-  struct Place {
+  // Store through which ranks ask each other.
+  struct Channel {
     c10::intrusive_ptr<c10d::Store> store;
-    std::string prefix;
+    std::string prefix;  // of keys
     int rank = 0;
     int world_size = 0;
   };
 
-  Check(Place place, Names names, std::shared_ptr<const Progress> progress,
+  Check(Channel channel, Names names, std::shared_ptr<const Progress> progress,
         std::function<std::string()> describe);
 
-  // Returns a report once per stall that has lasted for `report_after`. Errors:
-  // the store's.
+  // Returns one report per stall that has lasted for `report_after`.
+  //
+  // Errors: the store's.
   std::optional<std::string> look(Time now,
                                   std::chrono::milliseconds report_after);
 
  private:
-  void answer(Time now, bool waiting);
+  void answer(Time now, bool is_waiting);
   std::string report(Time now);
-  std::string line_key(int rank) const;  // of its last answer
+  std::string answer_key(int rank) const;
 
-  const Place place_;
-  const std::string questions_key_;  // a count of all ranks' questions
+  const Channel channel_;
+  const std::string questions_key_;  // counts the questions of all ranks
   const Names names_;
   const std::shared_ptr<const Progress> progress_;
   const std::function<std::string()> describe_;
 
-  int64_t num_waits_ = -1;  // seen by the last look
-  Time since_;              // when that number changed
-  std::string words_;       // this rank's description
-  Time words_since_;        // when that changed
+  int64_t num_waits_ = -1;  // at the last check
+  Time since_;              // last change of num_waits_
+  std::string activity_;    // returned by describe_
+  Time activity_since_;     // last change of activity_
   int64_t question_ = 0;    // of this rank in this stall; 0: not yet asked
   bool reported_ = false;
 };

@@ -9,7 +9,7 @@
 namespace brigade {
 namespace {
 
-// 0 if one of them did not happen.
+// Returns 0 if begin or end did not happen.
 int64_t span_ns(int64_t begin_ns, int64_t end_ns) {
   if (begin_ns == 0 || end_ns == 0) return 0;
   return std::max<int64_t>(end_ns - begin_ns, 0);
@@ -17,12 +17,12 @@ int64_t span_ns(int64_t begin_ns, int64_t end_ns) {
 
 double ms(int64_t ns) { return static_cast<double>(ns) / 1e6; }
 
-// In ms after `begin_ns`.
+// Formats `time_ns` in ms since `begin_ns`; "-" if it did not happen.
 std::string time_of(int64_t time_ns, int64_t begin_ns) {
   return time_ns == 0 ? "-" : absl::StrFormat("%.3f", ms(time_ns - begin_ns));
 }
 
-// By GatheredIn.
+// Indexed by GatheredIn.
 constexpr std::string_view kGathers[] = {"gather forward", "gather backward",
                                          "gather"};
 
@@ -34,8 +34,7 @@ TimelineSummary summarize(const Timeline& timeline) {
           span_ns(timeline.forward_begin_ns, timeline.forward_end_ns),
       .backward_compute_ns =
           span_ns(timeline.backward_begin_ns, timeline.backward_end_ns)};
-  // Units are launched in this order: each adds its time after the completions
-  // before it.
+  // Units are in launch order: each adds its time after earlier completions.
   int64_t covered_until_ns = 0;
   for (const UnitTimes& unit : timeline.units) {
     const int64_t begin_ns = std::max(unit.launch_ns, covered_until_ns);
@@ -81,23 +80,23 @@ std::string describe(const Timeline& timeline) {
 int64_t GatherTimes::exposed_ns() const {
   if (needed_ns == 0) return 0;
   return span_ns(std::max(launch_ns, needed_ns),
-                 std::min(complete_ns, whole_ns));
+                 std::min(complete_ns, unsharded_ns));
 }
 
 int64_t ShardingTimeline::exposed_ns(size_t reduction) const {
-  const ReductionTimes& asked = reductions.at(reduction);
+  const ReductionTimes& times = reductions.at(reduction);
   int64_t covered_until_ns = backward_end_ns;
   for (size_t i = 0; i < reduction; ++i) {
     covered_until_ns = std::max(covered_until_ns, reductions[i].complete_ns);
   }
-  return span_ns(std::max(covered_until_ns, asked.launch_ns),
-                 asked.complete_ns);
+  return span_ns(std::max(covered_until_ns, times.launch_ns),
+                 times.complete_ns);
 }
 
 std::string describe(const ShardingTimeline& timeline) {
   if (timeline.iteration == 0) return "no iteration has been sampled\n";
   std::string text = absl::StrFormat(
-      "iteration %d, ms: forward %.3f, backward %.3f, behind it %.3f\n"
+      "iteration %d, ms: forward %.3f, backward %.3f, finalize %.3f\n"
       "%-16s%12s%12s%12s%12s  unit\n",
       timeline.iteration,
       ms(span_ns(timeline.forward_begin_ns, timeline.forward_end_ns)),

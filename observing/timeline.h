@@ -1,13 +1,12 @@
-// Counts of a reducer's work; times of the steps of one iteration of it, with a
-// summary of its communication, and of one step of a sharded model
-// (docs/timeline.md).
+// Statistics of a reducer, and timelines of one of its iterations or of one
+// step of a sharded model (docs/timeline.md).
 //
 //   std::cout << describe(reducer.timeline());
 //   std::cout << describe(sharded->timeline());
 //
-// All times are nanoseconds of the steady clock, 0 for a step that did not
-// happen. Steps of buckets on devices with streams are stamped when the
-// device's stream passed them, all others when the host did.
+// All times are nanoseconds of the steady clock; 0 if the event did not happen.
+// On devices with streams, times of buckets and units are the stream's. All
+// other times are the host's.
 //
 // Thread safety: pure functions.
 
@@ -25,17 +24,17 @@ namespace brigade {
 
 struct ReducerStatistics {
   int64_t prepared = 0;          // calls of prepare_for_backward
-  int64_t begun = 0;             // iterations; as far as the furthest rank
-  int64_t reduced = 0;           // iterations reduced to the end
-  int64_t aborted = 0;           // iterations that an error ended
+  int64_t begun = 0;             // iterations, on the furthest rank
+  int64_t reduced = 0;           // complete iterations
+  int64_t aborted = 0;           // iterations that ended with an error
   int64_t buckets_launched = 0;  // comm hook calls that returned
-  int64_t rebuilds = 0;          // of the plan, from the observed order
-  int64_t buckets_skipped = 0;   // unused on all ranks, or without elements
+  int64_t rebuilds = 0;          // of the bucket plan
+  int64_t buckets_skipped = 0;   // unused on all ranks, or empty
 };
 
 struct ReductionError {
-  int64_t time_ns = 0;    // steady clock
-  int64_t iteration = 0;  // the last that was prepared
+  int64_t time_ns = 0;
+  int64_t iteration = 0;  // last prepared
   std::string text = {};  // without a backtrace
 };
 
@@ -47,45 +46,43 @@ struct GradientTime {
 struct UnitTimes {
   int64_t pack_begin_ns = 0;
   int64_t pack_end_ns = 0;
-  int64_t launch_ns = 0;    // the comm hook was called; 0: nothing was sent
-  int64_t complete_ns = 0;  // its future was complete
+  int64_t launch_ns = 0;    // comm hook called; 0: nothing was sent
+  int64_t complete_ns = 0;  // its future completed
 };
 
 struct Timeline {
   int64_t iteration = 0;         // 0: none has been sampled
-  int64_t forward_begin_ns = 0;  // Engine::forward_begins()
-  int64_t forward_end_ns = 0;    // prepare()
+  int64_t forward_begin_ns = 0;  // Reducer::forward_begins()
+  int64_t forward_end_ns = 0;    // Reducer::prepare_for_backward()
   int64_t backward_begin_ns = 0;
   int64_t host_backward_begin_ns = 0;  // the host is ahead of a device
   int64_t backward_end_ns = 0;         // finalize begins
   int64_t finalize_end_ns = 0;
-  std::vector<GradientTime> gradients = {};  // in the order they became ready
-  std::vector<UnitTimes> units = {};         // in launch order
+  std::vector<GradientTime> gradients = {};  // in the order of readiness
+  std::vector<UnitTimes> units = {};         // buckets, in launch order
 };
 
-// Source: torch's DDP logging data. Differs: backward begins where it reaches
-// forward's outputs, so that the loss belongs to neither side; communication
-// is the time in which at least one unit's is in flight.
+// Source: torch's DDP logging data. Differs: backward begins when it reaches
+// forward's outputs, which excludes the loss; communication is the time during
+// which at least one unit is in flight.
 struct TimelineSummary {
   int64_t forward_compute_ns = 0;
   int64_t backward_compute_ns = 0;
   int64_t backward_comm_ns = 0;
-  int64_t overlap_ns = 0;  // of communication with backward's computation
+  int64_t overlap_ns = 0;  // communication during backward's computation
   int64_t exposed_ns = 0;  // communication that backward waits for
-  std::vector<int64_t> unit_exposed_ns = {};  // each unit's share of that
+  std::vector<int64_t> unit_exposed_ns = {};  // share of each unit
   int64_t comm_begin_ns = 0;                  // first launch
   int64_t comm_end_ns = 0;                    // last completion
 };
 
 TimelineSummary summarize(const Timeline& timeline);
 
-// A table for people: one line per bucket, in ms from the begin of backward.
+// Returns a table with one line per bucket, in ms since the begin of backward.
 std::string describe(const Timeline& timeline);
 
-// ---- Of a sharded model: when units were gathered and reduced, and how much
-// of that the computation covered.
+// ---- Sharded models: all-gathers and reduce-scatters of units.
 
-// Why a unit is gathered; kOther: neither for forward nor for backward.
 enum class GatheredIn { kForward, kBackward, kOther };
 
 struct GatherTimes {
@@ -93,11 +90,11 @@ struct GatherTimes {
   GatheredIn pass = GatheredIn::kOther;
   int64_t launch_ns = 0;
   int64_t complete_ns = 0;
-  int64_t needed_ns = 0;  // first; 0: this rank did not need it
-  int64_t whole_ns = 0;   // the host went on
+  int64_t needed_ns = 0;     // first use; 0: this rank did not use it
+  int64_t unsharded_ns = 0;  // the host continued
 
-  // The part between launch and completion that the host waited for; on devices
-  // it does not wait.
+  // Returns the time between launch and completion during which the host
+  // waited; on devices the host does not wait.
   int64_t exposed_ns() const;
 };
 
@@ -107,23 +104,24 @@ struct ReductionTimes {
   int64_t complete_ns = 0;
 };
 
-// A step: from the first forward after a reduced backward to the end of the
-// next one.
+// Times of one step: from the first forward after a reduced backward to the end
+// of the next reduced backward.
 struct ShardingTimeline {
-  int64_t iteration = 0;  // of reduced backwards; 0: none has been sampled
+  int64_t iteration = 0;  // counts reduced backwards; 0: none was sampled
   int64_t forward_begin_ns = 0;
-  int64_t forward_end_ns = 0;  // of the last one
+  int64_t forward_end_ns = 0;  // of the last forward
   int64_t backward_begin_ns = 0;
-  int64_t backward_end_ns = 0;                  // all gradients are there
-  int64_t finalize_end_ns = 0;                  // and all sums
+  int64_t backward_end_ns = 0;                  // all gradients are computed
+  int64_t finalize_end_ns = 0;                  // all reductions are complete
   std::vector<GatherTimes> gathers = {};        // in launch order
   std::vector<ReductionTimes> reductions = {};  // in launch order
 
-  // The part of the reduction after backward that no earlier one covers.
+  // Returns the time of a reduction after backward that does not overlap an
+  // earlier reduction. `reduction`: index in `reductions`.
   int64_t exposed_ns(size_t reduction) const;
 };
 
-// A table for people: one line per gather and reduction, in ms from the begin
+// Returns a table with one line per gather and reduction, in ms since the begin
 // of forward.
 std::string describe(const ShardingTimeline& timeline);
 

@@ -13,7 +13,7 @@
 namespace brigade {
 namespace {
 
-// By DeviceTimes::Step.
+// Indexed by DeviceTimes::Step.
 constexpr std::array<int64_t UnitTimes::*, 4> kTimes = {
     &UnitTimes::pack_begin_ns, &UnitTimes::pack_end_ns, &UnitTimes::launch_ns,
     &UnitTimes::complete_ns};
@@ -22,7 +22,7 @@ int64_t elapsed_ns(const c10::Event& from, const c10::Event& to) {
   return static_cast<int64_t>(from.elapsedTime(to) * 1e6);
 }
 
-// When the device passed `event`, by the steady clock.
+// Returns the steady clock's time at which the device completed `event`.
 int64_t steady_time_ns(const c10::Event& event) {
   c10::Event now(event.device_type(), c10::EventFlag::BACKEND_DEFAULT);
   now.record(current_stream(event.device()));
@@ -30,11 +30,11 @@ int64_t steady_time_ns(const c10::Event& event) {
   return now_ns() - elapsed_ns(event, now);
 }
 
-// Maps events to the steady clock by the first one of each device, so that the
-// times between them stay exact.
+// Maps events to the steady clock. Only each device's first event is mapped
+// directly; the others are relative to it, so that durations stay exact.
 class DeviceClocks {
  public:
-  // Leaves `time_ns` alone if nothing was recorded.
+  // Does not change `time_ns` if the event was not recorded.
   void read(const std::optional<c10::Event>& event, int64_t& time_ns) {
     if (!event) return;
     event->synchronize();
@@ -85,12 +85,13 @@ void DeviceTimes::resolve(Timeline& timeline) const {
   }
 }
 
-// Written by callbacks, also when the iteration, or the engine, is gone.
+// State that futures' callbacks write, possibly after the iteration has ended
+// and the engine was destroyed.
 struct TimelineRecorder::Completions {
   explicit Completions(size_t num_units)
       : complete_ns(num_units), device_times(num_units) {}
 
-  // The first one to notice counts: the callback, or whoever waited.
+  // Only the first call counts: the callback's, or waited_for().
   void complete(size_t unit) {
     int64_t unset = 0;
     complete_ns[unit].compare_exchange_strong(unset, now_ns());
@@ -144,7 +145,7 @@ void TimelineRecorder::stamp_backward() {
 void TimelineRecorder::launched(size_t unit, c10::ivalue::Future& future) {
   if (!sampling_) return;
   const c10::Device device = devices_[unit];
-  // A callback that uses the future runs on streams that wait for its value.
+  // With uses_future, the callback's current streams wait for the result.
   future.addCallback(
       [completions = current_completions_, unit, device](c10::ivalue::Future&) {
         completions->complete(unit);
@@ -263,13 +264,13 @@ void ShardingRecorder::needed(size_t unit) {
 
 void ShardingRecorder::unsharded(size_t unit) {
   Launch* const gather = last_gather_of(unit);
-  if (gather == nullptr || gather->times.whole_ns != 0) return;
+  if (gather == nullptr || gather->times.unsharded_ns != 0) return;
   if (device_.is_cpu()) {
     for (const auto& completion : gather->completions) {
       completion->stamp_complete();
     }
   }
-  gather->times.whole_ns = now_ns();
+  gather->times.unsharded_ns = now_ns();
 }
 
 // The launch of the first flat shard, the completion of the last.

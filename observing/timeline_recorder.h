@@ -1,4 +1,4 @@
-// Records the timelines of sampled iterations.
+// Recorder of timelines (timeline.h).
 
 #ifndef BRIGADE_OBSERVING_TIMELINE_RECORDER_H_
 #define BRIGADE_OBSERVING_TIMELINE_RECORDER_H_
@@ -28,8 +28,8 @@ inline int64_t now_ns() {
       .count();
 }
 
-// Times at which a device's streams passed the steps of an iteration and of its
-// units: one event per step, and nothing waits until resolve().
+// Events recorded on a device's streams for the steps of an iteration and of
+// its units. Only resolve() waits for them.
 //
 // Thread safety: any thread.
 class DeviceTimes {
@@ -39,13 +39,13 @@ class DeviceTimes {
 
   explicit DeviceTimes(size_t num_units = 1) : by_unit_(num_units) {}
 
-  // Records that the calling thread's current stream of `device` is at this
-  // step; nothing for the CPU and for a device that fails.
+  // Records an event on this thread's current stream of `device`. Does nothing
+  // for the CPU, or if the device reports an error.
   void record(size_t unit, Step step, c10::Device device) noexcept;
   void record(Mark mark, c10::Device device) noexcept;
 
-  // Replaces the host's times of these steps by the device's, mapped to the
-  // steady clock. Waits until the device has passed them.
+  // Waits for the events, and replaces the host's times of these steps by the
+  // device's, mapped to the steady clock.
   void resolve(Timeline& timeline) const;
 
  private:
@@ -56,18 +56,19 @@ class DeviceTimes {
 
   mutable std::mutex mutex_;
   // Guarded by mutex_.
-  std::vector<Events> by_unit_;  // by Step
-  std::array<Event, 3> marks_;   // by Mark
+  std::vector<Events> by_unit_;  // indexed by Step
+  std::array<Event, 3> marks_;   // indexed by Mark
 };
 
-// Records the first ten iterations, and every n-th after them. In the others
-// each call is one branch.
+// Records the first ten iterations and every n-th later one. In other
+// iterations each call costs one branch.
 //
-// Thread safety: none; the engine's lock covers it. Callbacks of futures write
-// into a state of their own, which outlives this object.
+// Thread safety: none; guarded by the engine's lock. Callbacks of futures write
+// into separate state, which may outlive this object.
 class TimelineRecorder {
  public:
-  // Sampled whatever the rate is. Source of both: torch's DDP logging.
+  // The first iterations are sampled at any rate but 0. Source: torch's DDP
+  // logging.
   static constexpr int64_t kAlwaysSampled = 10;
   static constexpr int64_t kDefaultSampleRate = 100;
 
@@ -76,20 +77,18 @@ class TimelineRecorder {
            (iteration <= kAlwaysSampled || iteration % sample_rate == 0);
   }
 
-  // Every `sample_rate`-th iteration; 0: none at all. REQUIRES: not negative.
+  // 0: samples no iteration. REQUIRES: not negative.
   void set_sample_rate(int64_t sample_rate) { sample_rate_ = sample_rate; }
 
-  // `devices`: of each unit, in launch order.
+  // `devices`: the device of each unit, in launch order.
   void bind(std::vector<c10::Device> devices, size_t num_variables);
 
-  // The forward of `iteration` begins.
   void forward_begins(int64_t iteration);
 
-  // Another iteration begins, of which nothing is recorded unless prepared()
-  // follows.
+  // Stops recording until the next prepared().
   void restart() { sampling_ = false; }
 
-  // Engine::prepare() of `iteration` returns.
+  // Call when Engine::prepare() of `iteration` returns.
   void prepared(int64_t iteration);
 
   void backward_begins() {
@@ -102,15 +101,14 @@ class TimelineRecorder {
   void pack_begins(size_t unit) { stamp(unit, DeviceTimes::kPackBegin); }
   void pack_ends(size_t unit) { stamp(unit, DeviceTimes::kPackEnd); }
   void launch_begins(size_t unit) { stamp(unit, DeviceTimes::kLaunch); }
-  // `future`: of the launch.
   void launched(size_t unit, c10::ivalue::Future& future);
-  // The future has been waited for. Its callback may come a little later.
+  // Call after a wait for the future, whose callback may run later.
   void waited_for(size_t unit);
   void backward_ends();
   void finalized();
 
-  // The last sampled iteration that was reduced to the end. With units on
-  // devices with streams, waits for these.
+  // Returns the last complete sampled iteration. Waits for the device if units
+  // are on devices with streams.
   Timeline last() const;
 
  private:

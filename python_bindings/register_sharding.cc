@@ -197,7 +197,7 @@ void register_timeline(py::module_& module) {
       .def_readonly("launch_ns", &GatherTimes::launch_ns)
       .def_readonly("complete_ns", &GatherTimes::complete_ns)
       .def_readonly("needed_ns", &GatherTimes::needed_ns)
-      .def_readonly("whole_ns", &GatherTimes::whole_ns)
+      .def_readonly("unsharded_ns", &GatherTimes::unsharded_ns)
       .def_property_readonly("exposed_ns", &GatherTimes::exposed_ns,
                              "How long forward or backward waited for it.");
   py::class_<ReductionTimes>(module, "ReductionTimes",

@@ -20,7 +20,7 @@
 #include <vector>
 
 #include "brigade/comm_hooks/hook_traits.h"
-#include "brigade/hooks/gradient_hooks.h"
+#include "brigade/hooks/autograd_hooks.h"
 #include "brigade/hooks/graph_search.h"
 #include "brigade/planning/bucket_plan.h"
 #include "brigade/reducer/bucket.h"
@@ -29,7 +29,6 @@
 #include "brigade/reducer/learned_graph.h"
 #include "brigade/reducer/parameter_table.h"
 #include "brigade/reducer/reducer_options.h"
-#include "brigade/reducer/reducer_setup.h"
 #include "brigade/reducer/used_parameters.h"
 
 namespace torch::distributed::autograd {
@@ -39,6 +38,14 @@ class DistAutogradContext;
 namespace brigade {
 
 class HostSums;
+
+// Checked arguments of a Reducer, equal on all ranks if they are compared.
+struct ReducerSetup {
+  c10::intrusive_ptr<c10d::ProcessGroup> group;
+  ReducerOptions options;  // comm_hook is set; names and flags are in `table`
+  ParameterTable table;
+  BucketPlan plan;
+};
 
 // The end of an iteration on this rank.
 enum class Outcome {

@@ -11,7 +11,6 @@
 #include "absl/strings/str_cat.h"
 #include "brigade/comm/errors/error_texts.h"
 #include "brigade/comm/errors/peer_error.h"
-#include "brigade/hooks/backward_events.h"
 #include "brigade/reducer/gradient_errors.h"
 
 namespace brigade {

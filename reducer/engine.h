@@ -25,7 +25,7 @@
 #include <string>
 #include <string_view>
 
-#include "brigade/hooks/gradient_hooks.h"
+#include "brigade/hooks/autograd_hooks.h"
 #include "brigade/observing/stall_watch.h"
 #include "brigade/observing/timeline.h"
 #include "brigade/reducer/backward_membership.h"
@@ -33,7 +33,6 @@
 #include "brigade/reducer/iteration.h"
 #include "brigade/reducer/iteration_end.h"
 #include "brigade/reducer/peer_status.h"
-#include "brigade/reducer/reducer_setup.h"
 
 namespace brigade {
 

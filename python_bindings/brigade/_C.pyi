@@ -74,7 +74,7 @@ class GatherTimes:
     launch_ns: int
     needed_ns: int
     unit: str
-    whole_ns: int
+    unsharded_ns: int
 class ReductionTimes:
     complete_ns: int
     launch_ns: int

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 import torch.distributed._state_dict_utils
 import torch.distributed.checkpoint.state_dict
+from torch._functorch._aot_autograd import runtime_wrappers as _compiled
 from torch.distributed.checkpoint._state_dict_stager import StateDictStager as _StateDictStager
 from torch.distributed.checkpoint.planner import SavePlan
 from torch.distributed.checkpoint.staging import BlockingAsyncStager as _BlockingStager
@@ -37,6 +38,9 @@ def patch_torch() -> None:
     torch.utils._foreach_utils._foreach_supported_types.append(TensorShard)
     # Optimizers then use their foreach implementation where it is the default, on devices.
     _optimizer_foreach_types.append(ShardedParameter)
+    # The first run of compiled code on torch 2.12 and 2.13 accepts exact types only.
+    if hasattr(_compiled, "HANDLED_TYPES"):
+        _compiled.HANDLED_TYPES += (ShardedParameter, TensorShard)
     clip = torch.nn.utils.clip_grad
     for owner, name, patch in (
         # Rejects mixed lists, which ranks would clip differently. Uses foreach on CPUs, too: one

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # installed.sh <build folder> <work folder> [<configure argument> ...]: installs
-# the build and makes and runs a consumer of the installed tree.
+# the build, then builds and runs a program that uses the installed tree.
 set -euo pipefail
 here=$(dirname "$(readlink -f "${BASH_SOURCE[0]}")")
 build=$1 work=$2

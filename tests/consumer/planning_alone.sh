@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# planning_alone.sh <source folder> <work folder>: configures and builds
-# planning/ and its tests with no LibTorch, and runs the tests.
+# planning_alone.sh <source folder> <work folder>: builds planning/ and its tests
+# without LibTorch, and runs the tests.
 set -euo pipefail
 source=$1 work=$2
 cmake=${CMAKE_COMMAND:-cmake}
@@ -10,6 +10,6 @@ rm -rf "$work"
 "$cmake" --build "$work"
 "$work/tests/planning/planning_test"
 if ldd "$work/tests/planning/planning_test" | grep -E 'lib(torch|c10)'; then
-  echo "planning_test is linked to LibTorch, which it must not need" >&2
+  echo "planning_test is linked to LibTorch: expected no dependency on it" >&2
   exit 1
 fi

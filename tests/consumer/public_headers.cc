@@ -1,2 +1,2 @@
-// Compiled with more warnings than the library, which are errors.
+// Compiles the public headers with more warnings than the library, as errors.
 #include "brigade/brigade.h"

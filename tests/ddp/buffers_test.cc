@@ -24,7 +24,7 @@ using Group = c10::intrusive_ptr<c10d::ProcessGroup>;
 
 const Order kAll = {0, 1, 2, 3};
 
-TEST(BuffersTest, AreNotSyncedBesideTheBucketOfAPeerThatGoesOn) {
+TEST(BuffersTest, SyncBuffersFailsWhileAPeerIsInBackward) {
   run_ranks(2, [](const Group& group) {
     const int rank = group->getRank();
     ToyModule module;
@@ -33,7 +33,7 @@ TEST(BuffersTest, AreNotSyncedBesideTheBucketOfAPeerThatGoesOn) {
     const at::Tensor loss = model(kAll, rank, 1);
     if (rank == 0) {
       EXPECT_THROW(loss.backward(), c10::Error);
-    } else {  // as if the loss had failed here
+    } else {  // as after an exception in the loss
       EXPECT_THROW(model.sync_buffers(), c10::Error);
     }
     EXPECT_TRUE(model.reducer().can_continue());
@@ -48,25 +48,25 @@ TEST(BuffersTest, AreNotSyncedBesideTheBucketOfAPeerThatGoesOn) {
   });
 }
 
-// One rank's loss or forward throws, and it goes on with its next forward:
-// where ranks meet for the buffers, it meets peers that are in backward.
-TEST(BuffersTest, AFailureOfOneRankIsAnErrorOnAllAndForgotten) {
+// A rank whose loss or forward has thrown starts its next forward. At the
+// barrier before the broadcast of buffers, its peers are in backward.
+TEST(BuffersTest, AllRanksThrowAndRecoverIfOneFails) {
   for (const bool in_forward : {false, true}) {
     run_ranks(3, [&](const Group& group) {
       const int rank = group->getRank();
       ToyModule module;
       DistributedDataParallel model(module, group);
-      for (int round = 0; round < 3; ++round) {
+      for (int step = 0; step < 3; ++step) {
         try {
           module->fails = in_forward && rank == 1;
           if (module->fails) {
-            EXPECT_THROW(model(kAll, rank, round), std::domain_error);
+            EXPECT_THROW(model(kAll, rank, step), std::domain_error);
             module->fails = false;
-            model(kAll, rank, round);
+            model(kAll, rank, step);
           } else {
-            const at::Tensor loss = model(kAll, rank, round);
+            const at::Tensor loss = model(kAll, rank, step);
             if (rank == 1) {
-              model(kAll, rank, round);
+              model(kAll, rank, step);
             } else {
               loss.backward();
             }
@@ -79,10 +79,10 @@ TEST(BuffersTest, AFailureOfOneRankIsAnErrorOnAllAndForgotten) {
         }
         EXPECT_TRUE(model.reducer().can_continue());
         module->toy.zero_grad();
-        model(kAll, rank, round).backward();
+        model(kAll, rank, step).backward();
         for (const size_t i : kAll) {
           EXPECT_TRUE(at::equal(module->toy.parameters[i].grad(),
-                                module->toy.average(i, 3, round)));
+                                module->toy.average(i, 3, step)));
         }
         module->toy.zero_grad();
       }
@@ -90,8 +90,8 @@ TEST(BuffersTest, AFailureOfOneRankIsAnErrorOnAllAndForgotten) {
   }
 }
 
-// It is for the sake of buffers that ranks meet at a forward.
-TEST(BuffersTest, WhereThereAreNoneARankMayRunAForwardMore) {
+// Only the broadcast of buffers needs a barrier in forward.
+TEST(BuffersTest, WithoutBuffersARankMayRunAnExtraForward) {
   run_ranks(2, [&](const Group& group) {
     torch::nn::Linear module(
         torch::nn::LinearOptions(/*in_features=*/1, 1).bias(false));
@@ -105,7 +105,7 @@ TEST(BuffersTest, WhereThereAreNoneARankMayRunAForwardMore) {
   });
 }
 
-TEST(IgnoredNamesTest, AreNeitherComparedNorMadeEqualNorReduced) {
+TEST(IgnoredNamesTest, AreNotComparedBroadcastOrReduced) {
   run_ranks(2, [](const Group& group) {
     const int rank = group->getRank();
     ToyModule module(

@@ -23,8 +23,8 @@ using ::testing::ThrowsMessage;
 
 using Group = c10::intrusive_ptr<c10d::ProcessGroup>;
 
-// Batch norm gives it buffers, the frozen layer a parameter that is broadcast
-// but not reduced, the shared one a parameter under two names.
+// Module with buffers (batch norm), frozen parameters, and a parameter with two
+// names.
 struct NetImpl : torch::nn::Module {
   NetImpl() {
     first = register_module("first", torch::nn::Linear(4, 6));
@@ -79,7 +79,7 @@ void expect_equal_modules(const torch::nn::Module& a,
   }
 }
 
-TEST(DistributedDataParallelTest, ABackwardOfTheModuleItselfIsAnError) {
+TEST(DistributedDataParallelTest, ABackwardWithoutTheWrappersForwardIsAnError) {
   run_ranks(2, [](const Group& group) {
     DistributedDataParallelOptions options;
     options.reducer.one_backward_per_forward = true;
@@ -104,8 +104,8 @@ TEST(DistributedDataParallelTest, StartsFromTheModelOfRank0) {
   }
 }
 
-// Two ranks against two copies in one process whose gradients are averaged:
-// equal bit for bit, since a + b = b + a.
+// Compares two ranks with two copies in one process whose gradients are
+// averaged. The bits are equal, since a + b = b + a.
 TEST(DistributedDataParallelTest, TrainsAsOneProcessThatAverages) {
   constexpr int kSteps = 6;
   const auto sgd = [](Net& net) {
@@ -246,7 +246,7 @@ TEST(DistributedDataParallelTest, WrapsScriptModules) {
   });
 }
 
-TEST(DistributedDataParallelTest, NamesTheModuleThatHasNothingToReduce) {
+TEST(DistributedDataParallelTest, NamesAModuleWithoutTrainableParameters) {
   run_ranks(2, [](const Group& group) {
     Net net = make_net(3);
     if (group->getRank() == 1) {
@@ -263,7 +263,7 @@ TEST(DistributedDataParallelTest, NamesTheModuleThatHasNothingToReduce) {
   });
 }
 
-TEST(DistributedDataParallelTest, NamesWhatDiffersBetweenRanks) {
+TEST(DistributedDataParallelTest, NamesABufferThatDiffersAcrossRanks) {
   run_ranks(2, [](const Group& group) {
     Net net = make_net(3);
     if (group->getRank() == 1) {

@@ -24,11 +24,11 @@ using testing::ToyModel;
 using testing::ToyModule;
 
 using Group = c10::intrusive_ptr<c10d::ProcessGroup>;
-using Inputs = std::vector<int>;  // by rank: how many it has
+using Inputs = std::vector<int>;  // number of inputs of each rank
 
 enum class Graph { kFixed, kFindsUnused, kSkipsUnused, kStatic };
 
-// Which parameters a rank uses in a step.
+// Returns the parameters that a rank uses in a step.
 Order uses_of(Graph graph, int rank, int step) {
   switch (graph) {
     case Graph::kFixed:
@@ -70,7 +70,7 @@ std::vector<int> ranks_with_data(const Inputs& inputs, int step) {
   return ranks;
 }
 
-// What one process computes that has the inputs of all ranks.
+// Model of one process that has the inputs of all ranks.
 class Reference {
  public:
   explicit Reference(size_t world_size) : seen_(world_size, 0) {}
@@ -102,7 +102,7 @@ class Reference {
     last_ = last;
   }
 
-  // Training had inputs, and ranks have joined.
+  // Copies the buffers as join() does at its end.
   void copy_buffers() { seen_.assign(seen_.size(), seen_[last_]); }
 
   void expect_equal(const ToyModule& module, int rank,
@@ -139,7 +139,7 @@ class JoinTest : public ::testing::TestWithParam<
 
 TEST_P(JoinTest, TrainsAsOneProcessThatHasAllInputs) {
   const auto [graph, divisor, views, cap, is_reproducible] = GetParam();
-  // The first two leave rank 0 without the first iteration, or without any.
+  // In the first two cases rank 0 has no input.
   for (const Inputs& inputs :
        {Inputs{0, 3, 1, 2}, Inputs{0, 2}, Inputs{5, 2, 3, 0}, Inputs{3, 3},
         Inputs{1, 2, 4}, Inputs{2}, Inputs{0, 0}}) {
@@ -198,7 +198,7 @@ INSTANTIATE_TEST_SUITE_P(
                    true),
         std::tuple(Graph::kStatic, JoinDivisor::kWorldSize, true, 1, true)));
 
-TEST(JoinLoopTest, LetsExceptionsOfTheLoopPass) {
+TEST(JoinLoopTest, PropagatesExceptionsOfTheLoop) {
   run_ranks(2, [](const Group& group) {
     DistributedDataParallel model(ToyModule(), group);
     const int rank = group->getRank();
@@ -213,12 +213,12 @@ TEST(JoinLoopTest, LetsExceptionsOfTheLoopPass) {
   });
 }
 
-TEST(JoinLoopTest, AnErrorOfOneRankEndsItOnAll) {
+TEST(JoinLoopTest, AnErrorOfOneRankEndsJoinOnAllRanks) {
   run_ranks(3, [](const Group& group) {
     ToyModule module;
     DistributedDataParallel model(module, group);
     const int rank = group->getRank();
-    // Rank 0 has run out before it happens.
+    // Rank 0 runs out of inputs before rank 2 throws.
     try {
       join(model, [&] {
         for (int s = 0; s < 1 + rank; ++s) {
@@ -254,7 +254,7 @@ TEST(JoinLoopTest, TrainsWithEachRanksOwnBuffers) {
   });
 }
 
-TEST(JoinLoopTest, RanksGiveTheSameOptions) {
+TEST(JoinLoopTest, DifferentOptionsAreAnErrorOnAllRanks) {
   run_ranks(2, [](const Group& group) {
     DistributedDataParallel model(ToyModule(), group);
     EXPECT_THROW(join(
@@ -269,7 +269,7 @@ TEST(JoinLoopTest, RanksGiveTheSameOptions) {
   });
 }
 
-TEST(JoinLoopTest, NeedsSomethingToJoinAndJoinsItOnce) {
+TEST(JoinLoopTest, RefusesAnEmptyListAndANestedJoin) {
   DistributedDataParallel model(ToyModule(), single_process_group());
   EXPECT_THROW(join(std::span<ReplicatedModule* const>(), [] {}),
                c10::ValueError);
@@ -277,7 +277,7 @@ TEST(JoinLoopTest, NeedsSomethingToJoinAndJoinsItOnce) {
   join(model, [&] { train(model, Graph::kFixed, 0, 1); });
 }
 
-TEST(JoinLoopTest, CountsNobodyForAHookThatDividesByItself) {
+TEST(JoinLoopTest, RefusesRanksWithDataUnderAUsersCommHook) {
   const auto group = single_process_group();
   const auto sum = make_comm_hook([group](c10d::GradBucket& bucket) {
     std::vector<at::Tensor> tensors = {bucket.getBuffer()};
@@ -290,7 +290,7 @@ TEST(JoinLoopTest, CountsNobodyForAHookThatDividesByItself) {
                c10::ValueError);
 }
 
-TEST(JoinLoopTest, AccumulatesWithoutTellingAnybody) {
+TEST(JoinLoopTest, DoesNotShadowAccumulation) {
   run_ranks(2, [](const Group& group) {
     ToyModule module;
     DistributedDataParallel model(module, group);
@@ -316,7 +316,7 @@ TEST(JoinLoopTest, AccumulatesWithoutTellingAnybody) {
   });
 }
 
-TEST(JoinLoopTest, KeepsSeveralModelsInStep) {
+TEST(JoinLoopTest, TrainsSeveralModels) {
   run_ranks(3, [](const Group& group) {
     const Inputs inputs = {1, 4, 2};
     const int rank = group->getRank();

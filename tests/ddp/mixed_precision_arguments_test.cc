@@ -20,7 +20,7 @@ using ::testing::ElementsAre;
 
 constexpr MixedPrecision kHalfPrecision = {.parameters = at::kBFloat16};
 
-// Returns what it was given.
+// Module that returns its argument.
 struct Echo : torch::nn::Module {
   Echo() { register_parameter("weight", weight); }
   template <typename T>
@@ -73,7 +73,7 @@ TEST(MixedPrecisionArgumentsTest, TensorsInIValuesAreCast) {
               ElementsAre(at::kBFloat16, at::kLong));
 }
 
-TEST(MixedPrecisionArgumentsTest, OthersAreTheCallersOwn) {
+TEST(MixedPrecisionArgumentsTest, ArgumentsThatNeedNoCastAreNotCopied) {
   const at::Tensor x = at::ones({2});
   const at::Tensor low = x.to(at::kBFloat16);
   const auto echo = std::make_shared<Echo>();
@@ -107,7 +107,7 @@ TEST(MixedPrecisionArgumentsTest, InputsGetGradients) {
   }
 }
 
-TEST(MixedPrecisionArgumentsTest, OtherTypesMayBeInBetween) {
+TEST(MixedPrecisionArgumentsTest, OtherTypesMayBeNested) {
   DistributedDataParallel model(std::make_shared<Echo>(),
                                 single_process_group(),
                                 {.mixed_precision = kHalfPrecision});
@@ -119,7 +119,7 @@ TEST(MixedPrecisionArgumentsTest, OtherTypesMayBeInBetween) {
   EXPECT_THAT(model(std::vector<bool>{true, false}), ElementsAre(true, false));
 }
 
-// Over the runs in which the interpreter profiles, optimises and is optimised.
+// The interpreter profiles the first runs and optimizes later ones.
 TEST(MixedPrecisionArgumentsTest, ScriptModules) {
   torch::jit::Module script("net");
   script.register_parameter("weight", at::full({2}, 3.0).requires_grad_(),

@@ -49,7 +49,7 @@ void expect_averages(const ToyModel& toy, int world_size, int step) {
   }
 }
 
-// Gradients as views x set to None x what travels.
+// Parameters: gradient_as_bucket_view, set_to_none, dtype of the all-reduce.
 class MixedPrecisionTest
     : public ::testing::TestWithParam<std::tuple<bool, bool, at::ScalarType>> {
  protected:
@@ -78,7 +78,7 @@ TEST_P(MixedPrecisionTest, AveragesGradientsInFullPrecision) {
   });
 }
 
-TEST_P(MixedPrecisionTest, AccumulatesWithoutSynchronising) {
+TEST_P(MixedPrecisionTest, AccumulatesInsideNoSync) {
   run_ranks(2, [&](const Group& group) {
     const int rank = group->getRank();
     ToyModule module;
@@ -182,7 +182,7 @@ TEST(MixedPrecisionStepsTest, RanksThatRunOutOfDataShadow) {
   });
 }
 
-TEST(MixedPrecisionFailureTest, CheckpointsBesideStepsInBackwardAreRefused) {
+TEST(MixedPrecisionFailureTest, CheckpointsWithStepsInBackwardAreRefused) {
   struct Net : torch::nn::Module {
     Net() { register_module("linear", linear); }
     at::Tensor forward(const at::Tensor& x) {
@@ -201,7 +201,7 @@ TEST(MixedPrecisionFailureTest, CheckpointsBesideStepsInBackwardAreRefused) {
     FAIL() << "nothing was thrown";
   } catch (const c10::Error& error) {
     EXPECT_THAT(error.what_without_backtrace(),
-                HasSubstr("Leave out the checkpoint"));
+                HasSubstr("Remove the checkpoint"));
   }
   model.reducer().set_comm_hook(nullptr);
   model(at::ones({4, 3})).sum().backward();
@@ -238,7 +238,7 @@ TEST(MixedPrecisionFailureTest, AParameterWrittenInForwardIsNamed) {
   expect_averages(module->toy, 1, 1);
 }
 
-TEST(MixedPrecisionFailureTest, OptionsThatDoNotFitAreNamed) {
+TEST(MixedPrecisionFailureTest, ConflictingOptionsAreNamed) {
   const auto text = [](DistributedDataParallelOptions options) {
     try {
       const DistributedDataParallel model(ToyModule(), single_process_group(),

@@ -70,7 +70,7 @@ TEST_F(ModuleWatchTest, NamesAParameterThatWasUnfrozen) {
   EXPECT_EQ(model.reducer().statistics().reduced, 1);
 }
 
-TEST_F(ModuleWatchTest, ToleratesWhatNeedsNoAverage) {
+TEST_F(ModuleWatchTest, IgnoresParametersThatNeedNoReduction) {
   auto model = wrap(/*ignored=*/{"scale"});
   net_->scale.set_requires_grad(true);
   net_->register_parameter("constant", at::ones({2}), /*requires_grad=*/false);
@@ -78,7 +78,7 @@ TEST_F(ModuleWatchTest, ToleratesWhatNeedsNoAverage) {
   EXPECT_EQ(model.reducer().statistics().reduced, 2);
 }
 
-TEST_F(ModuleWatchTest, EvaluationMayUseAnyModule) {
+TEST_F(ModuleWatchTest, IgnoresChangesInEvaluation) {
   auto model = wrap();
   net_->register_parameter("offset", at::ones({2}));
   const at::NoGradGuard no_grad;

@@ -1,5 +1,5 @@
-// ToyModel as a module with a buffer: its forward gives a loss whose gradients
-// are known integers, and counts itself in the buffer.
+// ToyModel as a module. Its forward returns a loss whose gradients are known
+// integers, and counts calls in a buffer.
 
 #ifndef BRIGADE_TESTS_DDP_TOY_MODULE_H_
 #define BRIGADE_TESTS_DDP_TOY_MODULE_H_
@@ -26,7 +26,7 @@ struct ToyModuleImpl : torch::nn::Module {
     seen = register_buffer("seen", at::zeros({1}));
   }
 
-  // `copy`: a number of its own for each copy of the module.
+  // `copy`: identifies the copy of the module, as the rank does.
   at::Tensor forward(const Order& uses, int copy, int step) {
     if (fails) throw std::domain_error("in forward");
     seen.add_(copy + 1);
@@ -40,7 +40,7 @@ struct ToyModuleImpl : torch::nn::Module {
 
   ToyModel toy;
   at::Tensor seen;
-  std::optional<size_t> writes;           // to this parameter, in forward
+  std::optional<size_t> writes;           // parameter that forward writes
   at::ScalarType precision = at::kFloat;  // in the last forward
   bool fails = false;
 };

@@ -10,7 +10,7 @@
 #include <tuple>
 #include <vector>
 
-#include "brigade/hooks/gradient_hooks.h"
+#include "brigade/hooks/autograd_hooks.h"
 #include "brigade/hooks/graph_search.h"
 #include "gmock/gmock.h"
 #include "gtest/gtest.h"
@@ -22,7 +22,7 @@ using ::testing::ElementsAre;
 using ::testing::HasSubstr;
 using ::testing::IsEmpty;
 
-// Tells which activations are in memory, without holding them.
+// Counts the activations that are in memory, by weak references.
 class Witness {
  public:
   at::Tensor see(at::Tensor tensor) {
@@ -65,7 +65,7 @@ class CheckpointTest : public ::testing::Test {
     return [this](const at::Tensor& input) { return block(input); };
   }
 
-  // The gradients of `leaves` after `forward(...)`'s backward.
+  // Returns the gradients of `leaves` after forward().sum().backward().
   std::vector<at::Tensor> gradients(
       const std::vector<at::Tensor>& leaves,
       const std::function<at::Tensor()>& forward) {
@@ -137,7 +137,7 @@ TEST_F(CheckpointTest, RefusesASecondBackwardOfAReleasedGraph) {
   EXPECT_THAT(error_of([&] { loss.backward(); }), HasSubstr("retain_graph"));
 }
 
-TEST_F(CheckpointTest, GivesCapturedParametersGradientsWhenNoInputNeedsOne) {
+TEST_F(CheckpointTest, ComputesGradientsOfCapturedParametersIfNoInputNeedsOne) {
   const at::Tensor data = torch::ones({4});
   expect_equal_gradients(
       {w}, [&] { return block(data); },
@@ -167,7 +167,7 @@ TEST_F(CheckpointTest, ReturnsAnything) {
   expect_equal_gradients(
       {x, w}, [&] { return total(function(x)); },
       [&] { return total(checkpoint(function, x)); });
-  EXPECT_TRUE(w.is_leaf());  // the captured one kept its own history
+  EXPECT_TRUE(w.is_leaf());
 }
 
 TEST_F(CheckpointTest, DrawsTheSameRandomNumbersAgain) {
@@ -220,7 +220,7 @@ TEST_F(CheckpointTest, Nests) {
   EXPECT_EQ(witness.num_alive(), 0);
 }
 
-TEST_F(CheckpointTest, LetsTheFunctionsExceptionThrough) {
+TEST_F(CheckpointTest, PropagatesTheFunctionsException) {
   bool throws = true;
   const auto function = [&](const at::Tensor& a) {
     if (throws) throw std::domain_error("in the function");
@@ -249,14 +249,14 @@ TEST_F(CheckpointTest, NamesAnInputThatWasChangedInPlace) {
               HasSubstr("modified by an inplace operation"));
 }
 
-TEST_F(CheckpointTest, JustCallsWithoutGradMode) {
+TEST_F(CheckpointTest, OnlyCallsTheFunctionWithoutGradMode) {
   const torch::NoGradGuard no_grad;
   const at::Tensor output = checkpoint(block(), x);
   EXPECT_FALSE(output.requires_grad());
   EXPECT_EQ(runs, 1);
 }
 
-TEST_F(CheckpointTest, TellsGradientHooksOfEachParameterOnce) {
+TEST_F(CheckpointTest, CallsGradientHooksOncePerParameter) {
   struct Listener {
     void operator()(VariableIndex variable, bool) {
       ready.push_back(variable.parameter);
@@ -309,9 +309,8 @@ TEST_F(CheckpointTest, RefusesAnotherNumberOfSavedTensors) {
                               x)
                               .sum();
   more = true;
-  EXPECT_THAT(
-      error_of([&] { loss.backward(); }),
-      HasSubstr("saved 3 tensors for backward when it ran first and 4"));
+  EXPECT_THAT(error_of([&] { loss.backward(); }),
+              HasSubstr("saved 3 tensors for backward in its first run and 4"));
 }
 
 TEST_F(CheckpointTest, RefusesSavedTensorsOfAnotherShape) {
@@ -322,8 +321,8 @@ TEST_F(CheckpointTest, RefusesSavedTensorsOfAnotherShape) {
           .sum();
   size = 3;
   EXPECT_THAT(error_of([&] { loss.backward(); }),
-              HasSubstr("saved tensor 0 of 1 was Float [4] when the function "
-                        "ran first and Float [3]"));
+              HasSubstr("saved tensor 0 of 1 was Float [4] in the function's "
+                        "first run and Float [3] in its second"));
 }
 
 TEST_F(CheckpointTest, NamesACapturedTensorThatWasChangedInPlace) {
@@ -344,7 +343,7 @@ TEST_F(CheckpointTest, NamesACapturedTensorThatWasChangedInPlace) {
                         "changed in place"));
 }
 
-TEST_F(CheckpointTest, RefusesAChangeOfWhatBackwardNeeds) {
+TEST_F(CheckpointTest, RefusesAnInPlaceChangeOfASavedTensor) {
   const at::Tensor loss = checkpoint(
                               [&](const at::Tensor& a) {
                                 at::Tensor b = (a * w).sigmoid();
@@ -354,10 +353,10 @@ TEST_F(CheckpointTest, RefusesAChangeOfWhatBackwardNeeds) {
                               x)
                               .sum();
   EXPECT_THAT(error_of([&] { loss.backward(); }),
-              HasSubstr("that backward needs as it was"));
+              HasSubstr("changed in place a tensor that backward needs"));
 }
 
-TEST_F(CheckpointTest, DoesNotRunAgainForParametersOrForWhatIsOutside) {
+TEST_F(CheckpointTest, DoesNotRecomputeForParametersOrOutsideTensors) {
   const at::Tensor product = checkpoint(
       [&](const at::Tensor& a) {
         ++runs;

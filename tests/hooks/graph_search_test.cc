@@ -9,7 +9,7 @@
 #include <string>
 #include <vector>
 
-#include "brigade/hooks/autograd_node.h"
+#include "brigade/hooks/autograd_hooks.h"
 #include "gmock/gmock.h"
 #include "gtest/gtest.h"
 
@@ -67,10 +67,10 @@ TEST_F(GraphSearchTest, ReachesAParameterThatIsAnOutput) {
   EXPECT_THAT(unreached({w[0], w[1], w[2], w[3]}), IsEmpty());
 }
 
-TEST_F(GraphSearchTest, PassesOverLeavesThatAreNoParameters) {
+TEST_F(GraphSearchTest, IgnoresLeavesThatAreNotParameters) {
   for (int i = 0; i < 20; ++i) {
-    // Leaves that never had an accumulator, then a view whose node is made
-    // only when it is asked for.
+    // The leaves have no accumulator; the view creates its node when grad_fn()
+    // is called.
     std::vector<at::Tensor> outputs = make_parameters(5);
     at::Tensor base = w[0] * 2;
     at::Tensor view = base[0];
@@ -95,7 +95,7 @@ TEST_F(GraphSearchTest, WalksAMillionNodesDeep) {
   EXPECT_THAT(unreached({w[0] * 2}), ElementsAre(1, 2, 3));
 }
 
-TEST_F(GraphSearchTest, WalksALadderWhosePathsAreTooManyToCount) {
+TEST_F(GraphSearchTest, WalksAGraphWithExponentiallyManyPaths) {
   at::Tensor ladder = w[0] * w[2];
   for (int i = 0; i < 100; ++i) ladder = ladder + ladder;  // 2^100 paths
   EXPECT_THAT(unreached({ladder}), ElementsAre(1, 3));
@@ -139,7 +139,7 @@ TEST(GraphSearchFuzzTest, AgreesWithANaiveSearch) {
     GraphSearch search(nodes);
     for (int forward = 0; forward < 10; ++forward) {
       std::vector<at::Tensor> tensors = {torch::ones({2})};
-      // Mostly deep: far more uses than parameters, some of them unused.
+      // Deep graphs with more uses than parameters, some of which are unused.
       const auto recent = [&] {
         const size_t back = below(std::min<size_t>(tensors.size(), 4));
         return tensors[tensors.size() - 1 - back];

@@ -18,7 +18,7 @@ namespace {
 
 using ::testing::HasSubstr;
 
-// A weight with values that bfloat16 rounds.
+// Returns a weight whose values bfloat16 rounds.
 at::Tensor weight_of(at::IntArrayRef sizes) {
   at::Tensor weight = at::empty(sizes);
   weight.copy_(at::arange(weight.numel()).reshape(sizes) / 7 + 1.0 / 3);
@@ -34,7 +34,7 @@ at::Tensor input_of(at::IntArrayRef sizes) {
 
 class ParameterCastsTest : public ::testing::Test {
  protected:
-  // What `forward` returns with the parameters in bfloat16.
+  // Returns forward() with the parameters in bfloat16.
   at::Tensor run(const std::function<at::Tensor()>& forward) const {
     const ParameterCasts::Scope scope(
         std::make_shared<ParameterCasts>(parameters_, at::kBFloat16));
@@ -59,7 +59,7 @@ class ParameterCastsTest : public ::testing::Test {
     at::Tensor weight, bias, input;
   };
 
-  // Of the sum of squares of linear(), by autograd's own casts.
+  // Returns the gradients of linear().square().sum(), with casts in the graph.
   Gradients expected_gradients(const at::Tensor& input) const {
     const auto leaf = [](const at::Tensor& tensor) {
       return tensor.detach().requires_grad_();
@@ -78,12 +78,6 @@ class ParameterCastsTest : public ::testing::Test {
     EXPECT_TRUE(at::equal(weight_.grad(), expected.weight));
     EXPECT_TRUE(at::equal(bias_.grad(), expected.bias));
     EXPECT_TRUE(at::equal(input.grad(), expected.input));
-  }
-
-  void forget_gradients() const {
-    weight_.mutable_grad().reset();
-    bias_.mutable_grad().reset();
-    input_.mutable_grad().reset();
   }
 
   const at::Tensor weight_ = weight_of({2, 3});
@@ -108,7 +102,7 @@ TEST_F(ParameterCastsTest, ParametersHoldCopiesInsideOnly) {
   EXPECT_TRUE(at::equal(weight_, before));
 }
 
-TEST_F(ParameterCastsTest, BackwardIsThatOfCastsInTheGraph) {
+TEST_F(ParameterCastsTest, GradientsHaveTheBitsOfCastsInTheGraph) {
   const at::Tensor output = run([&] { return linear(input_); });
   EXPECT_EQ(output.scalar_type(), at::kBFloat16);
   output.square().sum().backward();
@@ -117,7 +111,7 @@ TEST_F(ParameterCastsTest, BackwardIsThatOfCastsInTheGraph) {
 }
 
 TEST_F(ParameterCastsTest, GradientsOfSeveralUsesAreAddedInFullPrecision) {
-  // 256 + 1 is no bfloat16.
+  // bfloat16 can't represent 257.
   const at::Tensor large = at::full({2}, 256.0).to(at::kBFloat16);
   run([&] { return (bias_ * large).sum() + bias_.sum(); }).backward();
   EXPECT_TRUE(at::equal(bias_.grad(), at::full({2}, 257.0)));
@@ -204,7 +198,7 @@ TEST_F(ParameterCastsTest, FrozenAndOtherParameters) {
 TEST_F(ParameterCastsTest, InferenceMode) {
   {
     const at::NoGradGuard no_grad;
-    weight_.add_(1);  // to a version of its own
+    weight_.add_(1);  // increments the version
   }
   const at::Tensor before = weight_.detach().clone();
   {
@@ -229,7 +223,7 @@ TEST_F(ParameterCastsTest, LayoutsAreKept) {
   EXPECT_TRUE(kernel.is_contiguous(at::MemoryFormat::ChannelsLast));
 }
 
-TEST_F(ParameterCastsTest, ChangesInsideAreToldOf) {
+TEST_F(ParameterCastsTest, ReportsChangesInsideAScope) {
   const at::Tensor frozen = weight_of({2}).detach();
   const auto changed_by = [&](const std::function<void()>& change) {
     const std::vector<at::Tensor> parameters = {weight_, bias_, frozen};
@@ -246,7 +240,7 @@ TEST_F(ParameterCastsTest, ChangesInsideAreToldOf) {
   EXPECT_EQ(changed_by([&] { frozen.set_requires_grad(true); }), 2);
 }
 
-// As without casts: hooks of saved tensors would end autograd's own check.
+// Saved tensor hooks disable autograd's own version check.
 TEST_F(ParameterCastsTest, ActivationsChangedInPlaceAreRefused) {
   at::Tensor hidden;
   const at::Tensor loss = run([&] {
@@ -261,7 +255,7 @@ TEST_F(ParameterCastsTest, ActivationsChangedInPlaceAreRefused) {
               HasSubstr("was changed in place: expected version 0, found 1"));
 }
 
-// A model inside of a model, each in mixed precision.
+// A mixed-precision model inside of another.
 TEST_F(ParameterCastsTest, CheckpointsInNestedScopes) {
   const at::Tensor loss = run([&] {
     return run([&] {
@@ -344,7 +338,7 @@ TEST_F(ParameterCastsTest, DisabledHooksAreAnError) {
   at::SavedTensorDefaultHooks::disable("not now");
   const std::string error = error_of([&] { run([] { return at::Tensor(); }); });
   at::SavedTensorDefaultHooks::enable();
-  EXPECT_THAT(error, HasSubstr("saved tensor hooks are disabled"));
+  EXPECT_THAT(error, HasSubstr("needs saved tensor hooks, which are disabled"));
   EXPECT_EQ(weight_.scalar_type(), at::kFloat);
 }
 

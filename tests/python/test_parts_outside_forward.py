@@ -76,7 +76,7 @@ def test_it_is_of_the_whole_or_an_error(rank, world_size):
             pytest.fail(f"{name} gave {of(part)}")
     assert torch.equal(part.to_local(), before)
     masked = part.clone()
-    masked[masked > 0] = 0
+    masked.masked_fill_(masked > 0, 0)  # `masked[masked > 0] = 0` since torch 2.15
     torch.testing.assert_close(masked.full_tensor(), whole.clamp(max=0))
 
 

@@ -55,10 +55,10 @@ class StallCheckTest : public ::testing::Test {
       auto rank = std::make_unique<Rank>();
       rank->progress->num_units = 5;
       rank->check = std::make_unique<StallWatch::Check>(
-          StallWatch::Check::Place{.store = store_,
-                                   .prefix = "progress/",
-                                   .rank = r,
-                                   .world_size = kWorldSize},
+          StallWatch::Check::Channel{.store = store_,
+                                     .prefix = "progress/",
+                                     .rank = r,
+                                     .world_size = kWorldSize},
           kNames, rank->progress, [words = &rank->words] { return *words; });
       ranks_.push_back(std::move(rank));
     }
@@ -171,7 +171,7 @@ TEST_F(StallCheckTest, ReportsEqualProgressOfAllRanks) {
     for (int rank = 0; rank < kWorldSize; ++rank) check(rank, time_ms);
   }
   EXPECT_THAT(check(0, 1000),
-              Optional(HasSubstr("all other ranks have come as far")));
+              Optional(HasSubstr("all have made the same progress")));
 }
 
 TEST_F(StallCheckTest, ReportsEachStallAnew) {
@@ -307,7 +307,7 @@ TEST(StallWatchTest, ALateRankAnswersInTheMiddleOfItsBackward) {
       // Continues after its answer to the other rank.
       model.parameters[0].register_hook([&](const at::Tensor&) {
         await_line(*group->getStore(),
-                   absl::StrCat(kFirstChannel, "progress/line/1"),
+                   absl::StrCat(kFirstChannel, "progress/answer/1"),
                    "has launched 1 of 2 buckets of iteration 1 and waits for "
                    "the gradients of parameter 0 ('p0')");
       });
@@ -371,7 +371,7 @@ TEST(StallWatchTest, NamesTheRankThatHasNotBegunItsBackward) {
   EXPECT_THAT(reported.get(),
               AllOf(HasSubstr("rank 0 has waited"),
                     HasSubstr("1 of 1 buckets launched"), HasSubstr("rank 1"),
-                    Not(HasSubstr("all other ranks"))));
+                    Not(HasSubstr("all have made"))));
 }
 
 }  // namespace

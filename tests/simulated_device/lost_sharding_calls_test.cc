@@ -13,7 +13,7 @@
 #include "brigade/fsdp/reduction_hook.h"
 #include "brigade/fsdp/segmented_model.h"
 #include "brigade/fsdp/unshard_buffers.h"
-#include "brigade/hooks/autograd_node.h"
+#include "brigade/hooks/autograd_hooks.h"
 #include "brigade/tests/simulated_device/lost_calls.h"
 #include "brigade/tests/support/recording_group.h"
 #include "brigade/tests/support/simulated_device/stream_test.h"

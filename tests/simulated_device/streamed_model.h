@@ -18,7 +18,7 @@
 #include <utility>
 #include <vector>
 
-#include "brigade/hooks/autograd_node.h"
+#include "brigade/hooks/autograd_hooks.h"
 
 namespace brigade::testing {
 

@@ -1,4 +1,4 @@
-"""Tests of check_includes.py, on small trees made for each case."""
+"""Tests of check_includes.py on small trees."""
 
 import pathlib
 import tempfile
@@ -6,7 +6,7 @@ import unittest
 
 import check_includes
 
-# A file, its include, and a part of the complaint; None where it is allowed.
+# File, its include, and a part of the reported violation; None if it is allowed.
 CASES = [
     ("planning/a.cc", '"brigade/planning/planning.h"', None),
     ("planning/a.cc", "<absl/status/status.h>", None),
@@ -44,23 +44,23 @@ class CheckIncludesTest(unittest.TestCase):
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_text(text + "\n")
 
-    def test_each_folder_includes_only_what_it_may(self):
-        for path, include, because in CASES:
+    def test_each_folder_follows_its_rules(self):
+        for path, include, reason in CASES:
             self.write(path, f"// A comment.\n#include {include}")
             found = check_includes.check(self.root)
             (self.root / path).unlink()
             with self.subTest(f"{path}: {include}"):
-                self.assertEqual(len(found), because is not None, found)
+                self.assertEqual(len(found), reason is not None, found)
                 for line in found:
                     self.assertTrue(line.startswith(f"{path}:2: #include {include}: "), line)
-                    self.assertIn(because, line)
+                    self.assertIn(reason, line)
 
-    def test_a_folder_that_no_layer_names_is_an_error(self):
+    def test_a_folder_outside_of_layers_is_an_error(self):
         self.write("fsdp/more/a.cc", "")
         self.assertEqual(
-            check_includes.check(self.root), ["fsdp/more/a.cc: LAYERS has no such folder"])
+            check_includes.check(self.root), ["fsdp/more/a.cc: its folder is not in LAYERS"])
 
-    def test_no_two_files_need_each_other(self):
+    def test_a_cycle_of_files_is_an_error(self):
         self.write("ddp/a.h", "")
         self.write("ddp/a.cc", '#include "brigade/ddp/a.h"\n#include "brigade/ddp/b.h"')
         self.write("ddp/b.h", "")
@@ -69,7 +69,7 @@ class CheckIncludesTest(unittest.TestCase):
         self.assertEqual(check_includes.check(self.root), [])
         self.write("ddp/c.cc", '#include "brigade/ddp/a.h"')
         (found,) = check_includes.check(self.root)
-        self.assertEqual(sorted(set(found.split(" needs "))), ["ddp/a", "ddp/b", "ddp/c"])
+        self.assertEqual(sorted(set(found.split(" includes "))), ["ddp/a", "ddp/b", "ddp/c"])
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Reducer is a front: what it does is its policy's and its engine's.
+"""Size limits of reducer.h: Reducer delegates to its policy and its engine.
 
     reducer_size_test.py <repository root>
 """

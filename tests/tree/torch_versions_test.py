@@ -1,6 +1,6 @@
-"""The versions of torch stand in one file; all that read it say the same.
+"""Tests that all users of cmake/torch_versions.json accept the same versions of torch.
 
-CMake is asked with folders that look like a LibTorch as far as its version.
+CMake is tested with folders that contain only a LibTorch's version header and library names.
 """
 
 import json
@@ -48,12 +48,12 @@ class InTemporaryFolder(unittest.TestCase):
 
 class FilesTest(unittest.TestCase):
 
-    def test_supported_versions_have_no_gap_and_the_pinned_one_is_of_the_newest(self):
+    def test_supported_versions_have_no_gap_and_the_newest_is_pinned(self):
         minors = [int(version.removeprefix("2.")) for version in SUPPORTED]
         self.assertEqual(minors, list(range(minors[0], minors[-1] + 1)))
         self.assertRegex(PINNED, rf"^{re.escape(SUPPORTED[-1])}\.\d+$")
 
-    def test_no_file_of_requirements_names_a_version_of_torch_or_nvcc(self):
+    def test_requirements_name_no_version_of_torch_or_nvcc(self):
         for file in [*ROOT.glob("requirements*.txt"), ROOT / "pyproject.toml"]:
             self.assertNotRegex(file.read_text(), r"(?m)^\W*(torch|cuda-toolkit)\b.*\d", file.name)
 
@@ -71,7 +71,7 @@ class ScriptsTest(unittest.TestCase):
             ["bash", "-euc", command], cwd=ROOT, env={**os.environ, "BRIGADE_TORCH": version},
             capture_output=True, text=True)
 
-    def test_each_version_has_folders_of_its_own(self):
+    def test_each_version_has_its_own_folders(self):
         for version in ("", PINNED):
             self.assertEqual(self.choose(version).stdout, f"torch=={PINNED} .venv \n")
         for version in SUPPORTED:
@@ -79,7 +79,7 @@ class ScriptsTest(unittest.TestCase):
                              f"torch=={version}.* .venv-{version} {version}-\n")
         self.assertEqual(self.choose("2.12.1").stdout, "torch==2.12.1 .venv-2.12.1 2.12.1-\n")
 
-    def test_others_are_refused_with_the_list(self):
+    def test_other_versions_are_refused_with_the_list(self):
         for version in (TOO_OLD, TOO_NEW, "2.120", "2.12.x", "2.12; true"):
             chosen = self.choose(version)
             self.assertEqual(chosen.returncode, 2, chosen)
@@ -90,34 +90,34 @@ class ScriptsTest(unittest.TestCase):
 class CMakeTest(InTemporaryFolder):
 
     def configure(self, version: str, *settings: str) -> str:
-        """What BrigadeTorch.cmake says of a LibTorch of that version; '' when it will do."""
+        """Returns BrigadeTorch.cmake's message about that version of LibTorch; '' if accepted."""
         torch = make_libtorch(self.folder / f"torch-{version}", version)
         project = self.folder / "project"
         project.mkdir(exist_ok=True)
         (project / "CMakeLists.txt").write_text(
             "cmake_minimum_required(VERSION 3.23)\nproject(p LANGUAGES NONE)\n"
             f"include({ROOT}/cmake/BrigadeTorch.cmake)\n"
-            'file(WRITE ${CMAKE_BINARY_DIR}/said "${BRIGADE_TORCH_FOUND} ${BRIGADE_TORCH_MESSAGE}")\n')
+            'file(WRITE ${CMAKE_BINARY_DIR}/result "${BRIGADE_TORCH_FOUND} ${BRIGADE_TORCH_MESSAGE}")\n')
         build = self.folder / f"build-{version}"
         subprocess.run(
             [os.environ.get("CMAKE_COMMAND", "cmake"), "-S", project, "-B", build,
              f"-DBRIGADE_LIBTORCH={torch}", *settings],
             check=True, capture_output=True)
-        found, said = (build / "said").read_text().split(" ", 1)
-        self.assertEqual(found, "OFF" if said else "ON")
-        return said
+        found, message = (build / "result").read_text().split(" ", 1)
+        self.assertEqual(found, "OFF" if message else "ON")
+        return message
 
     def test_supported_versions_are_accepted(self):
         for version in SUPPORTED:
             self.assertEqual(self.configure(version + ".7"), "")
 
-    def test_others_are_refused_with_the_range(self):
+    def test_other_versions_are_refused_with_the_range(self):
         for version in (TOO_OLD + ".0", TOO_NEW + ".0", "1.13.0", "3.12.0"):
             said = self.configure(version)
             self.assertIn(f"torch {SUPPORTED[0]} to {SUPPORTED[-1]} is supported, but '{version}' "
                           f"was found at {self.folder}/torch-{version}", said)
 
-    def test_an_installed_brigade_wants_the_minor_version_it_was_built_against(self):
+    def test_an_installed_brigade_requires_its_minor_version(self):
         built_against = "-DBRIGADE_TORCH_BUILT_AGAINST=2.13.0"
         self.assertEqual(self.configure("2.13.1", built_against), "")
         self.assertIn("this brigade was built against torch 2.13, but '2.14.1'",
@@ -131,7 +131,7 @@ class WheelTest(InTemporaryFolder):
         dependency.build_state(state)
         return dependency.dynamic_metadata({}, {})
 
-    def test_a_wheel_requires_the_minor_version_it_was_built_against(self):
+    def test_a_wheel_requires_its_minor_version(self):
         torch_wheel.chosen = make_libtorch(self.folder / "a", "2.13.0")
         self.addCleanup(setattr, torch_wheel, "chosen", None)
         self.assertEqual(self.dependencies("wheel"), {"dependencies": ["torch==2.13.*"]})

@@ -1,4 +1,5 @@
-// A user of the installed library: a step of each kind in a world of one.
+// Program that uses the installed library: one step of DDP and one of FSDP in a
+// world of 1.
 #include <torch/torch.h>
 
 #include <iostream>

@@ -15,7 +15,7 @@
 #include "gtest/gtest.h"
 
 namespace brigade {
-namespace hooks_in_training_test {
+namespace comm_hooks_in_training_test {
 
 using ::testing::HasSubstr;
 using testing::Order;
@@ -76,7 +76,7 @@ TEST(StepInBackwardTest, TrainsAsAnOptimizerAfterBackward) {
   }
 }
 
-TEST(StepInBackwardTest, StepsABucketWhileBackwardGoesOn) {
+TEST(StepInBackwardTest, StepsABucketDuringBackward) {
   const auto group = single_process_group();
   ToyModule module;
   DistributedDataParallel model(
@@ -93,7 +93,7 @@ TEST(StepInBackwardTest, StepsABucketWhileBackwardGoesOn) {
   EXPECT_TRUE(has_changed);
 }
 
-TEST(StepInBackwardTest, ThrowsOutOfBackwardWhatAStepThrowsAndGoesOn) {
+TEST(StepInBackwardTest, PropagatesAStepsExceptionAndContinues) {
   run_ranks(2, [](const Group& group) {
     bool fails = true;
     const auto step = [&](const at::Tensor& parameter) {
@@ -121,7 +121,7 @@ TEST(StepInBackwardTest, ThrowsOutOfBackwardWhatAStepThrowsAndGoesOn) {
   });
 }
 
-TEST(StepInBackwardTest, LeavesTheGradientsOfOtherParameters) {
+TEST(StepInBackwardTest, KeepsTheGradientsOfOtherParameters) {
   run_ranks(2, [](const Group& group) {
     ToyModule module;
     const at::Tensor stepped = module->toy.parameters[1];
@@ -145,7 +145,7 @@ TEST(StepInBackwardTest, LeavesTheGradientsOfOtherParameters) {
   });
 }
 
-TEST(StepInBackwardTest, NamesTheBucketThatIsSteppedInPart) {
+TEST(StepInBackwardTest, NamesABucketWithSteppedAndOtherParameters) {
   run_ranks(2, [](const Group& group) {
     ToyModule module;
     const at::Tensor stepped = module->toy.parameters[1];
@@ -173,8 +173,7 @@ TEST(StepInBackwardTest, NeedsAHookAndAStep) {
                c10::ValueError);
 }
 
-// After one rank has failed in the middle of a backward.
-TEST(HookFailureTest, TrainingGoesOnAfterABackwardOfOneRankThrew) {
+TEST(HookFailureTest, TrainingContinuesAfterOneRankThrewInBackward) {
   const HookOf own = [](const Group& group) {
     return make_comm_hook([group](c10d::GradBucket& bucket) {
       std::vector<at::Tensor> first = {at::ones({1})};
@@ -195,7 +194,7 @@ TEST(HookFailureTest, TrainingGoesOnAfterABackwardOfOneRankThrew) {
                        .comm_hook = own(group)}});
       bool fails = rank == 1;
       module->toy.parameters[1].register_hook([&](const at::Tensor&) {
-        if (fails) throw std::domain_error("of one rank");
+        if (fails) throw std::domain_error("on one rank");
       });
       EXPECT_ANY_THROW(model(kAll, rank, 0).backward()) << "rank " << rank;
       fails = false;
@@ -212,7 +211,7 @@ TEST(HookFailureTest, TrainingGoesOnAfterABackwardOfOneRankThrew) {
   }
 }
 
-// Steps may have been made, but then on all ranks.
+// Either all ranks step a parameter or none does.
 TEST(HookFailureTest, ParametersStayEqualUnderStepsInBackward) {
   run_ranks(2, [&](const Group& group) {
     const int rank = group->getRank();
@@ -222,19 +221,19 @@ TEST(HookFailureTest, ParametersStayEqualUnderStepsInBackward) {
         {.reducer = {
              .bucket_cap_bytes = {1},
              .comm_hook = step_in_backward(all_reduce_hook(group), sgd_step)}});
-    // Rank 0 has had nothing to step, and is given the model.
+    // Rank 0 shadows, and then receives rank 1's model.
     join(model, [&] {
       for (int s = 0; s < rank; ++s) model(kAll, rank, s).backward();
     });
-    // It launches its deficit, and steps like it.
+    // Rank 0 launches the remaining buckets on zeros, and steps as rank 1 does.
     const at::Tensor loss = model(kAll, rank, 1);
     const at::Tensor above = loss * 1;
     above.register_hook([rank](const at::Tensor&) {
-      if (rank == 0) throw std::domain_error("of one rank");
+      if (rank == 0) throw std::domain_error("on one rank");
     });
     EXPECT_ANY_THROW(above.backward()) << "rank " << rank;
     if (rank == 0) {
-      EXPECT_ANY_THROW(model(kAll, rank, 2));  // where they meet
+      EXPECT_ANY_THROW(model(kAll, rank, 2));  // at the barrier
     }
     module->toy.zero_grad();
     model(kAll, rank, 2).backward();
@@ -246,7 +245,7 @@ TEST(HookFailureTest, ParametersStayEqualUnderStepsInBackward) {
   });
 }
 
-TEST(HookFailureTest, AGroupThatIsGoneIsNamed) {
+TEST(HookFailureTest, ADestroyedGroupIsAnError) {
   Group group = single_process_group();
   const auto hook = all_reduce_hook(group);
   group.reset();
@@ -260,5 +259,5 @@ TEST(HookFailureTest, AGroupThatIsGoneIsNamed) {
   }
 }
 
-}  // namespace hooks_in_training_test
+}  // namespace comm_hooks_in_training_test
 }  // namespace brigade
