@@ -19,7 +19,6 @@
 
 // FSDP.
 #include "brigade/fsdp/fully_shard.h"
-#include "brigade/fsdp/reduction_hook.h"
 
 // Checkpoints of models, and activation checkpointing.
 #include "brigade/checkpoint/checkpoint.h"

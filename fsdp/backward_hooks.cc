@@ -23,7 +23,6 @@ struct Segment {
 std::mutex mutex;
 std::map<int, std::vector<Segment>> open_segments;  // by backward; not empty
 
-// The last one first. After an error the others are abandoned.
 void end_segments(int backward, bool is_abandoned) {
   std::vector<Segment> segments;
   {
@@ -50,8 +49,8 @@ void end_segments(int backward, bool is_abandoned) {
 
 ErrorTaker take_error = nullptr;
 
-// Of the accumulator that the tensor would have in a backward, if anybody has
-// asked for it: torch's optimizers in backward put theirs there.
+// Returns the tensor's accumulator if it exists. Torch's optimizers in backward
+// register hooks there.
 auto accumulator_of(const at::Tensor& tensor) {
   return torch::autograd::impl::try_get_grad_accumulator(tensor);
 }
@@ -72,7 +71,7 @@ void call_hooks(const std::vector<at::Tensor>& tensors) {
     const auto accumulator = accumulator_of(tensor);
     if (!accumulator) continue;
     for (const auto& hook : accumulator->post_hooks()) {
-      if (is_gradient_hook(*hook)) continue;  // not a user's
+      if (is_gradient_hook(*hook)) continue;  // brigade's own
       attempt([&] { (*hook)({}, {tensor.grad()}); });
     }
   }

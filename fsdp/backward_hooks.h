@@ -1,7 +1,8 @@
-// Sharding's part in a backward of autograd: where it ends, and the users'
-// hooks after accumulation, which run with the shards' gradients.
+// Ends of sharded models' backwards, and users' post-accumulate-grad hooks,
+// which run on sharded gradients.
 //
-// Thread safety: call from inside a backward; set_error_taker() before any.
+// Thread safety: call from inside a backward. Call set_error_taker() before
+// any.
 
 #ifndef BRIGADE_FSDP_BACKWARD_HOOKS_H_
 #define BRIGADE_FSDP_BACKWARD_HOOKS_H_
@@ -16,17 +17,15 @@
 
 namespace brigade {
 
-// As watch_backward_end() (hooks/autograd_hooks.h), for several models that
-// take part in one backward: the one that began last ends first. So a rank that
-// fails tells its peers in the segment in which they wait for it, and not in an
-// outer one, whose end they reach later. If `on_end` throws, the models that
-// began earlier are abandoned, and the exception comes out of backward().
+// Registers callbacks as watch_backward_end() does. If several models take part
+// in the backward, the last one to register ends first. So a failed rank
+// reports in the segment in which its peers wait, not in an outer one that they
+// end later. If `on_end` throws, the other models are abandoned.
 void end_with_backward(std::weak_ptr<void> owner, std::function<void()> on_end,
                        std::function<void()> on_abandoned);
 
-// Takes the hooks that users have registered on leaves, by
-// Tensor.register_post_accumulate_grad_hook, away from autograd until it is
-// destroyed. Autograd would call them with unsharded gradients of this rank.
+// Scope that hides hooks of Tensor.register_post_accumulate_grad_hook() from
+// autograd, which would call them with this rank's unsharded gradients.
 class HiddenPostAccumulateHooks {
  public:
   explicit HiddenPostAccumulateHooks(const std::vector<at::Tensor>& leaves);
@@ -43,16 +42,16 @@ class HiddenPostAccumulateHooks {
   std::vector<Hidden> hidden_;
 };
 
-// Also those on the tensor's accumulator.
+// Returns true if the tensor or its accumulator has such hooks of the user.
 bool has_post_accumulate_hooks(const at::Tensor& tensor);
 
-// Calls them at the end of the running backward, outside of its caller's locks,
-// or at once if none is running. All are called; then the first error comes out
-// of backward(). Not called if the backward fails before.
+// Calls the hooks of `tensors` at the end of the running backward, without the
+// caller's locks; at once if none is running. Calls all of them, then throws
+// the first error out of backward(). Calls none if the backward fails earlier.
 void call_hooks_after_backward(std::vector<at::Tensor> tensors);
 
-// Is shown each error of a hook before others are called: an error of Python
-// must be taken from where the next call into Python would find it.
+// Called with each error of a hook before the next hook, to clear Python's
+// error state before the next call into Python.
 using ErrorTaker = void (*)(std::exception& error);
 void set_error_taker(ErrorTaker taker);
 

@@ -6,6 +6,8 @@
 
 #include <algorithm>
 #include <cstring>
+#include <numeric>
+#include <span>
 #include <utility>
 
 #include "absl/strings/str_cat.h"
@@ -17,10 +19,101 @@
 namespace brigade {
 namespace {
 
-// Bytes to which slices of a buffer are aligned.
+// ---- Layout.
+
+int64_t ceil_div(int64_t numerator, int64_t denominator) {
+  return numerator / denominator + (numerator % denominator != 0);
+}
+
+// Returns the least offset of `parameter` from `begin` on; nullopt if its
+// blocks do not fit into shards of this length.
+std::optional<int64_t> first_offset(const ShardSpec& parameter, int64_t begin,
+                                    int64_t shard_numel) {
+  if (parameter.numel == 0) return begin;
+  const int64_t cut = (begin / shard_numel + 1) * shard_numel;
+  // Tries the rest of this shard, then the next shard. A later start in the
+  // same shard only moves more elements past the cut.
+  for (const auto& [room, end] : {std::pair(cut - begin, cut),
+                                  std::pair(shard_numel, cut + shard_numel)}) {
+    if (parameter.numel <= room) return end - room;
+    const int64_t head = room - room % parameter.block_numel;
+    const bool one_cut = parameter.numel - head <= shard_numel;
+    if (head > 0 && (one_cut || shard_numel % parameter.block_numel == 0)) {
+      return end - head;
+    }
+  }
+  return std::nullopt;
+}
+
+// Returns the offsets of the parameters in the unsharded buffer; nullopt if
+// they do not fit. The greedy choice is optimal: the earlier a parameter ends,
+// the earlier the next one may start.
+std::optional<std::vector<int64_t>> place_parameters(
+    std::span<const ShardSpec> parameters, int64_t num_ranks,
+    int64_t shard_numel) {
+  std::vector<int64_t> offsets;
+  offsets.reserve(parameters.size());
+  int64_t end = 0;
+  for (const ShardSpec& parameter : parameters) {
+    const auto offset = first_offset(parameter, end, shard_numel);
+    if (!offset) return std::nullopt;
+    offsets.push_back(*offset);
+    end = *offset + parameter.numel;
+  }
+  if (ceil_div(end, shard_numel) > num_ranks) return std::nullopt;
+  return offsets;
+}
+
+int64_t total_numel(std::span<const ShardSpec> parameters) {
+  int64_t total = 0;
+  for (const ShardSpec& parameter : parameters) total += parameter.numel;
+  return total;
+}
+
+// Returns a shard length that fits the parameters, a multiple of `multiple`.
+// Fitting is not monotonic in the length, so bisection may miss a shorter one.
+int64_t least_multiple(std::span<const ShardSpec> parameters, int64_t num_ranks,
+                       int64_t multiple) {
+  const int64_t total = std::max<int64_t>(total_numel(parameters), 1);
+  int64_t low = ceil_div(ceil_div(total, num_ranks), multiple);
+  int64_t high = ceil_div(total, multiple);  // all on one rank
+  while (low < high) {
+    const int64_t middle = low + (high - low) / 2;
+    if (place_parameters(parameters, num_ranks, middle * multiple)) {
+      high = middle;
+    } else {
+      low = middle + 1;
+    }
+  }
+  return high * multiple;
+}
+
+// Returns the shortest shard length over all k for which it is a multiple of
+// the blocks of the k longest parameters. Shorter parameters are cut at most
+// once, so their blocks need not divide it.
+int64_t choose_shard_numel(std::span<const ShardSpec> parameters,
+                           int64_t num_ranks) {
+  int64_t found = least_multiple(parameters, num_ranks, 1);
+  std::vector<ShardSpec> longest(parameters.begin(), parameters.end());
+  std::ranges::sort(longest, std::ranges::greater(), &ShardSpec::numel);
+  int64_t multiple = 1;
+  for (const ShardSpec& parameter : longest) {
+    const int64_t block = std::min(parameter.block_numel, parameter.numel);
+    if (block == 0 || multiple % block == 0) continue;
+    const int64_t factor = block / std::gcd(block, multiple);
+    if (factor > found / multiple) break;
+    multiple *= factor;
+    found = std::min(found, least_multiple(parameters, num_ranks, multiple));
+  }
+  return found;
+}
+
+// ---- Memory.
+
+// Alignment of the flat parameters in a unit's buffer, in bytes.
 constexpr int64_t kAlignment = 64;
-// Bytes that one thread copies faster than torch's dispatcher is.
-constexpr size_t kSmall = 32768;
+// Up to this size memcpy() is faster than a call of torch's dispatcher.
+constexpr size_t kMaxMemcpyBytes = 32768;
 
 int64_t aligned(int64_t bytes) {
   return (bytes + kAlignment - 1) / kAlignment * kAlignment;
@@ -36,7 +129,7 @@ ShardLayout layout_of(const std::vector<UnitParameter>& parameters,
   return ShardLayout(std::move(specs), num_ranks);
 }
 
-// A view without the dispatcher: there is one for each parameter and step.
+// Bypasses the dispatcher for speed: each step makes one view per parameter.
 at::Tensor view_of(const at::Tensor& flat, caffe2::TypeMeta dtype,
                    int64_t offset, int64_t numel) {
   const auto from = static_cast<int64_t>(flat.itemsize());
@@ -48,11 +141,11 @@ at::Tensor view_of(const at::Tensor& flat, caffe2::TypeMeta dtype,
   return at::Tensor(std::move(impl));
 }
 
-// Of equal sizes.
+// REQUIRES: equal sizes.
 void copy_elements(const at::Tensor& from, const at::Tensor& to) {
   if (from.device().is_cpu() && from.scalar_type() == to.scalar_type() &&
       from.layout() == at::kStrided && from.strides() == to.strides() &&
-      !from.is_conj() && !from.is_neg() && from.nbytes() <= kSmall) {
+      !from.is_conj() && !from.is_neg() && from.nbytes() <= kMaxMemcpyBytes) {
     std::memcpy(to.mutable_data_ptr(), from.const_data_ptr(), from.nbytes());
   } else {
     to.copy_(from);
@@ -65,6 +158,29 @@ at::Tensor as_elements(const at::Tensor& bytes, at::ScalarType dtype,
 }
 
 }  // namespace
+
+ShardLayout::ShardLayout(std::vector<ShardSpec> parameters, int64_t num_ranks)
+    : parameters_(std::move(parameters)),
+      num_ranks_(num_ranks),
+      shard_numel_(choose_shard_numel(parameters_, num_ranks)),
+      offsets_(place_parameters(parameters_, num_ranks, shard_numel_).value()) {
+}
+
+int64_t ShardLayout::padding_numel() const {
+  return whole_numel() - total_numel(parameters_);
+}
+
+ShardRange ShardLayout::range(size_t parameter, int64_t rank) const {
+  const int64_t offset = offsets_[parameter];
+  const int64_t shard_begin = rank * shard_numel_;
+  const int64_t begin = std::max(offset, shard_begin);
+  const int64_t end = std::min(offset + parameters_[parameter].numel,
+                               shard_begin + shard_numel_);
+  if (begin >= end) return {};
+  return {.in_parameter = begin - offset,
+          .in_shard = begin - shard_begin,
+          .numel = end - begin};
+}
 
 FlatShard::FlatShard(std::vector<UnitParameter> parameters, Context context)
     : parameters_(std::move(parameters)),
@@ -108,7 +224,7 @@ bool FlatShard::is_trained() const {
 void FlatShard::rename(size_t parameter, std::string name) {
   parameters_[parameter].name = std::move(name);
   Shard* const shard = shard_of(parameters_[parameter].tensor);
-  if (shard == nullptr) return;  // adopt_pieces() refuses it
+  if (shard == nullptr) return;  // adopt_pieces() throws later
   shard->name = parameters_[parameter].name;
   unbind(parameters_[parameter]);
 }
@@ -167,14 +283,13 @@ void FlatShard::unbind(const UnitParameter& parameter) const {
                     : shard_.dtype());
 }
 
-// Whether it is a view of shard_.
 bool FlatShard::is_own(const Shard& shard) const {
   return shard.owner == context_.owner &&
          shard.local.storage().unsafeGetStorageImpl() ==
              shard_.storage().unsafeGetStorageImpl();
 }
 
-// Parameters that were given the data of others get their own back.
+// Throws if parameters swapped data, after restoring their own.
 void FlatShard::refuse_exchanged() {
   std::vector<std::string> names;
   for (size_t i = 0; i < parameters_.size(); ++i) {
@@ -191,8 +306,8 @@ void FlatShard::refuse_exchanged() {
     unbind(parameters_[i]);
   }
   TORCH_CHECK(names.empty(), "fully_shard: ", absl::StrJoin(names, ", "),
-              " got another parameter's memory, by an assignment to `data` for "
-              "instance, and did not keep it.\nCopy values: a.copy_(b).");
+              " got another parameter's memory, for example through `.data =`; "
+              "the assignment was undone.\nCopy the values: a.copy_(b).");
 }
 
 bool FlatShard::adopt_pieces() {
@@ -205,9 +320,9 @@ bool FlatShard::adopt_pieces() {
     if (shard == nullptr) {
       if (fits(i)) shard_in_place(tensor, make_piece(i));
       TORCH_CHECK(false, "fully_shard: parameter '", parameters_[i].name,
-                  "' was given a plain tensor, whose values are not taken.\n"
-                  "Give it values inside of unsharded() (Python: "
-                  "whole_parameters(writes=True)), or by load_state_dict().");
+                  "' was given a plain tensor; its values were ignored.\n"
+                  "Assign inside unsharded() (Python: "
+                  "whole_parameters(writes=True)), or use load_state_dict().");
     }
     is_other |= !is_own(*shard);
   }
@@ -221,15 +336,16 @@ bool FlatShard::adopt_pieces() {
     TORCH_CHECK(local.scalar_type() == first.scalar_type() &&
                     local.device() == first.device(),
                 "fully_shard: parameter '", parameter.name, "' is ",
-                local.scalar_type(), " on ", local.device(), " now, others of ",
-                "its unit are ", first.scalar_type(), " on ", first.device(),
-                ".\nConvert the whole module at once.");
+                local.scalar_type(), " on ", local.device(),
+                " now, others of its unit are ", first.scalar_type(), " on ",
+                first.device(), ".\nConvert the whole module at once.");
   }
   if (is_converted) {
-    TORCH_CHECK(!has_gradients() && !has_sum() && !has_row_sum(),
+    TORCH_CHECK(!has_gradients() && !has_sum() && !has_partial_sum(),
                 "fully_shard: parameter '", parameters_.front().name,
-                "' was converted, but it has gradients of backwards without "
-                "synchronisation.\nReduce them first.");
+                "' was converted to another dtype or device, but holds "
+                "gradients of backwards without synchronisation.\nReduce them "
+                "first, by a backward with synchronisation.");
     if (context_.compute_dtype == shard_.scalar_type()) {
       context_.compute_dtype = first.scalar_type();
     }
@@ -240,7 +356,7 @@ bool FlatShard::adopt_pieces() {
     shard_ = at::zeros({layout_.shard_numel()}, first.options());
     shard_uses_ = StreamUses(shard_.device());
     writers_ = StreamUses(shard_.device());
-    given_ = {};
+    delivered_ = {};
   }
   for (size_t i = 0; i < parameters_.size(); ++i) {
     Shard& shard = *shard_of(parameters_[i].tensor);
@@ -297,7 +413,6 @@ void FlatShard::unbind() {
   for (const UnitParameter& parameter : parameters_) unbind(parameter);
 }
 
-// Whether the plain tensor in the parameter's place can be its value.
 bool FlatShard::fits(size_t parameter) const {
   const at::Tensor& tensor = parameters_[parameter].tensor;
   return tensor.numel() == layout_.parameters()[parameter].numel &&
@@ -307,12 +422,12 @@ bool FlatShard::fits(size_t parameter) const {
 
 void FlatShard::take_plain(size_t parameter) {
   const at::Tensor& tensor = parameters_[parameter].tensor;
-  TORCH_CHECK_VALUE(fits(parameter), "fully_shard: parameter '",
-                    parameters_[parameter].name, "' was given a tensor of ",
-                    tensor.sizes(), ", ", tensor.scalar_type(), " on ",
-                    tensor.device(), ".\nGive it a dense one of ",
-                    layout_.parameters()[parameter].numel, " elements, ",
-                    dtype(), " on ", device(), ".");
+  TORCH_CHECK_VALUE(
+      fits(parameter), "fully_shard: parameter '", parameters_[parameter].name,
+      "' was given a tensor of sizes ", tensor.sizes(), ", ",
+      tensor.scalar_type(), " on ", tensor.device(),
+      ".\nAssign a dense one of ", layout_.parameters()[parameter].numel,
+      " elements, ", dtype(), " on ", device(), ".");
   slot_of(whole_, parameter).copy_(tensor.detach());
   shard_in_place(tensor, make_piece(parameter));
 }
@@ -326,7 +441,7 @@ void FlatShard::read_own_slice() {
   if (is_whole_here()) return;
   const at::Tensor own =
       whole_.narrow(0, context_.rank * shard_.numel(), shard_.numel());
-  // What the whole shows rounded stays unless it was changed.
+  // Unchanged elements keep the precision of the shard.
   if (own.scalar_type() == dtype()) {
     shard_.copy_(own);
   } else {
@@ -374,7 +489,7 @@ at::Tensor FlatShard::gradient_slot(size_t parameter) {
 at::Tensor FlatShard::take_gradients() {
   const at::NoGradGuard no_grad;
   writers_.join();
-  int64_t end = 0;  // of what is written or zero
+  int64_t end = 0;  // all elements before it are written
   const auto zero_to = [&](int64_t begin) {
     if (begin <= end) return;
     begin_write();
@@ -396,17 +511,17 @@ void FlatShard::drop_gradients() {
   gradients_.reset();
 }
 
-// On the CPU the last step's memory and gradients serve again, once nobody else
-// holds them.
+// On the CPU, reuses the last step's gradients unless someone else holds them.
 at::Tensor FlatShard::make_sum() {
   const auto is_free = [](const at::Tensor& gradient) {
     return gradient.use_count() == 1 && gradient.storage().use_count() == 1;
   };
-  if (given_.sum.defined() && !given_.is_lent && shard_.device().is_cpu() &&
-      given_.sum.scalar_type() == context_.reduce_dtype &&
-      std::ranges::all_of(given_.gradients, is_free)) {
-    given_.is_lent = true;
-    return given_.sum;
+  if (delivered_.sum.defined() && !delivered_.is_lent &&
+      shard_.device().is_cpu() &&
+      delivered_.sum.scalar_type() == context_.reduce_dtype &&
+      std::ranges::all_of(delivered_.gradients, is_free)) {
+    delivered_.is_lent = true;
+    return delivered_.sum;
   }
   return at::empty({layout_.shard_numel()},
                    shard_.options().dtype(context_.reduce_dtype));
@@ -423,32 +538,32 @@ void FlatShard::add_sum(const at::Tensor& sum) {
 
 void FlatShard::drop_sum() {
   sum_.reset();
-  given_ = {};  // a collective that failed may write to it
+  delivered_ = {};  // a failed collective may still write to it
 }
 
-at::Tensor FlatShard::take_row_sum() {
-  std::exchange(row_sum_made_, {}).wait();
-  if (row_sum_.defined()) record_use(row_sum_);
-  return std::exchange(row_sum_, {});
+at::Tensor FlatShard::take_partial_sum() {
+  std::exchange(partial_sum_made_, {}).wait();
+  if (partial_sum_.defined()) record_use(partial_sum_);
+  return std::exchange(partial_sum_, {});
 }
 
-void FlatShard::keep_row_sum() {
+void FlatShard::keep_partial_sum() {
   const at::NoGradGuard no_grad;
-  given_ = {};
-  if (row_sum_.defined()) {
-    row_sum_made_.wait();
-    row_sum_.add_(sum_);
-    record_use(row_sum_);
+  delivered_ = {};
+  if (partial_sum_.defined()) {
+    partial_sum_made_.wait();
+    partial_sum_.add_(sum_);
+    record_use(partial_sum_);
   } else {
-    row_sum_ = sum_;
+    partial_sum_ = sum_;
   }
-  row_sum_made_ = StreamPoint::now(device());
+  partial_sum_made_ = StreamPoint::now(device());
   sum_.reset();
 }
 
-void FlatShard::drop_row_sum() {
-  row_sum_.reset();
-  row_sum_made_ = {};
+void FlatShard::drop_partial_sum() {
+  partial_sum_.reset();
+  partial_sum_made_ = {};
 }
 
 void FlatShard::deliver(const std::vector<char>& used, double scale) {
@@ -456,12 +571,12 @@ void FlatShard::deliver(const std::vector<char>& used, double scale) {
   at::Tensor sum = std::exchange(sum_, {});
   if (scale != 1) sum.mul_(scale);
   if (sum.scalar_type() != dtype()) sum = sum.to(dtype());
-  if (given_.sum.is_same(sum)) {
-    given_.is_lent = false;
+  if (delivered_.sum.is_same(sum)) {
+    delivered_.is_lent = false;
   } else {
-    given_ = {.sum = sum};
+    delivered_ = {.sum = sum};
     for (size_t i = 0; i < parameters_.size(); ++i) {
-      given_.gradients.push_back(
+      delivered_.gradients.push_back(
           make_sharded_like(parameters_[i].tensor, piece_of(sum, i)));
     }
   }
@@ -469,17 +584,17 @@ void FlatShard::deliver(const std::vector<char>& used, double scale) {
     if (used[i] == 0) continue;
     at::Tensor& gradient = parameters_[i].tensor.mutable_grad();
     if (!gradient.defined()) {
-      gradient = given_.gradients[i];
+      gradient = delivered_.gradients[i];
       continue;
     }
-    Shard* const there = shard_of(gradient);
-    TORCH_CHECK(there != nullptr, "fully_shard: the gradient of '",
+    Shard* const shard = shard_of(gradient);
+    TORCH_CHECK(shard != nullptr, "fully_shard: the gradient of parameter '",
                 parameters_[i].name,
                 "' is a plain tensor.\nSet it to None before backward.");
-    there->local.add_(shard_of(given_.gradients[i])->local);
+    shard->local.add_(shard_of(delivered_.gradients[i])->local);
     gradient.unsafeGetTensorImpl()->bump_version();
   }
-  if (!shard_.device().is_cpu()) given_ = {};
+  if (!shard_.device().is_cpu()) delivered_ = {};
 }
 
 }  // namespace brigade

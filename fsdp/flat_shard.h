@@ -1,11 +1,8 @@
-// Parameters of a unit that travel together, of one dtype: this rank's shard
-// of them, the whole parameters while they are gathered, and their gradients.
+// Flat parameter of a unit: parameters of one dtype that are gathered and
+// reduced together, this rank's shard of them, and their gradients.
 //
-// Decides what lies where; communicates nothing and owns no memory but the
-// shard's and its gradient's. Lengths: W ranks, S elements of a shard, W * S of
-// the whole.
-//
-// Thread safety: none; the owner serialises calls.
+// Issues no collective. The caller owns the unsharded buffers. Sizes: W ranks
+// in the shard group, S elements in a shard, W * S in an unsharded buffer.
 
 #ifndef BRIGADE_FSDP_FLAT_SHARD_H_
 #define BRIGADE_FSDP_FLAT_SHARD_H_
@@ -16,34 +13,97 @@
 #include <cstddef>
 #include <cstdint>
 #include <memory>
+#include <optional>
 #include <string>
 #include <vector>
 
 #include "brigade/comm/streams/streams.h"
-#include "brigade/fsdp/fully_shard_options.h"
-#include "brigade/fsdp/shard_layout.h"
 #include "brigade/fsdp/sharded_tensor.h"
 
 namespace brigade {
 
+struct UnitParameter {
+  std::string name;  // "blocks.2.weight"
+  at::Tensor tensor;
+  int64_t block_numel = 1;  // ShardSpec::block_numel
+  // Dtype in forward and backward. Unset: FullyShardOptions::param_dtype.
+  std::optional<at::ScalarType> compute_dtype = std::nullopt;
+};
+
+struct ShardSpec {
+  int64_t numel = 0;        // may be 0
+  int64_t block_numel = 1;  // length of the blocks that are never cut; the last
+                            // block may be shorter
+};
+
+// Elements of one parameter on one rank; all 0 if there are none.
+struct ShardRange {
+  int64_t in_parameter = 0;  // offset of the first element
+  int64_t in_shard = 0;
+  int64_t numel = 0;
+
+  friend bool operator==(const ShardRange&, const ShardRange&) = default;
+};
+
+// Layout of a flat parameter: the elements of each parameter on each rank.
+//
+// The parameters, one after the other, are cut into W equal shards. Each
+// parameter is contiguous in the unsharded buffer (all shards in rank order),
+// so it is a view into it. A rank holds the intersection of a parameter with
+// its shard, which may be empty.
+//
+// To keep blocks together, padding may precede a parameter. The block length of
+// a parameter with two or more cuts divides the shard length. Padding is less
+// than W elements with blocks of 1; otherwise less than W * (G + L). G is the
+// largest block. L is the least common multiple of the blocks of parameters
+// longer than N/W, for N elements in total.
+//
+//   const ShardLayout layout({{.numel = 12}, {.numel = 3}}, 16);
+//   layout.range(1, 12);  // {.in_parameter = 0, .in_shard = 0, .numel = 1}
+//
+// Thread safety: immutable.
+class ShardLayout {
+ public:
+  // REQUIRES: at least one parameter, at most 2^48 elements in total, blocks
+  // and ranks >= 1.
+  ShardLayout(std::vector<ShardSpec> parameters, int64_t num_ranks);
+
+  const std::vector<ShardSpec>& parameters() const { return parameters_; }
+  int64_t num_ranks() const { return num_ranks_; }
+  int64_t shard_numel() const { return shard_numel_; }  // on every rank
+  // Length of the unsharded buffer.
+  int64_t whole_numel() const { return num_ranks_ * shard_numel_; }
+  int64_t padding_numel() const;
+
+  // Offset of the parameter in the unsharded buffer.
+  int64_t offset(size_t parameter) const { return offsets_[parameter]; }
+  ShardRange range(size_t parameter, int64_t rank) const;
+
+ private:
+  const std::vector<ShardSpec> parameters_;
+  const int64_t num_ranks_;
+  const int64_t shard_numel_;
+  const std::vector<int64_t> offsets_;  // by parameter
+};
+
+// Thread safety: none; the owner serialises calls.
 class FlatShard {
  public:
-  // The ranks that share the parameters, the dtypes, and the model.
   struct Context {
-    int num_ranks = 1;
+    int num_ranks = 1;  // of the shard group
     int rank = 0;
     at::ScalarType compute_dtype = at::kFloat;  // in forward and backward
-    at::ScalarType reduce_dtype = at::kFloat;   // of sums of gradients
+    at::ScalarType reduce_dtype = at::kFloat;   // of summed gradients
     std::shared_ptr<ShardGroup> group = nullptr;
     ParameterOwner* owner = nullptr;
     size_t unit = 0;
-    size_t first_number = 0;  // of the first parameter, among the owner's
+    size_t first_number = 0;  // Shard::number of the first parameter
   };
 
-  // Makes each parameter a sharded tensor. REQUIRES: dense leaves of one dtype
-  // and device, each with elements.
+  // Turns each parameter into a sharded tensor. REQUIRES: dense leaves of one
+  // dtype and device.
   FlatShard(std::vector<UnitParameter> parameters, Context context);
-  // Parameters forget their owner, and stay sharded.
+  // Leaves the parameters sharded and clears their owner.
   ~FlatShard();
   FlatShard(const FlatShard&) = delete;
   FlatShard& operator=(const FlatShard&) = delete;
@@ -57,77 +117,74 @@ class FlatShard {
     return parameters_[parameter].tensor.requires_grad();
   }
   bool is_trained() const;
-  // This rank's shard is all that forward and backward need.
+  // True if forward and backward can use the shard itself: one rank, no cast.
   bool is_whole_here() const {
     return context_.num_ranks == 1 && context_.compute_dtype == dtype();
   }
   void rename(size_t parameter, std::string name);
-  // The parameters are those of `unit` of this owner from here on.
+  // Makes the parameters those of `unit` of `owner`.
   void belong_to(ParameterOwner* owner, std::shared_ptr<ShardGroup> group,
                  size_t unit, size_t first_number);
 
-  // Whether the parameters have the compute dtype, also while they are not
-  // bound, as in a forward or backward.
+  // Sets whether unbound parameters report the compute dtype.
   void show_compute_dtype(bool value);
 
-  // Takes over pieces that the parameters were given since: by Module::to(),
-  // to_empty() or `.data =`. Returns true if dtype or device has changed.
-  // Throws RuntimeError for a parameter that is plain now, or if only some have
-  // changed dtype or device.
+  // Takes over values from Module::to(), to_empty() or `.data =`. Returns true
+  // if dtype or device has changed. Throws RuntimeError if a parameter is plain
+  // now, or if only some have changed dtype or device.
   bool adopt_pieces();
 
-  // ---- Whole parameters.
+  // ---- Unsharded parameters.
 
   int64_t whole_bytes() const;     // in the compute dtype; 0: is_whole_here()
-  int64_t gradient_bytes() const;  // of whole gradients
-  // `bytes` as the whole parameters [W * S].
+  int64_t gradient_bytes() const;  // of unsharded gradients
+  // Returns a view of `bytes` as unsharded parameters [W * S].
   at::Tensor whole_in(const at::Tensor& bytes) const;
-  // This rank's slice of `whole` gets the shard.
+  // Copies the shard into this rank's chunk of `whole`.
   void write_own_slice(const at::Tensor& whole);
-  // The current stream uses the shard, or may: the allocator is told of it
-  // before its memory is dropped.
+  // Records a use of the shard by the current stream, for the allocator.
   void note_use() { shard_uses_.note(); }
-  // Parameters read `whole` until unbind().
+  // Makes the parameters views into `whole` until unbind().
   void bind(const at::Tensor& whole);
   void unbind();
-  // The shard gets this rank's slice of the whole parameters, or of the plain
-  // tensors that they were given (`.data =`). Throws ValueError if these don't
-  // fit. REQUIRES: bound.
+  // Copies this rank's chunk of the unsharded parameters into the shard, or of
+  // plain tensors assigned to `.data`. Throws ValueError if one of these has
+  // another size, dtype or device. REQUIRES: bound.
   void read_own_slice();
 
   // ---- Gradients.
 
-  // Memory for gradients [W * S] of the reduce dtype, until take_gradients().
-  // Each stream that writes to it waits for `last_use` first.
+  // Provides memory for gradients [W * S] of the reduce dtype, until
+  // take_gradients(). Each stream waits for `last_use` before its first write.
   void set_gradients(at::Tensor bytes, StreamPoint last_use);
   bool has_gradients() const { return gradients_.defined(); }
-  // Writes the parameter's gradient, or adds it to what is there.
+  // Writes the parameter's gradient, or adds it to an earlier one.
   void accumulate(size_t parameter, const at::Tensor& gradient);
-  // Where a gradient may be written before accumulate() gets it; undefined if
-  // there is one already, or the slot is given.
+  // Returns memory for the argument of accumulate(), which then need not copy.
+  // Undefined if the memory is in use or was returned before.
   at::Tensor gradient_slot(size_t parameter);
-  // The current stream has written some of it.
+  // True if the current stream has written a gradient.
   bool is_written_here() const { return writers_.has_current(); }
-  // [W * S], zeros where there is no gradient. The current stream is behind
-  // those that have written them.
+  // Returns gradients [W * S], with zeros where none was written. The current
+  // stream waits for the writers.
   at::Tensor take_gradients();
-  // The same without zeros: the memory is free after the current stream.
+  // Releases the memory, in the order of the current stream.
   void drop_gradients();
 
-  // [S] for a sum, in the reduce dtype.
+  // Returns memory [S] of the reduce dtype for a reduce-scatter.
   at::Tensor make_sum();
-  // `sum` is what this rank gets of the gradients: adds up until deliver().
+  // Adds a reduce-scatter's result to the sum for deliver().
   void add_sum(const at::Tensor& sum);
   bool has_sum() const { return sum_.defined(); }
-  // Sums over a row only, that the next sum takes with it.
-  bool has_row_sum() const { return row_sum_.defined(); }
-  // None is left. For the current stream, which is behind it.
-  at::Tensor take_row_sum();
-  void keep_row_sum();
-  void drop_row_sum();
-  // The sum times `scale` becomes `.grad` of the parameters, or is added to it:
-  // of those that are `used`. Throws RuntimeError for a `.grad` that is not
-  // sharded.
+  // Sum over the shard group only; the next sum over replicas includes it.
+  bool has_partial_sum() const { return partial_sum_.defined(); }
+  // Clears it. The current stream waits for it.
+  at::Tensor take_partial_sum();
+  // Adds the sum to it and clears the sum.
+  void keep_partial_sum();
+  void drop_partial_sum();
+  // Multiplies the sum by `scale` and sets it as `.grad` of the `used`
+  // parameters, or adds it there. Throws RuntimeError if a `.grad` is plain.
   void deliver(const std::vector<char>& used, double scale);
   void drop_sum();
 
@@ -148,7 +205,7 @@ class FlatShard {
   std::vector<UnitParameter> parameters_;
   Context context_;
   const ShardLayout layout_;
-  at::Tensor shard_;  // [S]; this rank's pieces of the parameters are views
+  at::Tensor shard_;  // [S]; the parameters' local tensors are views into it
   StreamUses shard_uses_;
   bool is_bound_ = false;
   bool shows_compute_dtype_ = false;
@@ -156,17 +213,17 @@ class FlatShard {
 
   at::Tensor gradients_;
   std::vector<Slot> slots_;  // of gradients_, by parameter
-  StreamPoint last_use_;     // of gradients_' memory before
+  StreamPoint last_use_;     // of the memory of gradients_, by its last user
   StreamUses writers_;       // of gradients_
   at::Tensor sum_;
-  at::Tensor row_sum_;
-  StreamPoint row_sum_made_;
-  struct Given {
+  at::Tensor partial_sum_;
+  StreamPoint partial_sum_made_;
+  struct Delivered {
     at::Tensor sum = {};
     bool is_lent = false;                    // by make_sum()
-    std::vector<at::Tensor> gradients = {};  // of its pieces, by parameter
+    std::vector<at::Tensor> gradients = {};  // views of `sum`, by parameter
   };
-  Given given_;  // by the last deliver()
+  Delivered delivered_;  // by the last deliver()
 };
 
 }  // namespace brigade

@@ -20,13 +20,13 @@ namespace {
 
 using Group = c10::intrusive_ptr<c10d::ProcessGroup>;
 
-// One module of a tree, parents before children.
+// One module of a depth-first traversal; parents precede children.
 struct TreeNode {
   std::string name;
   std::string type;
   std::optional<size_t> parent = std::nullopt;
   const torch::nn::Module* module = nullptr;
-  std::vector<UnitParameter> parameters = {};  // its own, to be sharded
+  std::vector<UnitParameter> parameters = {};  // its own, sharded
   std::vector<UnitParameter> ignored = {};
   std::vector<UnitParameter> buffers = {};
 };
@@ -37,17 +37,15 @@ std::string joined(const std::string& outer, const std::string& inner) {
   return outer.empty() ? inner : absl::StrCat(outer, ".", inner);
 }
 
-// Modules of LibTorch and of TorchScript, and the items of their lists.
-
 std::string type_of(const torch::nn::Module& module) { return module.name(); }
 std::string type_of(const torch::jit::Module& module) {
   return module.type()->name()->qualifiedName();
 }
 
-const torch::nn::Module* in_library(const torch::nn::Module& module) {
+const torch::nn::Module* as_nn_module(const torch::nn::Module& module) {
   return &module;
 }
-const torch::nn::Module* in_library(const torch::jit::Module& /*module*/) {
+const torch::nn::Module* as_nn_module(const torch::jit::Module& /*module*/) {
   return nullptr;
 }
 
@@ -73,32 +71,32 @@ std::vector<UnitParameter> tensors_of(const List& list,
 template <typename Module>
 void add_to(Tree& tree, const Module& module, const std::string& name = "",
             std::optional<size_t> parent = std::nullopt) {
-  const size_t place = tree.size();
+  const size_t index = tree.size();
   tree.push_back(
       {.name = name,
        .type = type_of(module),
        .parent = parent,
-       .module = in_library(module),
+       .module = as_nn_module(module),
        .parameters = tensors_of(module.named_parameters(false), name),
        .buffers = tensors_of(module.named_buffers(false), name)});
   for (const auto& item : module.named_children()) {
     const auto [key, child] = named(item);
     if constexpr (requires { *child; }) {
-      add_to(tree, *child, joined(name, key), place);
+      add_to(tree, *child, joined(name, key), index);
     } else {
-      add_to(tree, child, joined(name, key), place);
+      add_to(tree, child, joined(name, key), index);
     }
   }
 }
 
-bool holds_a_list(const TreeNode& node) {
+bool is_module_list(const TreeNode& node) {
   const auto is_named = [&](std::string_view name) {
     return node.type.find(name) != std::string::npos;
   };
   return is_named("Sequential") || is_named("ModuleList");
 }
 
-// By node of the tree.
+// Returns a flag per node.
 std::vector<char> default_units(const Tree& tree) {
   std::vector<char> has_parameters(tree.size(), 0);
   for (size_t i = tree.size(); i-- > 0;) {
@@ -109,7 +107,8 @@ std::vector<char> default_units(const Tree& tree) {
   for (const bool in_lists : {true, false}) {
     for (size_t i = 1; i < tree.size(); ++i) {
       const size_t parent = *tree[i].parent;
-      const bool is_child = in_lists ? holds_a_list(tree[parent]) : parent == 0;
+      const bool is_child =
+          in_lists ? is_module_list(tree[parent]) : parent == 0;
       is_unit[i] = is_child ? has_parameters[i] : 0;
     }
     if (std::ranges::find(is_unit, 1) != is_unit.end()) break;
@@ -117,7 +116,6 @@ std::vector<char> default_units(const Tree& tree) {
   return is_unit;
 }
 
-// By node of the tree.
 std::vector<char> choose_units(const Tree& tree,
                                const UnitSelection& selection) {
   if (!selection.is_unit) return default_units(tree);
@@ -139,14 +137,14 @@ std::vector<char> choose_units(const Tree& tree,
   return is_unit;
 }
 
-// A parameter that two units use is the outermost one's.
+// Adds each parameter to its unit. The root gets those that two units share.
 void add_parameters(const Tree& tree, const std::vector<size_t>& unit_of,
                     std::vector<UnitRequest>& requests) {
-  std::unordered_map<const c10::TensorImpl*, size_t> places;
+  std::unordered_map<const c10::TensorImpl*, size_t> indices;
   std::vector<std::pair<const UnitParameter*, size_t>> in_order;
   for (size_t i = 0; i < tree.size(); ++i) {
     for (const UnitParameter& parameter : tree[i].parameters) {
-      const auto [found, is_new] = places.emplace(
+      const auto [found, is_new] = indices.emplace(
           parameter.tensor.unsafeGetTensorImpl(), in_order.size());
       if (is_new) {
         in_order.emplace_back(&parameter, unit_of[i]);
@@ -163,19 +161,19 @@ void add_parameters(const Tree& tree, const std::vector<size_t>& unit_of,
 std::vector<UnitRequest> without_empty_units(
     const std::vector<UnitRequest>& requests) {
   std::vector<UnitRequest> kept;
-  std::vector<std::optional<size_t>> places(requests.size());
+  std::vector<std::optional<size_t>> new_indices(requests.size());
   for (size_t i = 0; i < requests.size(); ++i) {
     std::optional<size_t> parent = requests[i].parent;
-    while (parent && !places[*parent]) parent = requests[*parent].parent;
+    while (parent && !new_indices[*parent]) parent = requests[*parent].parent;
     if (requests[i].parameters.empty()) continue;
     UnitRequest& request = kept.emplace_back(requests[i]);
-    request.parent = parent ? places[*parent] : std::nullopt;
-    places[i] = kept.size() - 1;
+    request.parent = parent ? new_indices[*parent] : std::nullopt;
+    new_indices[i] = kept.size() - 1;
   }
   return kept;
 }
 
-// The outermost unit first, then in the order of registration.
+// Returns the root unit, then the others in order of registration.
 std::vector<UnitRequest> units_of(const Tree& tree,
                                   const UnitSelection& selection) {
   const std::vector<char> is_unit = choose_units(tree, selection);
@@ -194,9 +192,8 @@ std::vector<UnitRequest> units_of(const Tree& tree,
   return without_empty_units(requests);
 }
 
-// Tensors that stay as they are must not share memory with sharded ones.
-absl::Status check_untied(const Tree& tree,
-                          const std::vector<UnitRequest>& requests) {
+absl::Status check_no_shared_memory(const Tree& tree,
+                                    const std::vector<UnitRequest>& requests) {
   ParameterMemory memory;
   std::unordered_set<const c10::TensorImpl*> sharded;
   for (const UnitRequest& unit : requests) {
@@ -216,8 +213,8 @@ absl::Status check_untied(const Tree& tree,
       status.Update(absl::InvalidArgumentError(absl::StrCat(
           "fully_shard: ", kind, " '", kept.name, "' shares its memory with ",
           *owner,
-          ", which is sharded: they would not be tied any more.\nGive it "
-          "memory of its own.")));
+          ", which is sharded, and sharding would untie them.\nClone the ",
+          kind, " before fully_shard().")));
     }
   };
   for (const TreeNode& node : tree) {
@@ -248,9 +245,10 @@ template <typename Module>
 std::unique_ptr<ShardedModel> shard(const Module& module, const Group& group,
                                     FullyShardOptions options,
                                     const UnitSelection& selection) {
-  TORCH_CHECK_VALUE(group,
-                    "fully_shard: the process group is null.\nGive that of "
-                    "init_process_group().");
+  TORCH_CHECK_VALUE(
+      group,
+      "fully_shard: the process group is null.\nPass the group of "
+      "init_process_group().");
   Tree tree;
   add_to(tree, module);
   for (TreeNode& node : tree) {
@@ -264,7 +262,8 @@ std::unique_ptr<ShardedModel> shard(const Module& module, const Group& group,
     });
   }
   std::vector<UnitRequest> requests = units_of(tree, selection);
-  require_agreement(group, "tied tensor", {}, check_untied(tree, requests));
+  require_agreement(group, "tied tensor", {},
+                    check_no_shared_memory(tree, requests));
   auto model = std::make_unique<SegmentedModel>(
       make_sharded_units(std::move(requests), group, options), group, options);
   model->set_forward_check(make_registration_check(module));
@@ -275,8 +274,8 @@ std::unique_ptr<ShardedModel> shard(const Module& module, const Group& group,
 
 void shard_optimizer_state(ShardedModel& model) {
   for (size_t unit = 0; unit < model.unit_names().size(); ++unit) {
-    model.settings(unit).reshards_after_forward = false;
-    model.settings(unit).reshards_after_backward = false;
+    model.settings(unit).reshard_after_forward = false;
+    model.settings(unit).reshard_after_backward = false;
   }
   model.set_max_reducing(std::numeric_limits<size_t>::max());
 }

@@ -1,16 +1,18 @@
-// Shards a LibTorch module of any type, in place.
+// Fully sharded data parallelism (FSDP) for a LibTorch module of any type, in
+// place.
 //
 //   auto sharded = brigade::fully_shard(*net, scope.group());
 //   torch::optim::AdamW optimizer(net->parameters(), 1e-3);
 //   at::Tensor loss =
 //       sharded->forward([&] { return loss_of(net->forward(x)); });
 //
-// The module keeps its type, its names and its parameters, which stay valid in
-// optimizers and in code that holds them.
+// The module keeps its type, names and parameters. Handles of parameters, for
+// example those of an optimizer, stay valid.
 
 #ifndef BRIGADE_FSDP_FULLY_SHARD_H_
 #define BRIGADE_FSDP_FULLY_SHARD_H_
 
+#include <ATen/core/Tensor.h>
 #include <torch/csrc/jit/api/module.h>
 #include <torch/nn/module.h>
 
@@ -19,39 +21,37 @@
 #include <memory>
 #include <optional>
 #include <string>
+#include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 
-#include "brigade/fsdp/fully_shard_options.h"
 #include "brigade/fsdp/sharded_model.h"
 
 namespace brigade {
 
-// A module with parameters, below the one that is sharded.
+// A module with parameters, below the sharded root.
 struct UnitCandidate {
   const std::string& name;          // "blocks.2"
   const std::string& type;          // "torch::nn::LinearImpl"
-  int64_t numel;                    // that are in no unit inside of it
-  const torch::nn::Module* module;  // null: of a script
+  int64_t numel;                    // without units inside this module
+  const torch::nn::Module* module;  // null for a ScriptModule
 };
 
-// Which modules are units, and how parameters are treated. Alike on all ranks.
+// Division of a module into units. Identical on all ranks, except for mesh_of.
 struct UnitSelection {
-  // True: the module is a unit. Asked of inner modules first. All other
-  // parameters are the outermost unit's. Unset: the children of each Sequential
-  // and ModuleList; if there are none, the children of the module.
+  // True: the module is a unit. Called for children before their parent. The
+  // root unit gets all other parameters. Unset: the children of each Sequential
+  // and ModuleList; without any, the children of the root.
   std::function<bool(const UnitCandidate&)> is_unit = nullptr;
 
-  // True: the parameter stays whole on each rank, and nothing averages its
-  // gradient.
+  // True: the parameter is not sharded, and its gradient is not reduced.
   std::function<bool(const std::string& name, const at::Tensor&)> is_ignored =
       nullptr;
 
-  // Ranks that hold the unit's parameters, where these are not all. Another
-  // answer on each rank.
+  // Returns the ranks that hold the unit; nullopt: all.
   std::function<std::optional<UnitMesh>(const std::string& unit)> mesh_of =
       nullptr;
 };
 
-// A module of one of these types is a unit.
+// Makes a unit of each module of one of these types.
 template <typename... Modules>
 UnitSelection each_is_unit() {
   return {.is_unit = [](const UnitCandidate& candidate) {
@@ -59,14 +59,19 @@ UnitSelection each_is_unit() {
   }};
 }
 
-// Modules are together until they have so many elements.
+// Makes a unit of each module that has at least `numel` elements outside of
+// other units.
 UnitSelection units_of_size(int64_t numel);
 
-// Collective. The module outlives the result. A parameter that is registered
-// later, requires a gradient and is used in forward is an error in the next
-// forward. Throws ValueError on all ranks alike if the module has no
-// parameters, if an ignored parameter or a buffer shares memory with a sharded
-// one, or as make_sharded_units().
+// Shards the parameters of `module`, which outlives the result. Collective.
+//
+// Throws ValueError on all ranks, before any parameter changes, if:
+//   - parameters, units or options differ between ranks or are invalid;
+//   - the module has no parameters;
+//   - a parameter is sharded already, not dense or not a leaf;
+//   - a sharded parameter shares memory with a parameter of another unit, an
+//     ignored parameter or a buffer.
+// A forward throws if a trainable parameter was registered after this call.
 std::unique_ptr<ShardedModel> fully_shard(
     const torch::nn::Module& module,
     const c10::intrusive_ptr<c10d::ProcessGroup>& group,
@@ -76,8 +81,14 @@ std::unique_ptr<ShardedModel> fully_shard(
     const c10::intrusive_ptr<c10d::ProcessGroup>& group,
     FullyShardOptions options = {}, const UnitSelection& selection = {});
 
-// Optimizer state alone is sharded (ZeRO-1): units stay unsharded until their
-// shards are written, and a rank has memory for all gradients at once. Call it
+// Returns `options` for hybrid sharding: each host is a shard group, and the
+// hosts hold replicas. A value of `options.num_shards` stays. Collective.
+FullyShardOptions hybrid_shard(
+    const c10::intrusive_ptr<c10d::ProcessGroup>& group,
+    FullyShardOptions options);
+
+// Shards only optimizer state (ZeRO-1): units stay unsharded until their shards
+// are written, and a rank allocates all unsharded gradients at once. Call
 // before the first forward.
 void shard_optimizer_state(ShardedModel& model);
 

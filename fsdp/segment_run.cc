@@ -136,7 +136,7 @@ ShardedUnit::Gathered SegmentRun::gather_into(size_t number, Lease lease) {
     if (flat.is_whole_here()) continue;
     const at::Tensor& whole = gathered.wholes[i];
     if (plan_.has_slices && !unit.slices.empty()) {
-      const int num_ranks = *unit.settings.reshards_to;
+      const int num_ranks = *unit.settings.reshard_to;
       const int64_t size = whole.numel() / num_ranks;
       whole.narrow(0, transport.shard_rank() % num_ranks * size, size)
           .copy_(unit.slices[i]);
@@ -181,7 +181,7 @@ void SegmentRun::wait_for(size_t number) {
 }
 
 void SegmentRun::keep_slices(ShardedUnit& unit) {
-  const int num_ranks = *unit.settings.reshards_to;
+  const int num_ranks = *unit.settings.reshard_to;
   const int slice = unit.transport->shard_rank() % num_ranks;
   const at::NoGradGuard no_grad;
   unit.slices.clear();
@@ -316,7 +316,7 @@ ShardedUnit::FuturePtr SegmentRun::launch_reduction(const ShardedUnit& unit,
   ShardTransport::ReduceOptions options = {
       .scale = over_replicas ? 1.0 / unit.divisor() : 1.0,
       .over_replicas = over_replicas,
-      .partial_sum = over_replicas ? flat.take_row_sum() : at::Tensor()};
+      .partial_sum = over_replicas ? flat.take_partial_sum() : at::Tensor()};
   if (!unit.comm_hook) {
     return transport.reduce_scatter(gradients, sum, options);
   }
@@ -391,7 +391,7 @@ void SegmentRun::drop_gradients() {
     for (const auto& flat : unit.flats) {
       flat->drop_gradients();
       flat->drop_sum();
-      flat->drop_row_sum();
+      flat->drop_partial_sum();
     }
     if (!unit.gradients) continue;
     model_.memory.release(std::exchange(unit.gradients, {}),

@@ -160,7 +160,7 @@ void SegmentedModel::adopt_pieces() {
 
 void SegmentedModel::check_reshard_sizes() const {
   for (const ShardedUnit& unit : units_) {
-    const std::optional<int>& found = unit.settings.reshards_to;
+    const std::optional<int>& found = unit.settings.reshard_to;
     const std::vector<int>& known = meshes_->of(unit.mesh_number).gather_sizes;
     TORCH_CHECK(!found || std::ranges::find(known, *found) != known.end(),
                 "fully_shard: unit '", unit.name,
@@ -407,11 +407,11 @@ double SegmentedModel::clip_grad_norm(double max_norm, double p) {
         if (gradient == nullptr || gradient->local.numel() == 0) continue;
         pieces.push_back(gradient->local);
         if (unit.is_first_replica) {
-          norms.push_back(piece_norm(gradient->local, p));
+          norms.push_back(local_norm(gradient->local, p));
         }
       }
     }
-    return norms.empty() ? 0 : piece_norm(at::stack(norms), p).item<double>();
+    return norms.empty() ? 0 : local_norm(at::stack(norms), p).item<double>();
   });
   const std::vector<uint64_t> arguments = {std::bit_cast<uint64_t>(max_norm),
                                            std::bit_cast<uint64_t>(p)};
@@ -422,7 +422,7 @@ double SegmentedModel::clip_grad_norm(double max_norm, double p) {
     by_rank.push_back(std::bit_cast<double>(bits));
   }
   const auto norm =
-      piece_norm(at::tensor(by_rank, at::kDouble), p).item<double>();
+      local_norm(at::tensor(by_rank, at::kDouble), p).item<double>();
   const double factor = max_norm / (norm + 1e-6);
   if (!(factor >= 1) && !pieces.empty()) {  // NaN spreads to the gradients
     at::_foreach_mul_(pieces, factor);
@@ -505,7 +505,7 @@ PlannedSegment SegmentedModel::planned_segment(SegmentKind kind) const {
     const size_t unit = is_forward ? k : units_.size() - 1 - k;
     const UnitSettings& settings = units_[unit].settings;
     if (is_forward ||
-        (settings.reshards_after_forward && settings.gathers_in_backward)) {
+        (settings.reshard_after_forward && settings.gathers_in_backward)) {
       add(ScheduleEntry::Kind::kAllGather, unit);
     }
     if (!is_forward && k > 0)
@@ -525,11 +525,11 @@ std::string SegmentedModel::explain() const {
         &text, "unit ", i, " '", unit.name, "': ", unit.parameters.size(),
         " parameters, unsharded ", mebibytes(unit.whole_bytes()),
         ", gradients ", mebibytes(unit.gradient_bytes()), ", ",
-        unit.settings.reshards_after_forward
+        unit.settings.reshard_after_forward
             ? "resharded after forward"
             : "unsharded from forward to backward",
         unit.settings.keeps_slices()
-            ? absl::StrCat(" to slices over ", *unit.settings.reshards_to,
+            ? absl::StrCat(" to slices over ", *unit.settings.reshard_to,
                            " ranks")
             : "",
         unit.mesh ? absl::StrCat(", over ", describe(*unit.mesh)) : "", "\n");

@@ -21,12 +21,12 @@ uint64_t SegmentedModel::settings_hash() const {
   for (const ShardedUnit& unit : units_) {
     const UnitSettings& settings = unit.settings;
     for (const bool value :
-         {settings.reshards_after_forward, settings.reshards_after_backward,
+         {settings.reshard_after_forward, settings.reshard_after_backward,
           reduces(unit), settings.sums_over_replicas,
           settings.gathers_in_backward, settings.keeps_storage}) {
       numbers.push_back(value ? 1 : 0);
     }
-    numbers.push_back(static_cast<uint64_t>(settings.reshards_to.value_or(0)));
+    numbers.push_back(static_cast<uint64_t>(settings.reshard_to.value_or(0)));
     numbers.push_back(
         std::bit_cast<uint64_t>(settings.gradient_divisor.value_or(0)));
     for (const auto& flat : unit.flats) {
@@ -44,10 +44,10 @@ bool SegmentedModel::stays_unsharded_after(const SegmentRun::Plan& plan,
                                            size_t unit) const {
   const UnitSettings& settings = units_[unit].settings;
   if (plan.kind != SegmentKind::kForward) {
-    return !settings.reshards_after_backward;
+    return !settings.reshard_after_backward;
   }
   return plan.unsharded[unit] != 0 ||
-         (plan.has_grad && !settings.reshards_after_forward);
+         (plan.has_grad && !settings.reshard_after_forward);
 }
 
 UnitRules SegmentedModel::rules_for(const SegmentRun::Plan& plan) const {
@@ -327,7 +327,7 @@ bool SegmentedModel::has_held_gradients(const ShardedUnit& unit) const {
   return reduces(unit) &&
          std::ranges::any_of(unit.flats, [&](const auto& flat) {
            return flat->has_gradients() ||
-                  (flat->has_row_sum() && unit.settings.sums_over_replicas);
+                  (flat->has_partial_sum() && unit.settings.sums_over_replicas);
          });
 }
 
@@ -434,7 +434,7 @@ void SegmentedModel::deliver(std::vector<at::Tensor>& hooked) {
       const size_t first = flat->context().first_number;
       const size_t count = flat->parameters().size();
       if (!unit.sums_over_replicas()) {
-        flat->keep_row_sum();
+        flat->keep_partial_sum();
         continue;
       }
       const std::vector<char> of_flat(

@@ -33,7 +33,7 @@ absl::Status check_mesh(const MeshRequest& unit, int rank, int num_ranks) {
   const bool rises =
       std::ranges::adjacent_find(ranks, std::greater_equal<>()) == ranks.end();
   if (ranks.empty() || !rises || ranks.front() < 0 ||
-      ranks.back() >= num_ranks || mesh.place_of(rank) < 0) {
+      ranks.back() >= num_ranks || mesh.index_of(rank) < 0) {
     return error(
         "expected ascending ranks of the model's process group (world "
         "size ",
@@ -42,9 +42,10 @@ absl::Status check_mesh(const MeshRequest& unit, int rank, int num_ranks) {
         "].\nList the ranks that hold the same parameters as this "
         "rank.");
   }
-  if (mesh.row_length() < 1 || mesh.size() % mesh.row_length() != 0) {
+  if (mesh.shard_group_size() < 1 ||
+      mesh.size() % mesh.shard_group_size() != 0) {
     return error("expected num_shards to divide the mesh's size, ", mesh.size(),
-                 ", found ", mesh.row_length(),
+                 ", found ", mesh.shard_group_size(),
                  ".\nOmit num_shards to shard over the whole mesh.");
   }
   return absl::OkStatus();
@@ -55,7 +56,8 @@ absl::Status check_mesh(const MeshRequest& unit, int rank, int num_ranks) {
 std::string describe_mesh_of(const MeshRequest& unit) {
   if (!unit.mesh) return absl::StrCat("'", unit.unit, "' on the model's mesh");
   return absl::StrCat("a unit on a mesh of ", unit.mesh->size(),
-                      " ranks in shard groups of ", unit.mesh->row_length());
+                      " ranks in shard groups of ",
+                      unit.mesh->shard_group_size());
 }
 
 // `hashes`: each rank's two hashes of this unit, of the mesh's ranks and of the
@@ -132,7 +134,7 @@ class TransportShardGroup final : public ShardGroup {
 
 }  // namespace
 
-int UnitMesh::place_of(int rank) const {
+int UnitMesh::index_of(int rank) const {
   const auto found = std::ranges::find(ranks, rank);
   return found == ranks.end() ? -1 : static_cast<int>(found - ranks.begin());
 }
@@ -140,9 +142,9 @@ int UnitMesh::place_of(int rank) const {
 std::string describe(const UnitMesh& mesh) {
   return absl::StrCat(
       "ranks ", absl::StrJoin(mesh.ranks, ", "),
-      mesh.row_length() == mesh.size()
+      mesh.shard_group_size() == mesh.size()
           ? ""
-          : absl::StrCat(" in shard groups of ", mesh.row_length()));
+          : absl::StrCat(" in shard groups of ", mesh.shard_group_size()));
 }
 
 void number_meshes(const Group& group, std::span<MeshRequest> units) {
@@ -178,7 +180,7 @@ void number_meshes(const Group& group, std::span<MeshRequest> units) {
     for (size_t k = 2 * i; k < hashes.size(); k += stride) {
       mesh_by_rank.push_back(hashes[k]);
     }
-    const int num_shards = meshed[i]->mesh->row_length();
+    const int num_shards = meshed[i]->mesh->shard_group_size();
     meshed[i]->number = numbers
                             .try_emplace({std::move(mesh_by_rank), num_shards},
                                          numbers.size() + 1)
@@ -207,8 +209,9 @@ ShardMeshes::ShardMeshes(const Group& group, int num_shards, c10::Device device,
   for (const auto& [number, mesh] : own_meshes) {
     Mesh made = {.gather_sizes = sizes_of(number)};
     made.scope.reset(new GroupScope(make_subgroup(group, mesh.ranks, device)));
-    made.transport = make_transport(made.scope->group(), mesh.row_length(),
-                                    streams(), made.gather_sizes, in_order);
+    made.transport =
+        make_transport(made.scope->group(), mesh.shard_group_size(), streams(),
+                       made.gather_sizes, in_order);
     made.shard_group = std::make_shared<TransportShardGroup>(
         *made.transport, mesh.size() == group->getSize());
     meshes_.push_back(std::move(made));

@@ -20,8 +20,8 @@
 #include <vector>
 
 #include "brigade/comm/process_group.h"
-#include "brigade/fsdp/fully_shard_options.h"
 #include "brigade/fsdp/shard_transport.h"
+#include "brigade/fsdp/sharded_model.h"
 #include "brigade/fsdp/sharded_tensor.h"
 
 namespace brigade {
@@ -34,7 +34,7 @@ struct MeshRequest {
   std::string unit = {};
   std::optional<UnitMesh> mesh = std::nullopt;    // unset: the model's
   uint64_t hash = 0;                              // equal on ranks of one mesh
-  std::optional<int> gather_size = std::nullopt;  // UnitSettings::reshards_to
+  std::optional<int> gather_size = std::nullopt;  // UnitSettings::reshard_to
   size_t number = 0;  // of the mesh, set by number_meshes()
 };
 

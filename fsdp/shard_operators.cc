@@ -23,7 +23,6 @@
 #include "brigade/fsdp/sharded_tensor.h"
 
 namespace brigade {
-
 namespace {
 
 // ---- Rules.
@@ -43,7 +42,7 @@ const Names kCopies = {"clone",     "copy_",      "_to_copy",  "fill",
 const Names kDraws = {"normal_", "uniform_",    "random_",   "exponential_",
                       "cauchy_", "log_normal_", "geometric_"};
 
-// By name and overload.
+// Names with overloads.
 const Names kReductions = {
     // clip_grad_norm_(), LAMB.
     "linalg_vector_norm", "norm.Scalar", "norm.ScalarOpt_dtype",
@@ -54,12 +53,11 @@ const Names kReductions = {
     "sum", "sum.dim_IntList", "mean", "mean.dim", "max", "min", "amax", "amin",
     "any", "all", "dot", "equal"};
 
-// Tagged pointwise, and not elementwise: random, or with a result that is no
-// tensor of the arguments' shape.
+// Tagged pointwise but not elementwise.
 const Names kNotElementwise = {"rrelu", "rrelu_", "native_dropout_backward"};
 
-// Allowed in grad mode: their results have no gradient, or they convert
-// parameters (Module::to()).
+// Allowed in grad mode: their results need no gradient, or Module::to() calls
+// them.
 const Names kNotRecorded = {"eq",        "ne",        "lt",        "le",
                             "gt",        "ge",        "equal",     "isnan",
                             "isinf",     "isfinite",  "_to_copy",  "zeros_like",
@@ -93,7 +91,7 @@ bool is_elementwise(const c10::OperatorHandle& op) {
     return false;
   }
   if (op.hasTag(at::Tag::pointwise)) return true;
-  // Some in-place operators lack the tag that theirs out of place have.
+  // Some in-place operators lack the tag of their out-of-place variant.
   if (!schema.name().ends_with('_')) return false;
   const auto functional = c10::Dispatcher::singleton().findSchema(
       {schema.name().substr(0, schema.name().size() - 1),
@@ -101,8 +99,8 @@ bool is_elementwise(const c10::OperatorHandle& op) {
   return functional && functional->hasTag(at::Tag::pointwise);
 }
 
-// Whether _foreach_<base> does for each tensor what an elementwise operator or
-// a copy does. Overloads have other names than the base operator's.
+// Overload names of _foreach operators differ from those of their base
+// operator.
 bool is_foreach_of_elementwise(std::string_view name) {
   name.remove_prefix(std::string_view("_foreach_").size());
   const bool is_copy = kCopies.contains(name);
@@ -135,7 +133,7 @@ Rule find_rule(const c10::OperatorHandle& op) {
     if (name.starts_with("_foreach_")) {
       return is_foreach_of_elementwise(name) ? Rule::kLocal : Rule::kRefused;
     }
-    // Optimizers: their first argument is the list of parameters, written.
+    // Fused optimizers write the list of parameters, their first argument.
     const auto& arguments = schema.arguments();
     if (name.starts_with("_fused_") && !arguments.empty() &&
         is_list(arguments[0]) && writes(arguments[0])) {
@@ -149,7 +147,7 @@ Rule find_rule(const c10::OperatorHandle& op) {
 
 struct OperatorFacts {
   Rule rule;
-  bool is_recorded;          // by autograd, in grad mode
+  bool is_recorded;          // by autograd
   std::vector<char> writes;  // by argument
   std::optional<size_t> memory_format;
 };
@@ -182,8 +180,8 @@ std::string name_of(const at::Tensor& sharded) {
              : "parameter '" + shard->name + "'";
 }
 
-// Also of two models that are sharded alike.
-bool hold_one_piece(const at::Tensor& a, const at::Tensor& b) {
+// True if both hold the same elements, perhaps of two models.
+bool are_cut_identically(const at::Tensor& a, const at::Tensor& b) {
   const Shard& of_a = *shard_of(a);
   const Shard& of_b = *shard_of(b);
   return of_a.offset == of_b.offset && of_a.flat_offset == of_b.flat_offset &&
@@ -200,10 +198,9 @@ void note_written(const at::Tensor& sharded, bool bumps_version = true) {
   if (shard.owner != nullptr) shard.owner->written(shard.unit);
 }
 
-// Pairs: the argument of a call, and the sharded tensor in whose place it is.
+// Pairs: argument of a call, sharded tensor that it replaces.
 using Replaced = c10::SmallVector<std::pair<at::Tensor, at::Tensor>, 4>;
 
-// Null unless the result is one of the arguments.
 const at::Tensor* original_of(const at::Tensor& result,
                               const Replaced& replaced) {
   for (const auto& [argument, original] : replaced) {
@@ -212,7 +209,7 @@ const at::Tensor* original_of(const at::Tensor& result,
   return nullptr;
 }
 
-// An operator and its arguments, on top of the stack.
+// One operator call; its arguments are on top of the stack.
 class Call {
  public:
   Call(const c10::OperatorHandle& op, torch::jit::Stack& stack)
@@ -224,13 +221,12 @@ class Call {
   c10::IValue& argument(size_t index) {
     return stack_[stack_.size() - num_arguments_ + index];
   }
-  // None if there is no such argument.
   c10::IValue argument(const std::string& name) {
     const auto place = op_.schema().argumentIndexWithName(name);
     return place ? argument(static_cast<size_t>(*place)) : c10::IValue();
   }
 
-  // All tensors of the arguments.
+  // `index`: position in a list argument, or 0.
   template <typename Visit>  // (const at::Tensor&, size_t argument, size_t
                              // index)
   void visit(const Visit& visit) {
@@ -254,8 +250,7 @@ class Call {
     });
   }
 
-  // Runs the operator below autograd, on `replace(tensor, argument)` in place
-  // of each sharded tensor.
+  // Runs below autograd, on `replace(tensor, argument)` for sharded tensors.
   template <typename Replace>
   Replaced run_on(const Replace& replace) {
     Replaced replaced;
@@ -291,13 +286,13 @@ class Call {
   std::span<c10::IValue> results() {
     return std::span(stack_).last(op_.schema().returns().size());
   }
-  // In place of run().
+  // Replaces run().
   void give_result(c10::IValue result) {
     torch::jit::drop(stack_, num_arguments_);
     stack_.push_back(std::move(result));
   }
 
-  // This rank holds all of each.
+  // True if this rank holds all elements of each sharded argument.
   bool are_whole() {
     bool are_whole = true;
     visit_sharded([&](const at::Tensor&, const Shard& shard, size_t) {
@@ -317,15 +312,15 @@ class Call {
   const size_t num_arguments_;
 };
 
-// ---- Elementwise operators, on pieces.
+// ---- Elementwise operators.
 
-// A call in which local pieces take the place of sharded arguments.
+// A call on the local tensors of its sharded arguments.
 class LocalCall {
  public:
   LocalCall(Call& call, const OperatorFacts& facts)
       : call_(call), facts_(facts) {}
 
-  // Throws if the arguments don't fit, before anything is changed.
+  // Throws if the arguments don't match, before any is written.
   void check() {
     call_.visit([&](const at::Tensor& tensor, size_t, size_t index) {
       if (shard_of(tensor) == nullptr) return;
@@ -333,8 +328,8 @@ class LocalCall {
       at::Tensor& reference = references_[index];
       if (!reference.defined()) {
         reference = tensor;
-      } else if (!hold_one_piece(reference, tensor)) {
-        refuse_pieces(reference, tensor);
+      } else if (!are_cut_identically(reference, tensor)) {
+        refuse_mismatch(reference, tensor);
       }
     });
     call_.visit([&](const at::Tensor& tensor, size_t argument, size_t index) {
@@ -360,37 +355,39 @@ class LocalCall {
 
  private:
   void check_plain(const at::Tensor& tensor, size_t argument, size_t index) {
-    // In lists beside the tensor at its place, otherwise beside all.
+    // An element of a list goes with the same index, a single tensor with all.
     const bool is_in_list = call_.argument(argument).isList();
     for (size_t k = 0; k < references_.size(); ++k) {
       const at::Tensor& whole = references_[k];
       if (!whole.defined() || (is_in_list && k != index)) continue;
       if (tensor.dim() > 0) {
-        call_.refuse(c10::str("a plain tensor of sizes ", tensor.sizes(),
-                              " beside ", name_of(whole),
-                              ". Shard it alike: shard_like()."));
+        call_.refuse(c10::str("mixes a plain tensor of sizes ", tensor.sizes(),
+                              " with ", name_of(whole),
+                              ". Shard it first: shard_like()."));
       }
       const bool is_number = tensor.unsafeGetTensorImpl()->is_wrapped_number();
       if (whole.dim() == 0 && !is_number && makes_tensors() &&
           tensor.scalar_type() != whole.scalar_type()) {
-        call_.refuse(c10::str("a plain tensor of dtype ", tensor.scalar_type(),
-                              " beside ", name_of(whole),
-                              ", which has no dimensions and dtype ",
-                              whole.scalar_type(), ". Cast it."));
+        call_.refuse(c10::str("mixes a plain tensor of dtype ",
+                              tensor.scalar_type(), " with ", name_of(whole),
+                              ", which is 0-dimensional of dtype ",
+                              whole.scalar_type(), ". Cast one of them."));
       }
     }
   }
 
-  [[noreturn]] void refuse_pieces(const at::Tensor& a,
-                                  const at::Tensor& b) const {
+  [[noreturn]] void refuse_mismatch(const at::Tensor& a,
+                                    const at::Tensor& b) const {
     if (a.sizes() != b.sizes() || a.strides() != b.strides()) {
-      call_.refuse(c10::str("sharded tensors of sizes ", a.sizes(), " and ",
-                            b.sizes(), ", strides ", a.strides(), " and ",
-                            b.strides(), ". They must be equal."));
+      call_.refuse(
+          c10::str("expected sharded tensors of equal sizes and "
+                   "strides, found sizes ",
+                   a.sizes(), " and ", b.sizes(), ", strides ", a.strides(),
+                   " and ", b.strides(), "."));
     }
     call_.refuse(name_of(a) + " and " + name_of(b) +
-                 " are cut at different places. Shard them in units of the "
-                 "same parameters, over the same ranks.");
+                 " are sharded differently. Shard them in units of the same "
+                 "parameters, over the same ranks.");
   }
 
   void check_memory_format() {
@@ -400,13 +397,13 @@ class LocalCall {
     const at::Tensor& whole = references_[0];
     if (format != at::MemoryFormat::Preserve &&
         !(format == at::MemoryFormat::Contiguous && whole.is_contiguous())) {
-      call_.refuse("another memory format than that of " + name_of(whole) +
-                   ".");
+      call_.refuse("expected the memory format of " + name_of(whole) +
+                   ", found another. Leave memory_format out.");
     }
     value = c10::IValue();
   }
 
-  // The results are new tensors, whose dtype type promotion chooses.
+  // True if type promotion chooses the dtype of the results.
   bool makes_tensors() const {
     const auto& returns = call_.op().schema().returns();
     return !returns.empty() &&
@@ -418,7 +415,7 @@ class LocalCall {
   at::Tensor local_of(const at::Tensor& tensor, size_t argument) {
     const at::Tensor& piece = shard_of(tensor)->local;
     if (facts_.writes[argument] != 0) note_written(tensor);
-    // Type promotion treats tensors without dimensions in a way of their own.
+    // Type promotion treats 0-dimensional tensors differently.
     const bool is_scalar = tensor.dim() == 0 && piece.numel() == 1;
     return is_scalar ? piece.view(at::IntArrayRef()) : piece;
   }
@@ -428,8 +425,9 @@ class LocalCall {
     const at::Tensor local =
         whole.dim() == 0 && result.dim() == 0 ? result.reshape({1}) : result;
     if (local.sizes() != shard_of(whole)->local.sizes()) {
-      call_.refuse("its result is not of its arguments' sizes: " +
-                   c10::str(result.sizes()) + ".");
+      call_.refuse(c10::str("expected a local result of sizes ",
+                            shard_of(whole)->local.sizes(), ", found ",
+                            result.sizes(), "."));
     }
     return make_sharded_like(whole, local);
   }
@@ -445,8 +443,7 @@ class LocalCall {
 
   Call& call_;
   const OperatorFacts& facts_;
-  // By place in a list, 0 for single tensors: the first sharded argument, if
-  // there is one.
+  // By index in a list, or 0: the first sharded argument; perhaps undefined.
   c10::SmallVector<at::Tensor, 1> references_;
   Replaced replaced_;
 };
@@ -467,17 +464,17 @@ void draw(Call& call) {
   note_written(sharded);
 }
 
-// ---- Operators on wholes.
+// ---- Operators on unsharded tensors.
 
-// This rank's pieces, where they are the wholes; otherwise gathered ones,
-// collective. The results are plain.
+// Runs on local tensors that hold all elements, and gathers the others
+// (collective). Results are plain.
 void run_on_wholes(Call& call) {
   const auto& arguments = call.op().schema().arguments();
   const Replaced replaced =
       call.run_on([&](const at::Tensor& tensor, size_t argument) {
         const Shard& shard = *shard_of(tensor);
         if (!shard.is_whole) return gather_whole(tensor);
-        // Views of it may write to it later.
+        // Results may be views, through which the caller writes later.
         note_written(tensor, writes(arguments[argument]));
         return shard.local.as_strided(tensor.sizes(), tensor.strides(),
                                       shard.local.storage_offset());
@@ -492,14 +489,14 @@ void run_on_wholes(Call& call) {
 
 // ---- Reductions.
 
-// `values`: 1D.
+// REQUIRES: 1D `values`.
 at::Tensor all_reduce(ShardGroup& group, const at::Tensor& values,
                       bool is_max) {
   const at::Tensor all = group.all_gather(values);
   return is_max ? all.amax(0) : all.sum(0);
 }
 
-// The norms of the wholes, in float64: one all-reduce for all of a group.
+// Norms in float64, with one all-reduce per shard group.
 std::vector<at::Tensor> norms_of(const std::vector<at::Tensor>& sharded,
                                  double order) {
   const bool is_max = std::isinf(order);
@@ -513,7 +510,7 @@ std::vector<at::Tensor> norms_of(const std::vector<at::Tensor>& sharded,
       const Shard& shard = *shard_of(sharded[k]);
       if (shard.group.get() != &group) continue;
       members.push_back(k);
-      values.push_back(piece_norm(shard.local, order));
+      values.push_back(local_norm(shard.local, order));
     }
     at::Tensor together = at::stack(values);
     if (!is_max) together = together.pow(order);
@@ -552,7 +549,7 @@ void reduce_norms(Call& call, double order) {
   call.give_result(std::move(results[0]));
 }
 
-// GradScaler's: divides pieces, and all ranks learn of what is not finite.
+// GradScaler: unscales local gradients and all-reduces `found_inf`.
 void unscale(Call& call, const OperatorFacts& facts) {
   LocalCall local(call, facts);
   local.check();
@@ -583,8 +580,8 @@ void reduce(Call& call, const OperatorFacts& facts) {
   const c10::IValue dims = call.argument("dim");
   call.visit_sharded([&](const at::Tensor& tensor, const Shard& shard, size_t) {
     if (!covers_all_dims(dims, tensor.dim())) {
-      call.refuse("over some dimensions of " + name_of(tensor) +
-                  ". Call it inside of unsharded() (Python: "
+      call.refuse("reduces over some dimensions of " + name_of(tensor) +
+                  ". Call it inside unsharded() (Python: "
                   "whole_parameters()), or on full_tensor().");
     }
     group_of(shard).require_all_ranks();
@@ -595,7 +592,7 @@ void reduce(Call& call, const OperatorFacts& facts) {
     const c10::IValue value = call.argument(argument);
     if (value.isScalar()) order = value.toScalar().toDouble();
   }
-  // Norms without memory for a whole.
+  // Needs no memory for the unsharded tensor.
   if (name.ends_with("norm") && order > 0) return reduce_norms(call, order);
   run_on_wholes(call);
 }
@@ -606,13 +603,13 @@ void check_grad_mode(Call& call, const OperatorFacts& facts) {
     TORCH_CHECK(!tensor.requires_grad(), toString(call.op().operator_name()),
                 " of ", name_of(tensor),
                 " outside of a forward is not recorded by autograd. Call it "
-                "under torch.no_grad(), or inside of the model's forward.");
+                "under torch.no_grad(), or inside the model's forward.");
   });
 }
 
 // ---- The fallback.
 
-// Whether all parameters among the arguments are unsharded for this call.
+// Returns the least state of the parameters; nullopt without parameters.
 std::optional<ParameterState> use_parameters(Call& call) {
   c10::SmallVector<const Shard*, 4> used;
   call.visit_sharded([&](const at::Tensor&, const Shard& shard, size_t) {
@@ -640,26 +637,26 @@ void check_use_of_unsharded(Call& call, ParameterState state) {
                          size_t argument) {
     if (shard.owner == nullptr) {
       call.refuse(name_of(tensor) +
-                  " in a forward or backward: it belongs to "
-                  "no unit. Use full_tensor() before.");
+                  " in a forward or backward: it belongs to no unit. Use its "
+                  "full_tensor() instead.");
     }
     if (state == ParameterState::kUnsharded && writes(arguments[argument])) {
       call.refuse("writes to " + name_of(tensor) +
-                  " in a forward or backward, where it would "
-                  "be lost. Write between them.");
+                  " in a forward or backward, where it would be lost. Write "
+                  "outside of them.");
     }
   });
 }
 
-[[noreturn]] void refuse_piece(Call& call) {
-  at::Tensor of;  // a parameter, if there is one
+[[noreturn]] void refuse_sharded(Call& call) {
+  at::Tensor named;  // a parameter, if there is one
   call.visit_sharded([&](const at::Tensor& tensor, const Shard& shard, size_t) {
-    if (!of.defined() || !shard.name.empty()) of = tensor;
+    if (!named.defined() || !shard.name.empty()) named = tensor;
   });
-  call.refuse("needs the whole of " + name_of(of) +
-              ", of which this rank holds a piece. Call it inside of the "
-              "model's forward or of unsharded() (Python: "
-              "whole_parameters()), or on full_tensor().");
+  call.refuse("needs the whole of " + name_of(named) +
+              ", of which this rank holds only its shard. Call it inside the "
+              "model's forward or unsharded() (Python: whole_parameters()), "
+              "or on full_tensor().");
 }
 
 void on_sharded(const c10::OperatorHandle& op, c10::DispatchKeySet keys,
@@ -679,7 +676,7 @@ void on_sharded(const c10::OperatorHandle& op, c10::DispatchKeySet keys,
         stack);
   }
   if (facts.rule == Rule::kRefused && !call.are_whole()) {
-    refuse_piece(call);
+    refuse_sharded(call);
   }
   check_grad_mode(call, facts);
   switch (facts.rule) {
@@ -696,7 +693,7 @@ void on_sharded(const c10::OperatorHandle& op, c10::DispatchKeySet keys,
     case Rule::kDraw:
       return draw(call);
     case Rule::kReduce:
-      // torch's own sums, for the same bits as without sharding.
+      // Runs torch's own kernel, which gives the bits of one process.
       return call.are_whole() ? run_on_wholes(call) : reduce(call, facts);
     default:
       return run_on_wholes(call);
@@ -715,11 +712,11 @@ const torch::Library& register_shard_operators() {
   return *library;
 }
 
-at::Tensor piece_norm(const at::Tensor& piece, double order) {
-  if (piece.numel() == 0) {
-    return at::zeros({}, piece.options().dtype(at::kDouble));
+at::Tensor local_norm(const at::Tensor& local, double order) {
+  if (local.numel() == 0) {
+    return at::zeros({}, local.options().dtype(at::kDouble));
   }
-  return at::linalg_vector_norm(piece.is_complex() ? piece.abs() : piece, order,
+  return at::linalg_vector_norm(local.is_complex() ? local.abs() : local, order,
                                 std::nullopt, /*keepdim=*/false, at::kDouble);
 }
 

@@ -1,24 +1,23 @@
-// Operators on sharded tensors: a boxed fallback on kShardedKey, which sees
-// every operator with a sharded argument.
+// Operators on sharded tensors: the boxed fallback of kShardedKey.
 //
-// In a forward or backward of the arguments' root it unshards them and calls
-// on. Otherwise the operator's rule decides, found from its schema and tags at
-// first use:
+// In a forward or backward, the fallback unshards the parameters among the
+// arguments and runs the operator on them. Otherwise it applies the operator's
+// rule, which it derives once from the schema and tags:
 //
-//   local      elementwise operators, copies, optimizers: on the local pieces.
-//              All sharded arguments hold one piece; plain ones are
-//              0-dimensional. Results are sharded as their arguments.
-//   draw       in-place random fills: the whole is drawn and the piece kept, so
-//              that equal seeds give the bits of one process.
-//   reduce     norms, sums and extremes over all elements. Collective: norms
-//              and GradScaler's check take one all-reduce for all tensors of a
-//              call, the others gather the wholes. Results are plain.
-//   handle     detach and alias: on the tensor itself.
-//   decompose  composite operators: by the operators that they consist of.
-//   refused    NotImplementedError that names the operator and the parameter.
+//   local      Elementwise operators, copies and optimizers: on local tensors.
+//              Sharded arguments must be cut identically; plain ones must be
+//              0-dimensional. Results are sharded as the arguments.
+//   draw       In-place random fills: fills an unsharded tensor and copies the
+//              local part, so equal seeds give the bits of one process.
+//   reduce     Norms, sums and extrema over all elements; collective. Norms and
+//              GradScaler's check take one all-reduce for all tensors of a
+//              call; the others gather the tensors. Results are plain.
+//   handle     detach and alias: on the sharded tensor itself.
+//   decompose  Composite operators: applies the rules of their parts.
+//   refused    All others: NotImplementedError names operator and parameter.
 //
-// None but `handle` and `decompose` is recorded by autograd: a RuntimeError if
-// grad mode is on and a sharded argument requires a gradient.
+// Autograd records only `handle` and `decompose`. For the other rules, grad
+// mode with a sharded argument that requires a gradient is a RuntimeError.
 
 #ifndef BRIGADE_FSDP_SHARD_OPERATORS_H_
 #define BRIGADE_FSDP_SHARD_OPERATORS_H_
@@ -28,12 +27,13 @@
 
 namespace brigade {
 
-// Registers the fallback, once and until the process ends; before any operator
-// on a sharded tensor. Returns what holds it. Any thread.
+// Registers the fallback at the first call, for the life of the process. Call
+// it before any operator on a sharded tensor. Thread-safe.
 const torch::Library& register_shard_operators();
 
-// In float64, also of complex elements; 0 of none. `order` > 0.
-at::Tensor piece_norm(const at::Tensor& piece, double order);
+// Returns the norm in float64, also of complex elements; 0 if there are none.
+// REQUIRES: `order` > 0.
+at::Tensor local_norm(const at::Tensor& local, double order);
 
 }  // namespace brigade
 

@@ -35,22 +35,185 @@
 #define BRIGADE_FSDP_SHARDED_MODEL_H_
 
 #include <ATen/core/Tensor.h>
+#include <ATen/core/ivalue.h>
+#include <c10/core/ScalarType.h>
 
 #include <chrono>
 #include <cstddef>
 #include <cstdint>
 #include <exception>
+#include <functional>
+#include <memory>
 #include <optional>
 #include <string>
 #include <utility>
+#include <variant>
 #include <vector>
 
 #include "brigade/checkpoint/checkpoint.h"
-#include "brigade/fsdp/fully_shard_options.h"
 #include "brigade/hooks/nested_tensors.h"
 #include "brigade/observing/timeline.h"
 
 namespace brigade {
+
+// ---- Options.
+
+// Comm hook of sharding: replaces the reduce-scatter of a unit's gradients.
+//
+//   class Clipped : public ReductionHook {
+//     FuturePtr reduce(const Reduction& reduction) override {
+//       reduction.whole.clamp_(-1, 1);
+//       return reduction.sum(reduction.whole, reduction.shard);
+//     }
+//     std::string hook_name() const override { return "clipped"; }
+//   };
+//
+// Every rank calls its hook for the same units in the same order, one call at a
+// time. A rank that has not used a unit passes zeros.
+class ReductionHook {
+ public:
+  using FuturePtr = c10::intrusive_ptr<c10::ivalue::Future>;
+
+  // Gradients of one unit in a shard group of F ranks, S elements per shard.
+  struct Reduction {
+    std::string unit;  // its name
+    size_t index = 0;  // of the unit, identical on all ranks
+    at::Tensor whole;  // [F * S]: this rank's unsharded gradients; writable
+    at::Tensor shard;  // [S], of the dtype of `whole`: receives the sum
+    int rank = 0;      // in the shard group; `shard` is this chunk of `whole`
+
+    // Reduce-scatter of `whole` [F * S] into `shard` [S], scaled, over all
+    // ranks. Both tensors have one floating dtype, any.
+    std::function<FuturePtr(const at::Tensor& whole, const at::Tensor& shard)>
+        sum = {};
+  };
+
+  virtual ~ReductionHook() = default;
+
+  // Writes the scaled sum into `shard`; calls `sum` exactly once. Owns `whole`
+  // and `shard` until the returned future is complete. On devices with streams,
+  // launches on the current stream and returns a complete future.
+  //
+  // Other collectives need a process group that nothing else uses, and must be
+  // identical on all ranks. Throws only before its first collective; an
+  // exception ends the iteration.
+  virtual FuturePtr reduce(const Reduction& reduction) = 0;
+
+  // Appears in messages; compared across ranks.
+  virtual std::string hook_name() const = 0;
+
+  // True if reduce() and its future fail only when the network fails.
+  virtual bool fails_by_network_only() const { return false; }
+};
+
+// Returns a hook that reduces gradients in `wire_dtype`, in rank order
+// (rounding: comm/ordered/ordered_collectives.h). Gradients are stored and
+// accumulated in the reduce dtype. Needs no extra memory. Complex gradients,
+// and those with elements no longer than `wire_dtype`, are not compressed.
+//
+// Errors: ValueError unless `wire_dtype` is float16 or bfloat16.
+std::shared_ptr<ReductionHook> compression_hook(at::ScalarType wire_dtype);
+
+// Options of fully_shard(), compared across ranks.
+struct FullyShardOptions {
+  // Size of the shard group; divides the world size. Each run of `num_shards`
+  // consecutive ranks is a replica of the model. 1: no sharding. Unset: all
+  // ranks.
+  std::optional<int> num_shards = std::nullopt;
+
+  // True: units reshard after forward and unshard for backward (ZeRO-3). False:
+  // they stay unsharded until backward (ZeRO-2). A number, which is more than 1
+  // and divides the number of shards: they reshard to this many consecutive
+  // ranks, for example those of a host. ZeRO-1: shard_optimizer_state().
+  std::variant<bool, int> reshard_after_forward = true;
+
+  // All-gathers issued ahead of the unit in use.
+  size_t prefetch_depth = 1;
+
+  // Dtype of parameters in forward and backward. Unset: their own, which
+  // optimizers always see.
+  std::optional<at::ScalarType> param_dtype = std::nullopt;
+
+  // Dtype in which gradients are summed. Unset: the parameters' own.
+  std::optional<at::ScalarType> reduce_dtype = std::nullopt;
+
+  // Dtype to which floating outputs of the model are cast. Unset: no cast.
+  std::optional<at::ScalarType> output_dtype = std::nullopt;
+
+  // Sums gradients in rank order on devices too, for reproducible bits.
+  bool reproducible = false;
+
+  // Replaces the reduce-scatter. Null: none.
+  std::shared_ptr<ReductionHook> comm_hook = nullptr;
+
+  // False: each rank shards its own values instead of those of the first rank
+  // of its mesh.
+  bool broadcast_parameters = true;
+
+  // On devices: iterations whose status may be outstanding, 0 to 16.
+  int max_unconfirmed_iterations = 1;
+};
+
+// Settings of one unit; may change between forwards and backwards. Equal on all
+// ranks, except for the prefetch depths.
+struct UnitSettings {
+  // False: stays unsharded from forward to backward.
+  bool reshard_after_forward = true;
+  // As a number in FullyShardOptions::reshard_after_forward. Only values that
+  // some unit of the mesh had at construction are valid. Unset: only shards
+  // stay.
+  std::optional<int> reshard_to = std::nullopt;
+  // False: stays unsharded until its shards are written.
+  bool reshard_after_backward = true;
+  // True: stays unsharded from its first use to the end of a forward or
+  // backward, for modules in several places. Constant.
+  bool spans_segments = false;
+  // False: its backward reads none of its parameters.
+  bool gathers_in_backward = true;
+  // Divisor of the summed gradients. Unset: the number of ranks of its mesh.
+  std::optional<double> gradient_divisor = std::nullopt;
+  // False: backwards accumulate its gradients on this rank.
+  bool synchronizes = true;
+  // False: sums stay within the shard group, and the next sum includes them.
+  bool sums_over_replicas = true;
+  // True: unsharded parameters are always in the same memory.
+  bool keeps_storage = false;
+  // All-gathers issued ahead while this unit is in use. Unset: prefetch_depth.
+  std::optional<size_t> forward_prefetch_depth = std::nullopt;
+  std::optional<size_t> backward_prefetch_depth = std::nullopt;
+
+  bool keeps_slices() const {
+    return reshard_after_forward && reshard_to && gathers_in_backward;
+  }
+};
+
+// Ranks that hold a unit, if not all ranks do (experts).
+//
+// Each rank names the ranks that hold the same parameters as it does. All
+// meshes of a unit have one size; their parameters differ only in names and
+// values:
+//
+//   4 ranks, expert 0 on {0, 2} and expert 1 on {1, 3}:
+//   selection.mesh_of = [rank](const std::string&) {
+//     return UnitMesh{.ranks = rank % 2 == 0 ? std::vector{0, 2}
+//                                            : std::vector{1, 3}};
+//   };
+struct UnitMesh {
+  // Ranks of the model's group, ascending.
+  std::vector<int> ranks = {};
+
+  // As FullyShardOptions::num_shards, among `ranks`.
+  std::optional<int> num_shards = std::nullopt;
+
+  int size() const { return static_cast<int>(ranks.size()); }
+  int shard_group_size() const { return num_shards.value_or(size()); }
+  // Position of `rank` in `ranks`; -1 if absent.
+  int index_of(int rank) const;
+
+  friend bool operator==(const UnitMesh&, const UnitMesh&) = default;
+};
+
+// ---- Model.
 
 // Counts on this rank since construction.
 struct ShardedModelStatistics {

@@ -9,7 +9,6 @@
 #include <utility>
 
 namespace brigade {
-
 namespace {
 
 void delete_shard(void* shard) { delete static_cast<Shard*>(shard); }
@@ -27,8 +26,8 @@ void refuse_access(c10::StorageImpl& storage, const std::string& name) {
     text.append("Parameter '").append(name).append("'");
   }
   text.append(
-      " is sharded: this rank holds a piece of it, and the piece can't be read "
-      "as the whole. Use full_tensor(), or unshard it first.");
+      " is sharded: this rank holds only its shard, so the data can't be read. "
+      "Use full_tensor(), or unshard it first.");
   storage.release_data_and_set_meta_custom_data_ptr_error_msg_(std::move(text));
 }
 
@@ -58,8 +57,8 @@ c10::intrusive_ptr<c10::TensorImpl> make_impl(Shard shard,
 void set_data(c10::StorageImpl& storage, void* data) {
   at::DataPtr& pointer = storage._mutable_data_ptr_no_checks();
   const auto device = pointer.device();
-  void* const context = pointer.release_context();
-  pointer = at::DataPtr(data, context, &delete_shard, device);
+  void* const shard = pointer.release_context();
+  pointer = at::DataPtr(data, shard, &delete_shard, device);
 }
 
 void set_dtype(const at::Tensor& sharded, caffe2::TypeMeta dtype) {
@@ -75,8 +74,8 @@ void set_dtype(const at::Tensor& sharded, caffe2::TypeMeta dtype) {
 void ShardGroup::require_all_ranks() const {
   TORCH_CHECK_NOT_IMPLEMENTED(
       is_everywhere_,
-      "a reduction of a parameter that some ranks don't have: each mesh would "
-      "get another result. Use the model's clip_grad_norm(), or "
+      "reduction of a parameter that only some ranks hold: the result would "
+      "differ between meshes. Use the model's clip_grad_norm(), or "
       "full_tensor().");
 }
 
@@ -84,8 +83,8 @@ ShardGroup& group_of(const Shard& shard) {
   TORCH_CHECK(shard.group != nullptr, "fully_shard: ",
               shard.name.empty() ? "a sharded tensor"
                                  : "parameter '" + shard.name + "'",
-              " is to be reduced or gathered before the first forward has "
-              "connected its ranks.\nDo so after it.");
+              " can't be reduced or gathered before the first forward, which "
+              "connects the ranks.\nRun a forward first.");
   return *shard.group;
 }
 

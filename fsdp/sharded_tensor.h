@@ -1,21 +1,20 @@
-// Ordinary tensors of a whole shape of which this rank holds one piece.
+// Sharded tensors: ordinary tensors with the unsharded sizes, of which this
+// rank holds one contiguous part, the local tensor.
 //
-// A sharded tensor has a dispatch key of its own, and a storage without data
-// whose context is a Shard. So every operator that touches it reaches the
-// fallback of shard_operators.cc before autograd, whatever holds the tensor: a
-// LibTorch module, a script, an optimizer or Python. Views and detached tensors
-// share the storage, so they are sharded tensors too. Access to the data
-// without an operator throws.
+// A sharded tensor has its own dispatch key, and a storage without data whose
+// context is a Shard. So every operator on it, from LibTorch, scripts or
+// Python, reaches the fallback of shard_operators.cc before autograd. Views and
+// detached tensors share the storage and are sharded too. Direct access to the
+// data throws.
 //
-// While the unit of a parameter is unsharded, the storage has the unit's
-// memory: bind_memory().
+// While a parameter is unsharded, its storage points into its unit's buffer.
 //
-//   at::Tensor state = make_sharded({.local = zeros, .offset = 6, .group =
-//   group},
-//                                   parameter.sizes(), parameter.strides());
+//   at::Tensor state =
+//       make_sharded({.local = zeros, .offset = 6, .group = group},
+//                    parameter.sizes(), parameter.strides());
 //   shard_of(state)->local;
 //
-// Thread safety: as that of tensors.
+// Thread safety: as that of at::Tensor.
 
 #ifndef BRIGADE_FSDP_SHARDED_TENSOR_H_
 #define BRIGADE_FSDP_SHARDED_TENSOR_H_
@@ -31,63 +30,63 @@
 
 namespace brigade {
 
-// A key that torch itself uses in its own tests only. Higher than those of
-// autograd, autocast and functorch.
+// Torch uses this key only in its own tests. Its priority is above autograd,
+// autocast and functorch.
 inline constexpr c10::DispatchKey kShardedKey =
     c10::DispatchKey::TESTING_ONLY_GenericWrapper;
 
-// The ranks that together hold all elements of a tensor, once each.
+// Shard group: ranks that together hold each element of a tensor once.
 class ShardGroup {
  public:
-  // `is_everywhere`: no other ranks of the model hold other parameters.
+  // `is_everywhere`: false if other ranks of the model hold other parameters.
   explicit ShardGroup(bool is_everywhere = true)
       : is_everywhere_(is_everywhere) {}
   virtual ~ShardGroup() = default;
 
-  // Returns [W, n] from `values` [n] of each of the W ranks. Collective.
+  // All-gathers `values` [n] of W ranks; returns [W, n].
   virtual at::Tensor all_gather(const at::Tensor& values) = 0;
-  // Throws NotImplementedError if other ranks hold other parameters, so that a
-  // reduction would differ.
+  // Throws NotImplementedError unless `is_everywhere`: a reduction would differ
+  // between shard groups.
   void require_all_ranks() const;
 
  private:
   const bool is_everywhere_;
 };
 
-// State of the parameters that an operator is about to use.
+// State of the parameters of one operator call.
 enum class ParameterState {
   kSharded,    // outside of a forward and backward
-  kUnsharded,  // in one: bound, to be read only
-  kWritable,   // bound; what is written counts
+  kUnsharded,  // bound and read-only, in a forward or backward
+  kWritable,   // bound; writes reach the shards
 };
 
 struct Shard;
 
-// Model of sharded parameters, called by operators that use them.
+// The model of sharded parameters; the operator fallback calls it.
 class ParameterOwner {
  public:
   virtual ~ParameterOwner() = default;
-  // One operator is about to use `parameters`, of this owner. In a forward or
-  // backward of this thread, unshards their units first; they stay so until the
-  // next call.
+  // Prepares `parameters` of this owner for one operator. In a forward or
+  // backward of this thread, unshards their units until the next call.
   virtual ParameterState use(std::span<const Shard* const> parameters) = 0;
-  // An operator has written to the shards of `unit`.
+  // Reports that an operator has written to the shards of `unit`.
   virtual void written(size_t unit) = 0;
-  // Awaits the outstanding statuses of all ranks. Throws PeerError if one has
-  // failed: the shards may be of a bad step.
+  // Awaits the outstanding statuses of all ranks. Throws PeerError if a rank
+  // has failed, since the shards may come from a bad step.
   virtual void await_statuses() = 0;
 };
 
+// State of a sharded tensor, the context of its storage.
 struct Shard {
   at::Tensor local = {};  // 1D, plain: this rank's elements, in memory order
-  int64_t offset = 0;     // of local[0] in the whole
+  int64_t offset = 0;     // of local[0] in the unsharded tensor
   std::shared_ptr<ShardGroup> group = nullptr;
 
-  // The whole lies at `flat_offset` of a flat tensor, of which each rank of the
-  // group holds `flat_per_rank` elements.
+  // Position of the unsharded tensor in a flat tensor, of which each rank of
+  // the group holds `flat_per_rank` elements.
   int64_t flat_offset = 0;
   int64_t flat_per_rank = 0;
-  bool is_whole = false;  // the group is this rank alone
+  bool is_whole = false;  // the group has one rank
 
   // Parameters only.
   ParameterOwner* owner = nullptr;
@@ -96,37 +95,36 @@ struct Shard {
   std::string name = {};
 };
 
-// Null if the tensor is not sharded.
+// Returns null if the tensor is not sharded.
 Shard* shard_of(const at::Tensor& tensor);
 
-// A tensor of these sizes and strides, without gradient. REQUIRES: the strides
-// are those of a dense tensor.
+// Makes a sharded tensor without gradient. REQUIRES: strides of a dense tensor.
 at::Tensor make_sharded(Shard shard, at::IntArrayRef sizes,
                         at::IntArrayRef strides);
-// With another local piece of the same elements as `sharded`; no parameter.
+// Makes a tensor with other values, sharded as `sharded`; not a parameter.
 at::Tensor make_sharded_like(const at::Tensor& sharded, at::Tensor local);
 
-// Throws if the ranks are not connected yet.
+// Throws RuntimeError before the first forward has connected the ranks.
 ShardGroup& group_of(const Shard& shard);
 
-// The whole, plain and contiguous as the strides say. Collective over the
-// group. Of a parameter: awaits its owner's statuses before.
+// Returns the unsharded tensor, plain, with the strides of `sharded`.
+// Collective over the shard group. For a parameter, awaits its owner's statuses
+// first.
 at::Tensor gather_whole(const at::Tensor& sharded);
 
-// Makes `parameter` itself a sharded tensor: all its handles, hooks and
-// optimizers stay. Its data is dropped. REQUIRES: dense; the local piece has
-// its dtype and device. Throws ValueError if it is sharded already.
+// Turns `parameter` itself into a sharded tensor and releases its data. Its
+// handles, hooks and optimizers stay valid. REQUIRES: the local tensor has its
+// dtype and device. Throws ValueError if it is sharded already or not dense.
 void shard_in_place(const at::Tensor& parameter, Shard shard);
 
-// Gives `tensor` this shard, and a storage of its own.
+// Replaces the storage of `tensor` with a new one that holds `shard`.
 void replace_shard(const at::Tensor& tensor, Shard shard);
 
-// The storage of a sharded tensor reads `memory` from here on, which has the
-// whole's elements in `dtype` and outlives unbind_memory(); or nothing. Until
-// then the tensor has that dtype.
+// Points the storage of `sharded` to `memory`, until unbind_memory(). `memory`
+// holds the unsharded elements in `dtype`, which becomes the tensor's dtype.
 void bind_memory(const at::Tensor& sharded, void* memory,
                  caffe2::TypeMeta dtype);
-// `dtype`: that it has from here on.
+// `dtype`: the tensor's new dtype.
 void unbind_memory(const at::Tensor& sharded, caffe2::TypeMeta dtype);
 
 }  // namespace brigade

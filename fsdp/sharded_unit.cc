@@ -27,7 +27,7 @@ namespace {
 using Group = c10::intrusive_ptr<c10d::ProcessGroup>;
 using Requests = std::vector<UnitRequest>;
 
-// ---- What ranks must have alike.
+// ---- Checks across ranks.
 
 std::string dtype_or_own(const std::optional<at::ScalarType>& dtype) {
   return dtype ? c10::toString(*dtype) : "own";
@@ -55,22 +55,22 @@ std::string describe(const FullyShardOptions& options) {
 
 std::string describe(const UnitRequest& unit, const UnitParameter& parameter) {
   const at::Tensor& tensor = parameter.tensor;
-  // On other meshes names differ.
-  std::string text = unit.mesh ? "unit with a mesh of its own"
+  // Units with a mesh have other names on other ranks.
+  std::string text = unit.mesh ? "unit with its own mesh"
                                : absl::StrCat("unit '", unit.name, "'");
   if (unit.parent) absl::StrAppend(&text, " (in unit ", *unit.parent, ")");
   if (unit.reshard_after_forward) {
-    absl::StrAppend(&text, " (reshards ", describe(*unit.reshard_after_forward),
-                    ")");
+    absl::StrAppend(&text, " (reshard_after_forward ",
+                    describe(*unit.reshard_after_forward), ")");
   }
   if (unit.spans_segments) absl::StrAppend(&text, " (spans segments)");
   absl::StrAppend(&text, ": ");
   if (!unit.mesh) absl::StrAppend(&text, "'", parameter.name, "' ");
   if (parameter.block_numel != 1) {
-    absl::StrAppend(&text, "in blocks of ", parameter.block_numel, " ");
+    absl::StrAppend(&text, "block_numel ", parameter.block_numel, " ");
   }
   if (parameter.compute_dtype) {
-    absl::StrAppend(&text, "computed in ",
+    absl::StrAppend(&text, "compute_dtype ",
                     c10::toString(*parameter.compute_dtype), " ");
   }
   if (tensor.defined() && !tensor.requires_grad()) {
@@ -89,34 +89,35 @@ void check_reshard(const std::variant<bool, int>& after_forward,
   TORCH_CHECK_VALUE(
       found == nullptr ||
           (*found > 1 && *found < num_shards && num_shards % *found == 0),
-      "fully_shard: expected reshard_after_forward to be a bool, or a number "
-      "of ranks that is more than 1, less than the number of shards, ",
-      num_shards, ", and divides it, found ", *found,
-      ".\nGive the ranks of a host, or true.");
+      "fully_shard: expected reshard_after_forward to be a bool, or a divisor "
+      "of num_shards (",
+      num_shards, ") between 1 and num_shards, found ", *found,
+      ".\nPass the number of ranks per host, or true.");
 }
 
 void check_options(const FullyShardOptions& options, int num_ranks) {
   const int num_shards = options.num_shards.value_or(num_ranks);
   TORCH_CHECK_VALUE(
       num_shards >= 1 && num_ranks % num_shards == 0,
-      "fully_shard: expected num_shards to divide the number of ranks, ",
-      num_ranks, ", found ", num_shards,
-      ".\nGive the ranks of a host, or leave it out for all.");
+      "fully_shard: expected num_shards to divide the world size ", num_ranks,
+      ", found ", num_shards,
+      ".\nPass the number of ranks per host, or leave it unset for all ranks.");
   TORCH_CHECK_VALUE(
       options.max_unconfirmed_iterations >= 0 &&
           options.max_unconfirmed_iterations <= 16,
       "fully_shard: expected max_unconfirmed_iterations from 0 to 16, found ",
-      options.max_unconfirmed_iterations, ".\nGive 1.");
+      options.max_unconfirmed_iterations, ".\nPass 1.");
   for (const auto& dtype :
        {options.param_dtype, options.reduce_dtype, options.output_dtype}) {
     TORCH_CHECK_VALUE(!dtype || at::isFloatingType(*dtype),
-                      "fully_shard: expected a floating dtype, found ", *dtype,
-                      ".\nGive bfloat16, for instance.");
+                      "fully_shard: expected param_dtype, reduce_dtype and "
+                      "output_dtype to be floating, found ",
+                      *dtype, ".\nPass one of float32, float16, bfloat16.");
   }
   check_reshard(options.reshard_after_forward, num_shards);
 }
 
-// `device`: of the first parameter.
+// `device`: expected device, that of the first parameter.
 void check_parameter(const c10d::ProcessGroup& group, const UnitRequest& unit,
                      const UnitParameter& parameter, c10::Device device) {
   const auto require = [&](bool holds, const auto&... words) {
@@ -131,20 +132,22 @@ void check_parameter(const c10d::ProcessGroup& group, const UnitRequest& unit,
           "is sharded already.\nShard each parameter once.");
   require(
       tensor.layout() == at::kStrided && tensor.is_non_overlapping_and_dense(),
-      "is not dense.\nUse a dense parameter.");
-  require(parameter.block_numel >= 1, "is not to be cut in blocks of ",
-          parameter.block_numel,
-          " elements.\nGive 1, or the length of a row, for instance.");
+      "is not dense: it is sparse, or its elements overlap or have gaps.\nUse "
+      "a contiguous parameter.");
+  require(parameter.block_numel >= 1, "has block_numel ", parameter.block_numel,
+          "; expected at least 1.\nPass 1, or the length of a row.");
   const at::ScalarType dtype = parameter.compute_dtype.value_or(at::kFloat);
-  require(at::isFloatingType(dtype), "can't be computed in ", dtype,
-          ".\nGive bfloat16, for instance.");
-  require(tensor.is_leaf(),
-          "was computed from others.\nShard the parameters of a module, which "
-          "are leaves.");
+  require(at::isFloatingType(dtype), "has compute_dtype ", dtype,
+          "; expected a floating dtype.\nPass one of float32, float16, "
+          "bfloat16.");
+  require(
+      tensor.is_leaf(),
+      "is not a leaf tensor.\nShard leaves, for example the parameters of a "
+      "module.");
   require(device.is_meta() || supports_device(group, device.type()), "is on ",
           device,
-          ", for which the group has no backend.\nMove the module to the "
-          "group's device before it is sharded.");
+          ", for which the process group has no backend.\nMove the module to "
+          "the group's device before fully_shard().");
 }
 
 void check_units(const c10d::ProcessGroup& group, const Requests& requests,
@@ -154,10 +157,9 @@ void check_units(const c10d::ProcessGroup& group, const Requests& requests,
   for (const UnitRequest& unit : requests) {
     TORCH_CHECK_VALUE(!unit.parameters.empty(), "fully_shard: unit '",
                       unit.name,
-                      "' has no parameters.\nMake a unit of a module that has "
-                      "some of its own.");
+                      "' has no parameters.\nChoose a module that has some.");
     check_reshard(unit.reshard_after_forward.value_or(true),
-                  unit.mesh ? unit.mesh->row_length() : num_shards);
+                  unit.mesh ? unit.mesh->shard_group_size() : num_shards);
     for (const UnitParameter& parameter : unit.parameters) {
       if (!device && parameter.tensor.defined()) {
         device = parameter.tensor.device();
@@ -168,13 +170,14 @@ void check_units(const c10d::ProcessGroup& group, const Requests& requests,
       const std::string* const owner = memory.take(parameter.tensor, name);
       TORCH_CHECK_VALUE(owner == nullptr, "fully_shard: parameter ", name,
                         " shares its memory with ", *owner,
-                        ".\nPut tied parameters into one unit, once.");
+                        ".\nPut tied parameters into one unit, and list them "
+                        "once.");
     }
   }
 }
 
-void require_alike(const Group& group, const Requests& requests,
-                   const FullyShardOptions& options) {
+void require_equal_requests(const Group& group, const Requests& requests,
+                            const FullyShardOptions& options) {
   absl::Status status;
   try {
     check_options(options, group->getSize());
@@ -194,7 +197,7 @@ void require_alike(const Group& group, const Requests& requests,
 
 // ---- Meshes.
 
-// Of what ranks of one mesh have alike, and others need not.
+// Hashes the names, which are equal on the ranks of one mesh only.
 uint64_t hash_of_names(const UnitRequest& unit) {
   size_t hash = std::hash<std::string>{}(unit.name);
   for (const UnitParameter& parameter : unit.parameters) {
@@ -203,7 +206,6 @@ uint64_t hash_of_names(const UnitRequest& unit) {
   return hash;
 }
 
-// From the first rank of each unit's mesh.
 void broadcast_parameters(const Group& group, const Requests& requests,
                           const std::vector<MeshRequest>& meshes) {
   const at::NoGradGuard no_grad;
@@ -229,8 +231,8 @@ void broadcast_parameters(const Group& group, const Requests& requests,
 
 // ---- Units.
 
-// Parameters of each dtype and compute dtype, frozen ones separately, so that
-// no zeros travel for them.
+// Groups the parameters by dtype and compute dtype. Frozen ones are separate,
+// so that no zeros are reduced for them.
 auto flats_of(const UnitRequest& unit) {
   using Kind = std::tuple<at::ScalarType, bool, std::optional<at::ScalarType>>;
   std::map<Kind, std::vector<UnitParameter>> flats;
@@ -247,7 +249,7 @@ at::ScalarType dtype_or(std::optional<at::ScalarType> chosen,
   return chosen && at::isFloatingType(own) ? *chosen : own;
 }
 
-// Until connect_units(): collectives of operators on the user's group.
+// Shard group of operators before connect_units(); uses the user's group.
 class UserGroup final : public ShardGroup {
  public:
   UserGroup(Group group, int num_shards)
@@ -278,18 +280,17 @@ UnitSettings settings_of(const UnitRequest& request,
   } else if (request.spans_segments) {
     after_forward = false;
   } else if (request.mesh && std::holds_alternative<int>(after_forward)) {
-    after_forward = true;  // the number is one of the model's mesh
+    after_forward = true;  // the number applies to the model's mesh only
   }
   if (const int* const number = std::get_if<int>(&after_forward)) {
-    settings.reshards_to = *number;
+    settings.reshard_to = *number;
   } else {
-    settings.reshards_after_forward = std::get<bool>(after_forward);
+    settings.reshard_after_forward = std::get<bool>(after_forward);
   }
   settings.spans_segments = request.spans_segments;
   return settings;
 }
 
-// The bytes that a tensor spans; empty without memory of its own.
 std::span<const char> bytes_of(const at::Tensor& tensor) {
   if (!tensor.defined() || tensor.layout() != at::kStrided ||
       !tensor.has_storage()) {
@@ -321,7 +322,8 @@ const std::string* ParameterMemory::take(const at::Tensor& tensor,
 
 const std::string* ParameterMemory::owner_of(const at::Tensor& tensor) const {
   const auto bytes = bytes_of(tensor);
-  // They don't overlap: the last that begins before this one ends decides.
+  // Owned ranges are disjoint: only the last that begins before the end of
+  // `bytes` can overlap.
   auto last = by_begin_.lower_bound(bytes.data() + bytes.size());
   if (bytes.empty() || last == by_begin_.begin()) return nullptr;
   --last;
@@ -369,15 +371,16 @@ void ShardedUnit::unbind() {
 std::vector<ShardedUnit> make_sharded_units(std::vector<UnitRequest> requests,
                                             const Group& group,
                                             const FullyShardOptions& options) {
-  TORCH_CHECK_VALUE(group,
-                    "fully_shard: the process group is null.\nGive that of "
-                    "init_process_group().");
+  TORCH_CHECK_VALUE(
+      group,
+      "fully_shard: the process group is null.\nPass the group of "
+      "init_process_group().");
   if (!requests.empty() && !requests.front().parameters.empty() &&
       requests.front().parameters.front().tensor.defined()) {
     suggest_control_device(group,
                            requests.front().parameters.front().tensor.device());
   }
-  require_alike(group, requests, options);
+  require_equal_requests(group, requests, options);
   std::vector<MeshRequest> meshes;
   for (const UnitRequest& unit : requests) {
     meshes.push_back(
@@ -392,7 +395,7 @@ std::vector<ShardedUnit> make_sharded_units(std::vector<UnitRequest> requests,
   std::vector<ShardedUnit> units;
   for (const UnitRequest& request : requests) {
     const UnitMesh& mesh = request.mesh ? *request.mesh : of_model;
-    const int place = mesh.place_of(group->getRank());
+    const int place = mesh.index_of(group->getRank());
     ShardedUnit unit;
     unit.name = request.name;
     unit.settings = settings_of(request, options);
@@ -400,17 +403,17 @@ std::vector<ShardedUnit> make_sharded_units(std::vector<UnitRequest> requests,
     unit.parent = request.parent;
     unit.mesh = request.mesh;
     unit.mesh_hash = hash_of_names(request);
-    unit.is_first_replica = place < mesh.row_length();
-    const auto of_user =
-        request.mesh ? nullptr
-                     : std::make_shared<UserGroup>(group, mesh.row_length());
+    unit.is_first_replica = place < mesh.shard_group_size();
+    const auto of_user = request.mesh ? nullptr
+                                      : std::make_shared<UserGroup>(
+                                            group, mesh.shard_group_size());
     for (auto& [kind, parameters] : flats_of(request)) {
       const auto& [dtype, is_trained, compute_dtype] = kind;
       unit.flats.push_back(std::make_unique<FlatShard>(
           std::move(parameters),
           FlatShard::Context{
-              .num_ranks = mesh.row_length(),
-              .rank = place % mesh.row_length(),
+              .num_ranks = mesh.shard_group_size(),
+              .rank = place % mesh.shard_group_size(),
               .compute_dtype = dtype_or(
                   compute_dtype ? compute_dtype : options.param_dtype, dtype),
               .reduce_dtype = dtype_or(options.reduce_dtype, dtype),
@@ -433,11 +436,11 @@ std::unique_ptr<ShardMeshes> connect_units(std::vector<ShardedUnit>& units,
     meshes.push_back({.unit = unit.name,
                       .mesh = unit.mesh,
                       .hash = unit.mesh_hash,
-                      .gather_size = unit.settings.reshards_to});
+                      .gather_size = unit.settings.reshard_to});
   }
   number_meshes(group, meshes);
   absl::Status status;
-  try {  // what was on meta may have been given memory since
+  try {  // parameters may have left the meta device since
     for (const ShardedUnit& unit : units) {
       for (const auto& flat : unit.flats) flat->adopt_pieces();
     }
@@ -445,18 +448,18 @@ std::unique_ptr<ShardMeshes> connect_units(std::vector<ShardedUnit>& units,
     status =
         absl::FailedPreconditionError(message_of(std::current_exception()));
   }
-  const std::vector<std::string> nothing;
-  require_agreement(group, "sharded parameter", nothing, status);
+  require_agreement(group, "sharded parameter", {}, status);
   std::optional<c10::Device> device;
   for (const ShardedUnit& unit : units) {
     if (!device && !unit.flats.empty()) device = unit.flats.front()->device();
   }
   TORCH_CHECK_VALUE(device,
                     "fully_shard: the module has no parameters.\n"
-                    "Shard one that has some.");
-  TORCH_CHECK(!device->is_meta(),
-              "fully_shard: parameters are on meta.\nCall to_empty() and give "
-              "them values before the first forward.");
+                    "Shard a module that has some.");
+  TORCH_CHECK(
+      !device->is_meta(),
+      "fully_shard: parameters are on the meta device.\nCall to_empty() "
+      "and initialize them before the first forward.");
   auto connected = std::make_unique<ShardMeshes>(
       group, options.num_shards.value_or(group->getSize()), *device, meshes,
       options.reproducible);

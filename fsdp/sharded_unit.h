@@ -1,4 +1,5 @@
-// Units: parameters that are gathered together, and released together.
+// Units of a sharded model: parameters that are unsharded and resharded
+// together.
 
 #ifndef BRIGADE_FSDP_SHARDED_UNIT_H_
 #define BRIGADE_FSDP_SHARDED_UNIT_H_
@@ -17,82 +18,80 @@
 
 #include "brigade/comm/streams/streams.h"
 #include "brigade/fsdp/flat_shard.h"
-#include "brigade/fsdp/fully_shard_options.h"
-#include "brigade/fsdp/reduction_hook.h"
 #include "brigade/fsdp/shard_meshes.h"
+#include "brigade/fsdp/sharded_model.h"
 #include "brigade/fsdp/unshard_buffers.h"
 
 namespace brigade {
 
-// A unit to be made.
+// Request for a unit.
 struct UnitRequest {
-  std::string name;  // "blocks.2"; of the outermost unit perhaps empty
+  std::string name;  // "blocks.2"; may be empty for the root
   std::vector<UnitParameter> parameters = {};  // each in one unit only
-  // The unit around it, which comes before it. Unset: none.
+  // Index of the enclosing unit, which precedes this one. Unset: none.
   std::optional<size_t> parent = std::nullopt;
-  // Unset: as the options say.
+  // Unset: as in the options.
   std::optional<std::variant<bool, int>> reshard_after_forward = std::nullopt;
-  // Its modules are used here and there, as the norms of all blocks are: it
-  // stays unsharded from its first use to the segment's end.
+  // UnitSettings::spans_segments, for example for the norms of all blocks.
   bool spans_segments = false;
-  // Ranks that hold these parameters. Unset: all.
+  // Unset: all ranks.
   std::optional<UnitMesh> mesh = std::nullopt;
 };
 
 struct ShardedUnit {
   using FuturePtr = ShardTransport::FuturePtr;
 
-  // One all-gather of all flats into a buffer.
+  // One all-gather of all flat parameters into a buffer.
   struct Gathered {
     Lease lease = {};
     std::vector<at::Tensor> wholes = {};  // by flat
-    std::vector<FuturePtr> futures = {};  // by flat that travels
+    std::vector<FuturePtr> futures = {};  // by flat with an all-gather
   };
 
   std::string name;
   std::vector<std::unique_ptr<FlatShard>> flats = {};
-  std::vector<at::Tensor> parameters = {};  // in the order of the request
+  std::vector<at::Tensor> parameters = {};  // in order of the request
   UnitSettings settings = {};
   std::shared_ptr<ReductionHook> comm_hook = nullptr;
-  std::optional<size_t> parent = std::nullopt;  // the unit around it
-  std::optional<UnitMesh> mesh = std::nullopt;  // unset: the model's
-  uint64_t mesh_hash = 0;                       // equal on ranks of one mesh
+  std::optional<size_t> parent = std::nullopt;  // the enclosing unit
+  std::optional<UnitMesh> mesh = std::nullopt;  // unset: all ranks
+  uint64_t mesh_hash = 0;  // of the names, equal on the ranks of one mesh
   bool is_first_replica = true;
   size_t mesh_number = 0;
   ShardTransport* transport = nullptr;
 
   // ---- Unsharded.
   std::optional<Gathered> gathered = std::nullopt;
-  bool is_bound = false;    // parameters read it
-  bool is_stale = false;    // shards were written since it was gathered
-  bool is_by_hand = false;  // until ShardedModel::reshard()
+  bool is_bound = false;    // parameters are views into it
+  bool is_stale = false;    // shards were written after the all-gather
+  bool is_by_hand = false;  // by ShardedModel::unshard()
   std::optional<StreamUses> uses = std::nullopt;
-  Lease kept = {};  // settings.keeps_storage: while it is sharded
+  Lease kept = {};  // with settings.keeps_storage, while it is sharded
 
-  // Slices for all-gathers among neighbours; by flat, none: none.
+  // By flat, after a reshard to `settings.reshard_to` ranks; else empty.
   std::vector<at::Tensor> slices = {};
   Lease gradients = {};
 
   int64_t whole_bytes() const;
   int64_t gradient_bytes() const;
   bool is_trained() const;
-  // Whether its next sums go over replicas, and their divisor.
+  // Returns true if the next sum includes the replicas.
   bool sums_over_replicas() const;
-  double divisor() const;
-  // Binds or unbinds all parameters. REQUIRES of bind(): gathered.
+  double divisor() const;  // of its sums
+  // REQUIRES: gathered.
   void bind();
   void unbind();
 };
 
-// Owners of the bytes of tensors. Those of one storage may lie side by side, as
-// an LSTM's do that cuDNN has flattened.
+// Map from memory ranges of tensors to names of their owners. Disjoint tensors
+// in one storage, as in an LSTM flattened for cuDNN, may have different owners.
 class ParameterMemory {
  public:
-  // Null if nobody has any of the tensor's memory, which then belongs to
-  // `owner`; otherwise who has it.
+  // Gives the tensor's memory to `owner` and returns null; returns the present
+  // owner instead if there is an overlap.
   const std::string* take(const at::Tensor& tensor, std::string owner);
 
-  // Who has some of it, or null.
+  // Returns an owner of some of the tensor's memory, or null.
   const std::string* owner_of(const at::Tensor& tensor) const;
 
  private:
@@ -103,19 +102,19 @@ class ParameterMemory {
   std::map<const char*, Owned> by_begin_;
 };
 
-// Collective: compares requests and options across ranks, broadcasts the
-// parameters and shards them in place. The units belong to no model yet.
+// Compares requests and options across ranks, broadcasts the parameters and
+// shards them in place. Collective. The units have no owner yet.
 //
-// Throws ValueError on all ranks alike if requests or options differ or make no
-// sense, a parameter is in two units, shares memory with another one, is
-// sharded already, not dense or no leaf. No parameter is changed then.
+// Throws ValueError on all ranks, before any parameter changes, if requests or
+// options differ or are invalid, or if a parameter is in two units, shares
+// memory with another one, is sharded already, is not dense or not a leaf.
 std::vector<ShardedUnit> make_sharded_units(
     std::vector<UnitRequest> requests,
     const c10::intrusive_ptr<c10d::ProcessGroup>& group,
     const FullyShardOptions& options);
 
-// Collective: connects the meshes of units, which belong to `owner` from here
-// on. Throws ValueError on all ranks alike if meshes differ.
+// Connects the meshes of the units and makes `owner` their owner. Collective.
+// Throws ValueError on all ranks if meshes differ.
 std::unique_ptr<ShardMeshes> connect_units(
     std::vector<ShardedUnit>& units,
     const c10::intrusive_ptr<c10d::ProcessGroup>& group,

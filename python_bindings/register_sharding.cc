@@ -18,7 +18,6 @@
 #include <vector>
 
 #include "brigade/fsdp/backward_hooks.h"
-#include "brigade/fsdp/reduction_hook.h"
 #include "brigade/fsdp/segmented_model.h"
 #include "brigade/observing/timeline.h"
 #include "brigade/python_bindings/registrations.h"
@@ -122,7 +121,7 @@ std::shared_ptr<SegmentedModel> make_model(
 bool holds_gradients(const SegmentedModel& model) {
   return std::ranges::any_of(model.units(), [](const ShardedUnit& unit) {
     return std::ranges::any_of(unit.flats, [](const auto& flat) {
-      return flat->has_gradients() || flat->has_row_sum();
+      return flat->has_gradients() || flat->has_partial_sum();
     });
   });
 }
@@ -238,7 +237,7 @@ void register_sharding(py::module_& module) {
   set_error_taker(take_error);
 
   py::class_<FullyShardOptions>(module, "FullyShardOptions",
-                                "See fsdp/fully_shard_options.h.")
+                                "See fsdp/sharded_model.h.")
       .def(py::init([](std::optional<int> num_shards,
                        std::optional<int> reshard_to, size_t prefetch_depth,
                        std::optional<at::ScalarType> param_dtype,
@@ -265,13 +264,12 @@ void register_sharding(py::module_& module) {
            py::arg("wire_dtype"), py::arg("reproducible"),
            "`wire_dtype`: dtype of compressed gradients, or None.");
 
-  py::class_<UnitSettings>(module, "UnitSettings",
-                           "See fsdp/fully_shard_options.h.")
-      .def_readwrite("reshards_after_forward",
-                     &UnitSettings::reshards_after_forward)
-      .def_readwrite("reshards_to", &UnitSettings::reshards_to)
-      .def_readwrite("reshards_after_backward",
-                     &UnitSettings::reshards_after_backward)
+  py::class_<UnitSettings>(module, "UnitSettings", "See fsdp/sharded_model.h.")
+      .def_readwrite("reshard_after_forward",
+                     &UnitSettings::reshard_after_forward)
+      .def_readwrite("reshard_to", &UnitSettings::reshard_to)
+      .def_readwrite("reshard_after_backward",
+                     &UnitSettings::reshard_after_backward)
       .def_readwrite("gathers_in_backward", &UnitSettings::gathers_in_backward)
       .def_readwrite("gradient_divisor", &UnitSettings::gradient_divisor)
       .def_readwrite("synchronizes", &UnitSettings::synchronizes)

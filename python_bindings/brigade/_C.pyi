@@ -55,14 +55,14 @@ class FullyShardOptions:
 class UnitSettings:
     gathers_in_backward: bool
     keeps_storage: bool
-    reshards_after_backward: bool
-    reshards_after_forward: bool
+    reshard_after_backward: bool
+    reshard_after_forward: bool
     sums_over_replicas: bool
     synchronizes: bool
     backward_prefetch_depth: int | None
     forward_prefetch_depth: int | None
     gradient_divisor: float | None
-    reshards_to: int | None
+    reshard_to: int | None
 class ShardedUnit:
     def __init__(self, name: str, names: collections.abc.Sequence[str], parameters: collections.abc.Sequence[torch.Tensor], group: torch.distributed.distributed_c10d.ProcessGroup, options: FullyShardOptions, reshard_after_forward: bool, spans_segments: bool, block_numels: collections.abc.Sequence[typing.SupportsInt] | None, dtypes: collections.abc.Sequence[torch.dtype | None] | None) -> None: ...
     def rename(self, name: str, names: collections.abc.Sequence[str]) -> None: ...

@@ -286,10 +286,10 @@ class Unit:
         return self.native.settings if self.root is None else self.root.native.settings(self.index)
 
     def set_reshard_after_forward(self, value: bool | int) -> None:
-        self.reshard_after_forward, reshards_to = split_reshards(value, self.num_shards)
+        self.reshard_after_forward, reshard_to = split_reshards(value, self.num_shards)
         if (settings := self.settings()) is not None:
-            settings.reshards_after_forward = self.reshard_after_forward
-            settings.reshards_to = reshards_to
+            settings.reshard_after_forward = self.reshard_after_forward
+            settings.reshard_to = reshard_to
 
     # ---- Manual unshard() and reshard().
 
@@ -541,11 +541,11 @@ class Root:
 
     def reshard_after_forward(self) -> None:
         """Reshards manually unsharded units at the end of the outermost forward."""
-        self._reshard_due("reshards_after_forward")
+        self._reshard_due("reshard_after_forward")
 
     def reshard_after_backward(self) -> None:
         """Lets the running backward reshard manually unsharded units when it ends."""
-        self._reshard_due("reshards_after_backward")
+        self._reshard_due("reshard_after_backward")
 
     def _reshard_due(self, setting: str) -> None:
         due = [unit for unit in self.manually_unsharded if getattr(unit.settings(), setting)]

@@ -121,7 +121,7 @@ class FSDPModule(_TorchFSDPModule):
         With False, the unit stays unsharded until its shards change, so that the forwards of
         gradient accumulation issue no all-gather.
         """
-        self._set(recurse, reshards_after_backward=reshard_after_backward)
+        self._set(recurse, reshard_after_backward=reshard_after_backward)
 
     def set_keep_unsharded_storage(self, keep: bool, *, recurse: bool = True) -> None:
         """Sets whether unsharded parameters keep their memory and addresses while sharded.
@@ -571,16 +571,16 @@ def fully_shard(
                     f"fully_shard: mp_policy: expected {name} to be a torch.dtype, found "
                     f"{value!r}.\nPass a dtype, for example torch.bfloat16."
                 )
-        reshards, reshards_to = split_reshards(
+        reshards, reshard_to = split_reshards(
             True if reshard_after_forward is None else reshard_after_forward, num_shards
         )
         if comm_hook is not None and comm_hook not in _WIRE_DTYPES:
             raise NotImplementedError(
                 f"fully_shard: expected comm_hook to be one of {', '.join(_WIRE_DTYPES)}, found "
-                f"{comm_hook!r}.\nCustom hooks are written in C++ (fsdp/reduction_hook.h)."
+                f"{comm_hook!r}.\nCustom hooks are written in C++ (fsdp/sharded_model.h)."
             )
     options = {
-        "reshard_to": reshards_to,
+        "reshard_to": reshard_to,
         "prefetch_depth": prefetch_depth,
         "param_dtype": policy.param_dtype,
         "reduce_dtype": policy.reduce_dtype,

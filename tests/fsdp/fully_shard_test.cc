@@ -1,5 +1,5 @@
-// Units that are chosen, and training of modules of any type with the bits of
-// one process.
+// Choice of units, and training of modules of any type with the bits of one
+// process.
 
 #include "brigade/fsdp/fully_shard.h"
 
@@ -36,7 +36,7 @@ at::Tensor random(at::IntArrayRef sizes, uint64_t seed) {
   return torch::randn(sizes, at::make_generator<at::CPUGeneratorImpl>(seed));
 }
 
-// Ranks are threads: parameters are written from generators of their own.
+// Initializes from separate generators, since ranks are threads.
 template <typename Holder>
 Holder with_values(Holder module, uint64_t seed) {
   const torch::NoGradGuard no_grad;
@@ -80,7 +80,7 @@ struct NetImpl : torch::nn::Module {
 };
 TORCH_MODULE(Net);
 
-// Each once; LibTorch lists a tied one where it is registered.
+// Returns each parameter once; LibTorch lists tied ones repeatedly.
 std::vector<at::Tensor> parameters_of(const torch::nn::Module& module) {
   std::vector<at::Tensor> parameters;
   for (const at::Tensor& parameter : module.parameters()) {
@@ -92,7 +92,7 @@ std::vector<at::Tensor> parameters_of(const torch::nn::Module& module) {
   return parameters;
 }
 
-// Against the same module without sharding, in one process: the same bits.
+// Expects the bits of the same module trained unsharded in one process.
 template <typename Make>
 void expect_same_training(const Make& make, int num_ranks,
                           const UnitSelection& selection = {}) {
@@ -172,7 +172,7 @@ TEST(FullyShardTest, ModulesOfATypeAreUnits) {
   EXPECT_THAT(units_of(*make_layers(), each_is_unit<BlockImpl>()),
               ElementsAre("", "4", "5"));
   expect_same_training(make_layers, 2, each_is_unit<BlockImpl>());
-  // Also inside of others.
+  // Units may be nested.
   const UnitSelection linears = each_is_unit<torch::nn::LinearImpl>();
   EXPECT_THAT(units_of(*Net(), linears),
               ElementsAre("", "first.lin", "second.lin", "head"));
@@ -184,11 +184,11 @@ TEST(FullyShardTest, ModulesOfATypeAreUnits) {
   expect_same_training([] { return with_values(Net(), 1); }, 2, both);
 }
 
-// They have 56, 54, 48, 48 and 14 elements.
-TEST(FullyShardTest, ModulesAreTogetherUntilTheyAreLargeEnough) {
+// The layers have 56, 54, 48, 48 and 14 elements.
+TEST(FullyShardTest, UnitsOfSizeHaveAtLeastThatManyElements) {
   EXPECT_THAT(units_of(*make_layers(), units_of_size(50)),
               ElementsAre("", "1", "3"));
-  EXPECT_THAT(units_of(*Net(), units_of_size(42)),  // 42 of them are lin's
+  EXPECT_THAT(units_of(*Net(), units_of_size(42)),  // lin has 42
               ElementsAre("", "first.lin", "second.lin"));
   EXPECT_THAT(units_of(*Net(), units_of_size(43)),
               ElementsAre("", "first", "second"));
@@ -206,17 +206,17 @@ TEST(FullyShardTest, TiedParametersStayTied) {
   expect_same_training(make, 2);
 }
 
-TEST(FullyShardTest, TheOutermostUnitIsGatheredOnceAndReducedOnce) {
+TEST(FullyShardTest, TheRootUnitIsGatheredOnceAndReducedOnce) {
   run_ranks(2, [](const Group& group) {
     Net net = with_values(Net(), 1);
     const auto model =
         fully_shard(*net, group, {}, each_is_unit<torch::nn::LinearImpl>());
     int64_t all = 0;
-    int64_t outermost = 0;
+    int64_t root = 0;
     for (const ShardedUnit& unit :
          dynamic_cast<SegmentedModel&>(*model).units()) {
       all += unit.whole_bytes();
-      if (unit.name.empty()) outermost += unit.whole_bytes();
+      if (unit.name.empty()) root += unit.whole_bytes();
     }
     for (int number = 0; number < 4; ++number) {
       const ShardedModelStatistics before = model->statistics();
@@ -225,16 +225,16 @@ TEST(FullyShardTest, TheOutermostUnitIsGatheredOnceAndReducedOnce) {
       const ShardedModelStatistics after = model->statistics();
       EXPECT_EQ(after.all_gathers - before.all_gathers, 4 + 3);
       EXPECT_LE(after.sent_by_gathers - before.sent_by_gathers,
-                outermost / 2 + 2 * (all - outermost) / 2);
+                root / 2 + 2 * (all - root) / 2);
       EXPECT_LE(after.sent_by_sums - before.sent_by_sums, all / 2);
-      if (number < 2) continue;  // learned
+      if (number < 2) continue;  // no recorded schedule yet
       EXPECT_EQ(after.learned_segments, before.learned_segments);
       EXPECT_EQ(after.rounds, before.rounds);
     }
   });
 }
 
-TEST(FullyShardTest, WhatIsIgnoredStaysAsItIs) {
+TEST(FullyShardTest, IgnoredParametersAreNeitherShardedNorReduced) {
   run_ranks(2, [&](const Group& group) {
     const int rank = group->getRank();
     Net net = with_values(Net(), 1);
@@ -254,9 +254,9 @@ TEST(FullyShardTest, WhatIsIgnoredStaysAsItIs) {
   });
 }
 
-// `other` has the memory of `weight`.
-struct ByMemoryImpl : torch::nn::Module {
-  explicit ByMemoryImpl(bool is_buffer) {
+// `other` shares memory with `weight`.
+struct SharedMemoryImpl : torch::nn::Module {
+  explicit SharedMemoryImpl(bool is_buffer) {
     const at::Tensor weight = register_parameter("weight", torch::ones({6}));
     if (is_buffer) {
       register_buffer("other", weight.detach());
@@ -266,14 +266,14 @@ struct ByMemoryImpl : torch::nn::Module {
   }
 };
 
-TEST(FullyShardTest, WhatStaysAsItIsHasMemoryOfItsOwn) {
+TEST(FullyShardTest, UnshardedTensorsMustNotShareMemoryWithShardedOnes) {
   run_ranks(2, [&](const Group& group) {
     const UnitSelection ignoring = {
         .is_ignored = [](const std::string& name, const at::Tensor&) {
           return name == "other";
         }};
     for (const bool is_buffer : {false, true}) {
-      const ByMemoryImpl module(is_buffer);
+      const SharedMemoryImpl module(is_buffer);
       EXPECT_THAT([&] { fully_shard(module, group, {}, ignoring); },
                   Throws<c10::ValueError>(Property(
                       &c10::Error::what_without_backtrace,
@@ -284,7 +284,6 @@ TEST(FullyShardTest, WhatStaysAsItIsHasMemoryOfItsOwn) {
   });
 }
 
-// LibTorch has no hooks of a script's modules either.
 TEST(FullyShardTest, TorchScriptModulesAreSharded) {
   run_ranks(2, [](const Group& group) {
     const auto make = [] {
@@ -328,7 +327,7 @@ TEST(FullyShardTest, TorchScriptModulesAreSharded) {
 
 // ---- Programs.
 
-TEST(FullyShardTest, WritesCountOnlyInAScopeThatEndsWithoutAnError) {
+TEST(FullyShardTest, WritesCountIfTheirScopeEndsWithoutAnError) {
   run_ranks(2, [](const Group& group) {
     Net net = with_values(Net(), 1);
     Net expected = with_values(Net(), 1);
@@ -383,8 +382,7 @@ struct Strategy {
   void (*change)(ShardedModel&) = [](ShardedModel&) {};
 };
 
-// Each step's gradients and an evaluation after it, SGD's writes included.
-TEST(FullyShardTest, EveryStrategyTrainsWithEveryOptimizer) {
+TEST(FullyShardTest, EveryStrategyTrainsAndEvaluates) {
   const std::vector<Strategy> strategies = {
       {"all", {}},
       {"gradients", {.reshard_after_forward = false}},
@@ -471,8 +469,7 @@ TEST(FullyShardTest, NormsAndClippingAreGlobal) {
   });
 }
 
-// A view holds its unit's memory; a backward to inputs changes no `.grad`.
-TEST(FullyShardTest, ViewsAndGradientsOfInputs) {
+TEST(FullyShardTest, ViewsWorkAndGradientsOfInputsLeaveGradUndefined) {
   run_ranks(2, [](const Group& group) {
     Net plain = with_values(Net(), 1);
     Net net = with_values(Net(), 1);
@@ -550,7 +547,6 @@ TEST(FullyShardTest, WritesInForwardAndLateModulesAreRefused) {
   });
 }
 
-// Ranks may have opened the forwards of different threads.
 TEST(FullyShardTest, ForwardsOfTwoThreadsAreOneErrorOnAllRanks) {
   run_ranks(2, [](const Group& group) {
     Net net = with_values(Net(), 1);
@@ -573,7 +569,7 @@ TEST(FullyShardTest, ForwardsOfTwoThreadsAreOneErrorOnAllRanks) {
   });
 }
 
-// Layers of these sizes, and perhaps a parameter around them, used at the end.
+// Linear layers of these sizes; optionally a parameter of the root, used last.
 struct ChainImpl : torch::nn::Module {
   ChainImpl(const std::vector<int64_t>& sizes, bool has_gain) {
     for (size_t i = 1; i < sizes.size(); ++i) {
@@ -593,7 +589,7 @@ struct ChainImpl : torch::nn::Module {
 };
 TORCH_MODULE(Chain);
 
-// The number after `begin`.
+// Returns the number after `begin`.
 std::string mebibytes_after(const std::string& text, const std::string& begin) {
   const size_t number = text.find(begin) + begin.size();
   return text.substr(number, text.find(" MiB", number) - number);
@@ -624,12 +620,12 @@ void expect_planned_buffers(const std::vector<int64_t>& sizes,
     EXPECT_THAT(after, HasSubstr("backward: "));
     const std::string found = mebibytes_after(after, "buffers in use: ");
     EXPECT_EQ(mebibytes_after(after, "for gradients, "), found) << after;
-    if (has_gain) return;  // its order is not that of registration
+    if (has_gain) return;  // used in another order than registered
     EXPECT_EQ(mebibytes_after(before, "for gradients, "), found) << before;
   });
 }
 
-TEST(FullyShardTest, BuffersAreThosePlanned) {
+TEST(FullyShardTest, BuffersHaveThePlannedSize) {
   std::vector<BufferCase> cases = {
       {.options = {.reshard_after_forward = false}}, {.max_reducing = 1}};
   for (const size_t depth : {0, 1, 2}) {
@@ -641,7 +637,7 @@ TEST(FullyShardTest, BuffersAreThosePlanned) {
   }
 }
 
-TEST(FullyShardTest, MistakesAreNamed) {
+TEST(FullyShardTest, ErrorsNameTheMistake) {
   EXPECT_THAT(error_of([] { fully_shard(*Net(), Group()); }),
               HasSubstr("process group is null"));
   EXPECT_THAT(error_of([] { make_subgroup(nullptr, {0}); }),
@@ -671,7 +667,7 @@ TEST(FullyShardTest, MistakesAreNamed) {
     EXPECT_THAT(error_of([&] {
                   net(random({3, 6}, 1));
                 }),
-                HasSubstr("inside of the model's forward"));
+                HasSubstr("inside the model's forward"));
   });
 }
 

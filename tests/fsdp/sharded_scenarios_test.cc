@@ -23,7 +23,6 @@
 #include "brigade/comm/errors/peer_error.h"
 #include "brigade/comm/process_group.h"
 #include "brigade/fsdp/fully_shard.h"
-#include "brigade/fsdp/reduction_hook.h"
 #include "brigade/fsdp/sharded_tensor.h"
 #include "brigade/hooks/activation_checkpoint.h"
 #include "brigade/tests/support/local_ranks.h"

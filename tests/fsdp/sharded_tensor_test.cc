@@ -40,7 +40,7 @@ std::string message_of(const std::function<void()>& call) {
   return "";
 }
 
-// Binds a unit's parameters while a scope is open; counts.
+// Owner that unshards parameters while `is_open`, and records calls.
 class FakeRoot : public ParameterOwner {
  public:
   ParameterState use(std::span<const Shard* const> used) override {
@@ -77,7 +77,7 @@ class FakeRoot : public ParameterOwner {
   bool is_open = false;
 };
 
-TEST(ShardedTensorTest, HasTheWholesShapeAndNoData) {
+TEST(ShardedTensorTest, HasTheUnshardedSizesAndNoData) {
   const auto sharded = sharded_copy(torch::arange(12.).reshape({3, 4}), 1);
   EXPECT_EQ(sharded.sizes(), (std::vector<int64_t>{3, 4}));
   EXPECT_EQ(sharded.numel(), 12);
@@ -89,7 +89,7 @@ TEST(ShardedTensorTest, HasTheWholesShapeAndNoData) {
   EXPECT_EQ(shard_of(torch::ones(3)), nullptr);
 }
 
-TEST(ShardedTensorTest, HandlesShareThePiece) {
+TEST(ShardedTensorTest, HandlesShareTheLocalTensor) {
   const auto sharded = sharded_copy(torch::ones({3, 4}), 0);
   for (const at::Tensor& handle :
        {sharded.detach(), sharded.data(), sharded.alias()}) {
@@ -99,7 +99,7 @@ TEST(ShardedTensorTest, HandlesShareThePiece) {
   EXPECT_TRUE(torch::equal(shard_of(sharded)->local, torch::full({6}, 4.)));
 }
 
-TEST(ShardedTensorTest, SetDataTakesAnotherPiece) {
+TEST(ShardedTensorTest, SetDataReplacesTheLocalTensor) {
   FakeRoot root;
   const auto parameter = torch::ones({3, 4}).requires_grad_();
   root.add(parameter, "weight");
@@ -111,7 +111,7 @@ TEST(ShardedTensorTest, SetDataTakesAnotherPiece) {
   EXPECT_EQ(shard_of(parameter)->local.scalar_type(), torch::kDouble);
 }
 
-TEST(ShardedTensorTest, ParameterThatIsShardedTwiceIsNamed) {
+TEST(ShardedTensorTest, ShardingAParameterTwiceIsAnError) {
   FakeRoot root;
   const auto parameter = torch::ones({3, 4});
   root.add(parameter, "weight");
@@ -119,7 +119,7 @@ TEST(ShardedTensorTest, ParameterThatIsShardedTwiceIsNamed) {
               ::testing::HasSubstr("'tied' is sharded already"));
 }
 
-TEST(ShardOperatorsTest, ElementwiseOperatorsRunOnPieces) {
+TEST(ShardOperatorsTest, ElementwiseOperatorsRunOnLocalTensors) {
   const auto a = torch::randn({3, 5});
   const auto b = torch::randn({3, 5});
   const auto expected = a * b + 2 * a;
@@ -132,7 +132,7 @@ TEST(ShardOperatorsTest, ElementwiseOperatorsRunOnPieces) {
   }
 }
 
-TEST(ShardOperatorsTest, RefusesWhatNeedsTheWhole) {
+TEST(ShardOperatorsTest, RefusesOperatorsThatNeedTheUnshardedTensor) {
   FakeRoot root;
   const auto p = torch::randn({4, 4});
   root.add(p, "blocks.0.weight");
@@ -157,7 +157,7 @@ TEST(ShardOperatorsTest, RefusesWhatNeedsTheWhole) {
   }
 }
 
-TEST(ShardOperatorsTest, GradModeIsAnError) {
+TEST(ShardOperatorsTest, RecordingByAutogradIsAnError) {
   FakeRoot root;
   const auto p = torch::ones({4}).requires_grad_();
   root.add(p, "bias");
@@ -167,7 +167,7 @@ TEST(ShardOperatorsTest, GradModeIsAnError) {
   EXPECT_EQ(message_of([&] { p.detach().mul(2); }), "");
 }
 
-TEST(ShardOperatorsTest, WritesAreNoted) {
+TEST(ShardOperatorsTest, WritesAreReportedToTheOwner) {
   FakeRoot root;
   const auto p = torch::ones({4}).requires_grad_();
   root.add(p, "bias");
@@ -179,7 +179,7 @@ TEST(ShardOperatorsTest, WritesAreNoted) {
   EXPECT_GT(p._version(), version);
 }
 
-TEST(ShardOperatorsTest, RandomFillsAreThoseOfOneProcess) {
+TEST(ShardOperatorsTest, RandomFillsHaveTheBitsOfOneProcess) {
   const auto whole = torch::empty({5, 7});
   torch::manual_seed(3);
   torch::nn::init::kaiming_uniform_(whole);
@@ -192,7 +192,7 @@ TEST(ShardOperatorsTest, RandomFillsAreThoseOfOneProcess) {
   }
 }
 
-TEST(ShardOperatorsTest, UsesInAForwardUnshard) {
+TEST(ShardOperatorsTest, UsesInAForwardUnshardParameters) {
   FakeRoot root;
   const auto weight = torch::randn({4, 4}).requires_grad_();
   const auto reference = weight.detach().clone().requires_grad_();
@@ -202,7 +202,7 @@ TEST(ShardOperatorsTest, UsesInAForwardUnshard) {
   root.is_open = true;
   const auto view = weight.t();
   root.reshard();
-  auto loss = torch::mm(x, view).square().sum();  // a view unshards, too
+  auto loss = torch::mm(x, view).square().sum();  // a view unshards too
   root.reshard();
   loss.backward();
   root.reshard();
@@ -228,7 +228,7 @@ TEST(ShardOperatorsTest, WritesInAForwardAreRefused) {
               ::testing::HasSubstr("belongs to no unit"));
 }
 
-// `made_before`: the optimizer is made of the parameter before it is sharded.
+// `made_before`: the optimizer is constructed before sharding.
 template <typename Optimizer, typename Options>
 void expect_steps_like_one_process(Options options, bool made_before) {
   const auto initial = torch::randn({5, 7});
@@ -263,7 +263,7 @@ void expect_steps_like_one_process(Options options, bool made_before) {
   }
 }
 
-TEST(ShardOperatorsTest, OptimizersStepPieces) {
+TEST(ShardOperatorsTest, OptimizersStepLocalTensors) {
   namespace optim = torch::optim;
   for (const bool made_before : {false, true}) {
     expect_steps_like_one_process<optim::SGD>(
@@ -275,7 +275,7 @@ TEST(ShardOperatorsTest, OptimizersStepPieces) {
     expect_steps_like_one_process<optim::RMSprop>(
         optim::RMSpropOptions(0.01).centered(true).momentum(0.9), made_before);
   }
-  // Makes its state when it is made.
+  // Its constructor makes the state.
   expect_steps_like_one_process<optim::Adagrad>(optim::AdagradOptions(0.01),
                                                 /*made_before=*/false);
 }

@@ -56,7 +56,7 @@ CALLS = {
     "move": (lambda m: m.to("meta"), "can't be moved"),
     "memory format": (
         lambda m: m.to(memory_format=torch.channels_last),
-        "another memory format than that of",
+        "expected the memory format of",
     ),
     "functional": (
         lambda m: torch.func.grad(lambda x: m(x).sum())(torch.ones(4, 5)),

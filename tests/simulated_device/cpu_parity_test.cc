@@ -1,5 +1,4 @@
-// Ranks with a device each get the bits of ranks on CPUs: sums in the order of
-// the ranks.
+// Reproducible reduction on devices gives the bits of ranks on CPUs.
 
 #include <ATen/CPUGeneratorImpl.h>
 #include <torch/torch.h>
@@ -31,7 +30,7 @@ Tensors to_cpu(const Tensors& tensors) {
   return copies;
 }
 
-// The results of ranks on CPUs, by rank.
+// Returns the results of ranks on CPUs, by rank.
 std::vector<Tensors> train_on_cpus(int world_size, const Train& train) {
   std::vector<Tensors> by_rank(world_size);
   testing::run_ranks(world_size, [&](const Group& group) {
@@ -73,7 +72,7 @@ class ReproducibleOnDevicesTest
     const auto on_device =
         at::TensorOptions(std::get<1>(GetParam())).device(device);
     Tensors parameters;
-    // Numbers that the number of ranks divides, and others.
+    // Some are multiples of the world size.
     for (const int64_t numel : {7, 64, 1, 300, 12}) {
       parameters.push_back(at::ones({numel}, on_device).requires_grad_());
     }

@@ -1,5 +1,5 @@
-// Wrapped modules on every layout of streams: buffers, copies of parameters in
-// lower precision, no_sync, join.
+// DistributedDataParallel on every layout of streams: buffers, mixed precision,
+// no_sync and join.
 
 #include <torch/torch.h>
 
@@ -38,7 +38,7 @@ struct StreamedModuleImpl : torch::nn::Module {
 };
 TORCH_MODULE(StreamedModule);
 
-// Gradients as views.
+// The parameter is gradient_as_bucket_view.
 class DdpStreamsTest : public simulated::StreamTest,
                        public ::testing::WithParamInterface<bool> {
  protected:
@@ -47,7 +47,7 @@ class DdpStreamsTest : public simulated::StreamTest,
                         .gradient_as_bucket_view = GetParam()}};
   }
 
-  // Steps of which the first backward of every other one stays local.
+  // Every other step first runs a backward under no_sync.
   static void train(const StreamLayout& layout,
                     DistributedDataParallelOptions options,
                     at::ScalarType precision) {
@@ -87,7 +87,7 @@ TEST_P(DdpStreamsTest, TrainsInLowerPrecisionOnEveryLayout) {
   }
 }
 
-// Identical ranks all have data, or none has.
+// Identical ranks run out of data at the same time.
 TEST_P(DdpStreamsTest, JoinsOnEveryLayout) {
   for (const StreamLayout& layout : all_stream_layouts()) {
     SCOPED_TRACE(name_of(layout));

@@ -1,5 +1,5 @@
-// Sharded training on every layout of streams: what is gathered, computed,
-// summed and delivered is ordered, and memory is lent again only after that.
+// Sharded training on every layout of streams: all-gathers, computation,
+// reductions and delivery are ordered, and memory is reused only afterwards.
 
 #include <torch/torch.h>
 
@@ -17,7 +17,7 @@
 #include <vector>
 
 #include "brigade/comm/errors/peer_error.h"
-#include "brigade/fsdp/reduction_hook.h"
+#include "brigade/fsdp/sharded_model.h"
 #include "brigade/fsdp/sharded_tensor.h"
 #include "brigade/tests/simulated_device/streamed_training.h"
 #include "brigade/tests/support/simulated_device/ordering_calls.h"
@@ -36,19 +36,19 @@ using testing::StreamLayout;
 
 constexpr size_t kNumUnits = ShardedTraining::kNumUnits;
 
-// Shards, kept from forward to backward, prefetch depth, calls on own streams,
-// neighbours that keep slices (0: none do).
+// num_shards, unsharded from forward to backward, prefetch_depth,
+// calls_on_own_stream, reshard_after_forward as a number (0: none).
 class FsdpStreamsTest : public simulated::StreamTest,
                         public ::testing::WithParamInterface<
                             std::tuple<int, bool, int, bool, int>> {
  protected:
   static FullyShardOptions options() {
-    const int neighbours = std::get<4>(GetParam());
+    const int reshard_to = std::get<4>(GetParam());
     FullyShardOptions options = {
         .num_shards = std::get<0>(GetParam()),
         .reshard_after_forward = !std::get<1>(GetParam()),
         .prefetch_depth = static_cast<size_t>(std::get<2>(GetParam()))};
-    if (neighbours > 0) options.reshard_after_forward = neighbours;
+    if (reshard_to > 0) options.reshard_after_forward = reshard_to;
     return options;
   }
   static ShardedProgram program() {
@@ -83,7 +83,7 @@ INSTANTIATE_TEST_SUITE_P(, FsdpStreamsTest,
                                            std::tuple(2, false, 1, false, 0),
                                            std::tuple(1, false, 0, true, 0),
                                            std::tuple(1, true, 2, true, 0)));
-INSTANTIATE_TEST_SUITE_P(InSlices, FsdpStreamsTest,
+INSTANTIATE_TEST_SUITE_P(ReshardToSome, FsdpStreamsTest,
                          ::testing::Values(std::tuple(4, false, 0, true, 2),
                                            std::tuple(4, false, 1, false, 2)));
 
@@ -110,8 +110,8 @@ void sums_over_replicas(ShardedTraining& training, bool value) {
   }
 }
 
-// Every other backward sums over rows alone.
-void train_by_rows(ShardedTraining& training) {
+// The first two backwards of a step reduce within shard groups only.
+void train_with_partial_sums(ShardedTraining& training) {
   for (int s = 0; s < 2; ++s) {
     sums_over_replicas(training, false);
     training.step(s);
@@ -123,61 +123,57 @@ void train_by_rows(ShardedTraining& training) {
   }
 }
 
-TEST_P(OtherFsdpStreamsTest, RowsAddUpSeveralBackwards) {
-  on_every_layout(options(), program(), train_by_rows);
+TEST_P(OtherFsdpStreamsTest, PartialSumsAddUpOverBackwards) {
+  on_every_layout(options(), program(), train_with_partial_sums);
 }
 
-// What travels is in other memory than what it was made of, and becomes that
-// again. Rows add up what has arrived.
-TEST_P(OtherFsdpStreamsTest, TravelsInLowerPrecision) {
+TEST_P(OtherFsdpStreamsTest, ReducesCompressedGradients) {
   FullyShardOptions compressed = options();
   compressed.comm_hook = compression_hook(at::kBFloat16);
   on_every_layout(compressed, program(), [](ShardedTraining& training) {
     train(training, 3);
-    train_by_rows(training);
+    train_with_partial_sums(training);
   });
 }
 
-// Each rank adds up what it gets, and so does each column.
-TEST_P(OtherFsdpStreamsTest, AddsUpInTheOrderOfTheRanks) {
+TEST_P(OtherFsdpStreamsTest, ReducesInRankOrder) {
   for (const at::ScalarType reduce : {at::kFloat, at::kBFloat16}) {
     FullyShardOptions in_order = options();
     in_order.reproducible = true;
     in_order.reduce_dtype = reduce;
     on_every_layout(in_order, program(), [](ShardedTraining& training) {
       train(training, 3);
-      train_by_rows(training);
+      train_with_partial_sums(training);
     });
   }
 }
 
-TEST_P(OtherFsdpStreamsTest, ComputesAgainInBackward) {
-  ShardedProgram again = program();
-  again.is_checkpointed = true;
-  expect_training(options(), again);
+TEST_P(OtherFsdpStreamsTest, RecomputesInBackward) {
+  ShardedProgram checkpointed = program();
+  checkpointed.is_checkpointed = true;
+  expect_training(options(), checkpointed);
 }
 
-// Ranks of some, and all of them in other rows.
-TEST_P(OtherFsdpStreamsTest, TrainsUnitsOnMeshesOfTheirOwn) {
+// Meshes of some ranks, and one of all ranks with other shard groups.
+TEST_P(OtherFsdpStreamsTest, TrainsUnitsWithTheirOwnMesh) {
   ShardedProgram some = program();
   some.meshes = {{1, {.ranks = {0, 2}}}, {2, {.ranks = {0, 1}}}};
-  ShardedProgram other_rows = program();
-  other_rows.meshes = {{2, {.ranks = {0, 1, 2, 3}, .num_shards = 2}}};
-  for (const ShardedProgram& meshes : {some, other_rows}) {
+  ShardedProgram regrouped = program();
+  regrouped.meshes = {{2, {.ranks = {0, 1, 2, 3}, .num_shards = 2}}};
+  for (const ShardedProgram& meshes : {some, regrouped}) {
     expect_training(options(), meshes);
   }
 }
 
-// Parts of a unit, and all of one: weights that no gradient tells of are read
-// in backward too.
-TEST_P(OtherFsdpStreamsTest, TrainsAPart) {
-  ShardedProgram part = program();
-  part.frozen = {1, 2, 3, 4};
-  expect_training(options(), part);
+// Freezes one unit and half of two others. Backward reads frozen weights
+// without a gradient hook on them.
+TEST_P(OtherFsdpStreamsTest, TrainsWithFrozenParameters) {
+  ShardedProgram frozen = program();
+  frozen.frozen = {1, 2, 3, 4};
+  expect_training(options(), frozen);
 }
 
-// All ranks leave out the same: its gradients stay as they are.
-TEST_P(OtherFsdpStreamsTest, LeavesUnitsOut) {
+TEST_P(OtherFsdpStreamsTest, GradientsOfSkippedUnitsStayUndefined) {
   on_every_layout(options(), program(), [](ShardedTraining& training) {
     for (const size_t left_out : {1, 1, 2, 1}) {
       training.step(1, {left_out});
@@ -188,7 +184,7 @@ TEST_P(OtherFsdpStreamsTest, LeavesUnitsOut) {
   });
 }
 
-// Steps that leave `factor` times their gradients.
+// Expects `factor` times the gradients of a step after each `step`.
 template <typename Step>
 void expect_steps(const FullyShardOptions& options,
                   const ShardedProgram& program, double factor,
@@ -202,7 +198,7 @@ void expect_steps(const FullyShardOptions& options,
   });
 }
 
-TEST_P(OtherFsdpStreamsTest, EvaluatesInBetween) {
+TEST_P(OtherFsdpStreamsTest, EvaluatesBetweenForwardAndBackward) {
   expect_steps(options(), program(), 1, [](ShardedTraining& training, int s) {
     const at::Tensor loss = training.forward(s);
     {
@@ -213,15 +209,14 @@ TEST_P(OtherFsdpStreamsTest, EvaluatesInBetween) {
   });
 }
 
-// Gradients of parameters that other streams have read come after the last use.
-TEST_P(OtherFsdpStreamsTest, SeveralForwardsOfOneBackward) {
+TEST_P(OtherFsdpStreamsTest, ReducesSeveralForwardsInOneBackward) {
   expect_steps(options(), program(), 3, [](ShardedTraining& training, int s) {
     (training.forward(s) + training.forward(s) + training.forward(s))
         .backward();
   });
 }
 
-TEST_P(OtherFsdpStreamsTest, TwoLossesOfOneForward) {
+TEST_P(OtherFsdpStreamsTest, ReducesTwoBackwardsOfOneForward) {
   expect_steps(options(), program(), 3, [](ShardedTraining& training, int s) {
     const at::Tensor output = training.forward(s);
     output.backward({}, /*retain_graph=*/true);
@@ -229,7 +224,7 @@ TEST_P(OtherFsdpStreamsTest, TwoLossesOfOneForward) {
   });
 }
 
-TEST_P(OtherFsdpStreamsTest, WritesWholeParameters) {
+TEST_P(OtherFsdpStreamsTest, WritesUnshardedParameters) {
   expect_steps(options(), program(), 1, [](ShardedTraining& training, int s) {
     const std::vector<size_t> written = {0, 1};
     const std::vector<size_t> read = {2};
@@ -296,11 +291,11 @@ std::ostream& operator<<(std::ostream& out, const Setting& setting) {
 }
 
 const Setting kSettings[] = {
-    {"OneUnitIsKeptForBackward",
-     [](UnitSettings& s) { s.reshards_after_forward = false; },
+    {"OneUnitStaysUnshardedForBackward",
+     [](UnitSettings& s) { s.reshard_after_forward = false; },
      {1}},
-    {"UnitsAreKeptAfterBackward",
-     [](UnitSettings& s) { s.reshards_after_backward = false; },
+    {"UnitsStayUnshardedAfterBackward",
+     [](UnitSettings& s) { s.reshard_after_backward = false; },
      {0, 1, 2}},
     {"UnitsKeepTheirStorage",
      [](UnitSettings& s) { s.keeps_storage = true; },
@@ -372,7 +367,7 @@ TEST_P(OneUnitStreamsTest, IsFrozenAndThawed) {
 
 INSTANTIATE_TEST_SUITE_P(, OneUnitStreamsTest, ::testing::Values(4, 2));
 
-// ---- Statuses. One layout will do.
+// ---- Statuses, on one layout.
 
 int count_host_waits(const std::function<void()>& run) {
   int count = 0;
@@ -384,15 +379,15 @@ int count_host_waits(const std::function<void()>& run) {
   return count;
 }
 
-// A backward on a device's thread ends a little later for this one.
+// Awaits the failed status, which a device thread sends after backward throws.
 void await_own_failure(ShardedTraining& training) {
   const auto has_failed = [&] {
     return training.recording().statuses().back().find("failed") !=
            std::string::npos;
   };
   while (!has_failed()) std::this_thread::yield();
-  training.sharded().statistics();  // once that thread has let go of it
-  simulated::synchronize_all();     // autograd has joined no streams
+  training.sharded().statistics();  // waits for that thread's lock
+  simulated::synchronize_all();     // a failed backward joins no streams
 }
 
 void expect_closed(ShardedTraining& training) {
@@ -403,14 +398,14 @@ void expect_closed(ShardedTraining& training) {
                   HasSubstr("this model can't continue")));
 }
 
-// Steps whose status may be outstanding.
+// The parameter is max_unconfirmed_iterations.
 class ShardedRunAheadTest : public simulated::StreamTest,
                             public ::testing::WithParamInterface<int> {
  protected:
-  // Past the learning.
+  // Records the schedules.
   ShardedRunAheadTest() { train(training_, 2); }
 
-  // Rank 1's answer to this rank's end of that segment, a forward or backward.
+  // Changes rank 1's status at the end of `segment`, a forward or backward.
   void answer(int64_t segment, const std::function<void(RankStatus&)>& change) {
     training_.recording().answer_statuses_with([=](const RankStatus& own) {
       std::vector<RankStatus> by_rank(testing::kWorldSize, own);
@@ -420,7 +415,7 @@ class ShardedRunAheadTest : public simulated::StreamTest,
       return by_rank;
     });
   }
-  // Steps until one throws.
+  // Returns the number of steps before one that throws; -1 if none does.
   int steps_before_error() {
     for (int s = 0; s < 8; ++s) {
       try {
@@ -437,23 +432,23 @@ class ShardedRunAheadTest : public simulated::StreamTest,
                             {.timeout = std::chrono::seconds(2)}};
 };
 
-TEST_P(ShardedRunAheadTest, HostIsSoManyStepsAheadOfItsPeersHosts) {
+TEST_P(ShardedRunAheadTest, TheHostRunsAheadOfLatePeersByTheLimit) {
   training_.recording().hold_statuses();
   EXPECT_EQ(steps_before_error(), GetParam() == 0 ? 0 : GetParam() + 1);
   expect_closed(training_);
 }
 
-TEST_P(ShardedRunAheadTest, HostWaitsForNoDevice) {
+TEST_P(ShardedRunAheadTest, TheHostDoesNotWaitForTheDevice) {
   EXPECT_EQ(count_host_waits([&] { training_.step(2); }), 0);
 }
 
-TEST_P(ShardedRunAheadTest, AFailureOfAPeerIsToldThatManyStepsLater) {
+TEST_P(ShardedRunAheadTest, APeersFailureIsReportedWithinTheLimit) {
   answer(/*segment=*/6, [](RankStatus& status) {  // backward of the next step
     status.kind = StatusKind::kFailed;
     status.text = status_text("no memory");
   });
   EXPECT_EQ(steps_before_error(), GetParam() == 0 ? 0 : GetParam() + 1);
-  // Without outstanding statuses all ranks have failed alike.
+  // Without outstanding statuses all ranks fail in the same step.
   EXPECT_EQ(training_.sharded().can_continue(), GetParam() == 0);
   if (GetParam() > 0) expect_closed(training_);
 }
@@ -469,7 +464,6 @@ TEST_P(ShardedRunAheadTest, EvaluationAwaitsStatuses) {
   EXPECT_THROW(step_and_evaluate(), PeerError);
 }
 
-// No bad step is read or saved.
 TEST_P(ShardedRunAheadTest, CallsBetweenStepsAwaitStatuses) {
   const std::vector<std::function<void(ShardedTraining&)>> calls = {
       [](ShardedTraining& training) { training.sharded().barrier(); },
@@ -492,14 +486,15 @@ TEST_P(ShardedRunAheadTest, CallsBetweenStepsAwaitStatuses) {
       call(training);
     };
     EXPECT_THROW(step_and_call(), PeerError);
-    if (GetParam() > 0) EXPECT_THROW(call(training), c10::Error);
+    if (GetParam() > 0) {
+      EXPECT_THROW(call(training), c10::Error);
+    }
   }
 }
 
-// A peer needs a unit that the schedule has not: it waits for a round, and
-// this rank does not know.
-TEST_P(ShardedRunAheadTest, APeerThatNeedsMoreIsToldThatManyStepsLater) {
-  if (GetParam() == 0) GTEST_SKIP() << "ranks would gather it";
+// The peer needs a unit that is not in the schedule, and waits for a round.
+TEST_P(ShardedRunAheadTest, APeersUnscheduledNeedIsReportedWithinTheLimit) {
+  if (GetParam() == 0) GTEST_SKIP() << "ranks gather it";
   answer(/*segment=*/5, [](RankStatus& status) {
     status.unit = 1;
     status.proposal = 0;
@@ -508,14 +503,14 @@ TEST_P(ShardedRunAheadTest, APeerThatNeedsMoreIsToldThatManyStepsLater) {
   expect_closed(training_);
 }
 
-// This rank needs a unit once more; its peers have gone on.
-TEST_P(ShardedRunAheadTest, ANeedThatPeersDoNotHaveIsAnError) {
-  if (GetParam() == 0) GTEST_SKIP() << "ranks would gather it";
+// This rank needs a unit once more after its peers have continued.
+TEST_P(ShardedRunAheadTest, AnUnscheduledNeedOfThisRankIsAnError) {
+  if (GetParam() == 0) GTEST_SKIP() << "ranks gather it";
   training_.recording().answer_statuses_with([](const RankStatus& own) {
     std::vector<RankStatus> by_rank(testing::kWorldSize, own);
     if (own.kind == StatusKind::kEnd && own.unit >= 0) {
       by_rank[1].unit = -1;
-      by_rank[1].proposal = 2;  // has gone on
+      by_rank[1].proposal = 2;  // has continued
     }
     return by_rank;
   });
@@ -528,13 +523,13 @@ TEST_P(ShardedRunAheadTest, ANeedThatPeersDoNotHaveIsAnError) {
   expect_closed(training_);
 }
 
-// Where its peers have gone on, it can't either.
+// The peers have continued if max_unconfirmed_iterations allows it.
 TEST_P(ShardedRunAheadTest, AFailureOfThisRankClosesTheGroup) {
   training_.recording().answer_statuses_with([&](const RankStatus& own) {
     std::vector<RankStatus> by_rank(testing::kWorldSize, own);
     if (own.kind == StatusKind::kFailed && GetParam() > 0) {
       by_rank[1].kind = StatusKind::kEnd;
-      by_rank[1].proposal = 2;  // has gone on
+      by_rank[1].proposal = 2;  // has continued
     }
     return by_rank;
   });
@@ -558,10 +553,10 @@ INSTANTIATE_TEST_SUITE_P(, ShardedRunAheadTest, ::testing::Values(0, 1, 3));
 
 using ShardedMemoryTest = simulated::StreamTest;
 
-// A chain of equal units: weights of the one that runs and of the next, and
-// gradients of as many as may be summed at once. On a device a sum is not seen
-// to end: the memory of the oldest is lent again after it.
-TEST_F(ShardedMemoryTest, IsBoundedByPrefetchAndSums) {
+// Buffers hold the weights of the unit in use and the next one, and gradients
+// of max_reducing units. The host does not see a reduction end on a device, so
+// the next unit takes the oldest buffer, in stream order.
+TEST_F(ShardedMemoryTest, IsBoundedByPrefetchAndMaxReducing) {
   constexpr size_t kNumEqualUnits = 6;
   constexpr int64_t kBytes = 256;
   const RecordingGroup recording(testing::kWorldSize);
@@ -593,8 +588,8 @@ TEST_F(ShardedMemoryTest, IsBoundedByPrefetchAndSums) {
   }
 }
 
-// Weights without gradients, read on a stream of which no gradient tells.
-TEST_F(ShardedMemoryTest, AUnitIsLentAfterAllStreamsThatHaveReadIt) {
+// A side stream reads frozen weights, so no gradient hook runs on that stream.
+TEST_F(ShardedMemoryTest, IsReusedAfterAllStreamsThatReadIt) {
   using simulated::default_stream;
   using simulated::make_wait;
   using simulated::on_device;

@@ -1,4 +1,4 @@
-// The packer of devices that have none of their own.
+// Packer for devices without their own kernels.
 
 #include <ATen/ATen.h>
 
@@ -52,7 +52,7 @@ TEST_F(GenericPackerTest, UnpacksAsAtenForEveryPair) {
   }
 }
 
-TEST_F(GenericPackerTest, WorksOnTheStreamThatIsCurrent) {
+TEST_F(GenericPackerTest, UsesTheCurrentStream) {
   const c10::Stream side = simulated::new_stream();
   simulated::make_wait(side, simulated::default_stream());
   const c10::StreamGuard on_side(side);

@@ -131,10 +131,10 @@ c10::intrusive_ptr<c10d::Work> HostBackend::run(const Tensors& outputs,
       CollectiveCall{.inputs = inputs, .outputs = outputs});
   Tensors kept = outputs;
   kept.insert(kept.end(), inputs.begin(), inputs.end());
-  auto behind = std::make_shared<c10::Event>(
+  auto launched = std::make_shared<c10::Event>(
       CommunicationStreams::record_launch(outputs[0].device()));
   enqueue([=, this] {
-    streams_.run(*behind, kept, [&] {
+    streams_.run(*launched, kept, [&] {
       work->answer([&] {
         Tensors there = on_host(outputs);
         Tensors from = on_host(inputs);

@@ -1,7 +1,8 @@
-// A backend for the simulated device, as a vendor's would be for its own. Ranks
-// are threads with a device each: each collective runs on a stream of the
-// group's and goes through the host, where it waits for its peers on a thread
-// of the backend's, one after the other.
+// Backend of the simulated device, in the role of a vendor's backend.
+//
+// Ranks are threads with one device each. A collective runs on a stream of the
+// group and goes through the host, where the backend's thread waits for the
+// peers, one collective at a time.
 
 #ifndef BRIGADE_TESTS_SIMULATED_DEVICE_HOST_BACKEND_H_
 #define BRIGADE_TESTS_SIMULATED_DEVICE_HOST_BACKEND_H_
@@ -24,7 +25,7 @@ namespace brigade::testing {
 class HostBackend final : public c10d::Backend {
  public:
   explicit HostBackend(const BackendPlace& place);
-  // Waits for all that was launched.
+  // Waits for all launched collectives.
   ~HostBackend() override;
 
   const std::string getBackendName() const override { return "host"; }
@@ -50,14 +51,14 @@ class HostBackend final : public c10d::Backend {
       std::vector<int64_t>& output_splits, std::vector<int64_t>& input_splits,
       const c10d::AllToAllOptions& options) override;
 
-  // Waits for its peers', as NCCL's communicators may.
+  // Waits for the peers' shutdown(), as NCCL communicators may.
   void shutdown() override;
 
  private:
   using Tensors = std::vector<at::Tensor>;
   using Collective = std::function<c10::intrusive_ptr<c10d::Work>(
       Tensors& outputs, Tensors& inputs)>;
-  // Calls `launch` with copies of both on the host.
+  // Calls `launch` with host copies of both.
   c10::intrusive_ptr<c10d::Work> run(const Tensors& outputs,
                                      const Tensors& inputs,
                                      const Collective& launch);
@@ -77,13 +78,13 @@ class HostBackend final : public c10d::Backend {
 
 ProcessGroupOptions with_host_backend();
 
-// The same ranks, for tensors of their devices alone, as a group of NCCL is
-// from Python.
+// Makes a group of the same ranks for device tensors only, like an NCCL group
+// in Python.
 c10::intrusive_ptr<c10d::ProcessGroup> without_cpu(
     const c10::intrusive_ptr<c10d::ProcessGroup>& group);
 
-// Rank r is on device r, which is its thread's current one. Throws what the
-// lowest rank that fails throws.
+// Calls `train` on one thread per rank, with device r current on rank r. Throws
+// the exception of the lowest rank that failed.
 void run_ranks_on_devices(
     int world_size,
     const std::function<void(const c10::intrusive_ptr<c10d::ProcessGroup>&,

@@ -1,5 +1,5 @@
-// A fixture for tests that a call that orders streams is needed: without it the
-// race detector finds a race. So the tests of streams would see it go.
+// Fixture for mutation tests of stream ordering: a call is needed if the race
+// detector finds a race without it.
 
 #ifndef BRIGADE_TESTS_SIMULATED_DEVICE_LOST_CALLS_H_
 #define BRIGADE_TESTS_SIMULATED_DEVICE_LOST_CALLS_H_
@@ -21,12 +21,12 @@ namespace brigade::testing {
 
 class LostCallsTest : public simulated::StreamTest {
  protected:
-  // Runs `body` whole, which finds no race, and then again and again, each time
-  // without another one of the calls of this text that it makes while it is
-  // armed. Returns how many of them lead to a race when they are lost.
+  // Runs `body` unchanged and expects no race. Then runs it once for each armed
+  // call with the text `call`, without that call. Returns the number of runs
+  // with a race.
   //
   // Texts: "gathers waits for a", "records a", "a uses memory", "pinned memory
-  // is held". Streams without a name are "default" and "group".
+  // is held". Unnamed streams are "default" and "group".
   int count_needed(const std::string& call, const std::function<void()>& body,
                    int* num_lost = nullptr) {
     const auto lose = [&](int nth) {
@@ -54,7 +54,7 @@ class LostCallsTest : public simulated::StreamTest {
     return num_needed;
   }
 
-  // Each of these calls is needed; or one at least, if `some`.
+  // Expects that each of these calls is needed; at least one if `some`.
   void expect_needed(const std::string& call, const std::function<void()>& body,
                      bool some = false) {
     int num_lost = 0;
@@ -62,16 +62,16 @@ class LostCallsTest : public simulated::StreamTest {
     EXPECT_GE(num_needed, some ? 1 : num_lost) << call;
   }
 
-  // From here on calls may be lost.
+  // Later calls may be dropped, until disarm().
   void arm() { is_armed_ = true; }
   void disarm() { is_armed_ = false; }
 
-  // Called with each call, before it may be lost: may arm and disarm.
+  // Calls `function` before each call is counted; it may arm and disarm.
   void on_call(std::function<void(const std::string&)> function) {
     on_call_ = std::move(function);
   }
 
-  // Names a stream, which has no other name then, nor another the name.
+  // Names a stream; names and streams stay unique.
   void name(const c10::Stream& stream, const std::string& name) {
     std::erase_if(names_, [&](const auto& named) {
       return named.first == stream || named.second == name;
@@ -79,7 +79,7 @@ class LostCallsTest : public simulated::StreamTest {
     names_.emplace_back(stream, name);
   }
 
-  // A stream of the program, ordered after the default one.
+  // Makes a stream ordered after the default one.
   c10::Stream stream_named(const std::string& as) {
     const c10::Stream stream = simulated::new_stream();
     simulated::make_wait(stream, simulated::default_stream());

@@ -1,4 +1,5 @@
-// Each call by which the reducer orders streams is needed.
+// Each stream-ordering call of the reducer is needed: without it the race
+// detector finds a race.
 
 #include "brigade/tests/simulated_device/lost_calls.h"
 
@@ -13,7 +14,6 @@
 #include "brigade/reducer/bucket_replica.h"
 #include "brigade/reducer/parameter_table.h"
 #include "brigade/reducer/reducer.h"
-#include "brigade/tests/simulated_device/streamed_model.h"
 #include "brigade/tests/simulated_device/streamed_training.h"
 #include "gtest/gtest.h"
 
@@ -28,12 +28,11 @@ using testing::StreamLayout;
 constexpr StreamLayout kOwnStreams = {.forward = StreamLayout::Forward::kOwn,
                                       .accumulates_in_forward = true};
 
-// Two buckets. Gradients come in descending order, each on its own stream, "g0"
-// to "g5": the second bucket is packed on that of parameter 3, and launched
-// with the first one on that of parameter 0.
+// Gradients become ready in descending order, each on its own stream, "g0" to
+// "g5". The second bucket is packed on g3. Both buckets are launched on g0.
 ReducerOptions two_buckets() { return {.bucket_plan = {{0, 1, 2}, {3, 4, 5}}}; }
 
-// A call that gives work to the stream.
+// Returns true for calls that enqueue work on `stream`.
 bool uses(const std::string& call, const std::string& stream) {
   return call == "records " + stream || call.starts_with(stream + " ");
 }
@@ -58,7 +57,7 @@ class LostReducerCallsTest : public LostCallsTest {
     }
   }
 
-  // Timelines have events of their own, which order nothing.
+  // Disables timelines, whose events order nothing.
   void make_reducer(ReducerOptions options) {
     training_->make_reducer(std::move(options));
     training_->reducer().set_timeline_sample_rate(0);
@@ -69,7 +68,7 @@ class LostReducerCallsTest : public LostCallsTest {
     step();
   }
 
-  // Drops the gradients unread.
+  // Discards the gradients unread.
   void step() {
     training_->step(1);
     training_->zero_grad();
@@ -82,7 +81,7 @@ class LostReducerCallsTest : public LostCallsTest {
     };
   }
 
-  // Arms at the backward.
+  // Arms for the backward only.
   void step_armed_in_backward() {
     const at::Tensor loss = training_->loss(1);
     training_->reducer().prepare_for_backward(loss);
@@ -92,7 +91,8 @@ class LostReducerCallsTest : public LostCallsTest {
     training_->zero_grad();
   }
 
-  // Of the uses that the delivering stream records, after the first result.
+  // Counts needed record_stream() calls of the delivering stream, from the wait
+  // for the first result on.
   int count_needed_in_delivery(const std::function<void()>& body) {
     on_call([this](const std::string& call) {
       if (call == "default waits for group") arm();
@@ -114,8 +114,7 @@ TEST_F(LostReducerCallsTest, LaunchWaitsForPackOnAnotherStream) {
   expect_needed("g0 waits for g3", armed_step());
 }
 
-// The events that these wait for: those of one bucket's streams, until backward
-// comes to the next bucket.
+// Armed until backward reaches the next bucket.
 TEST_F(LostReducerCallsTest, EventsOfPackAreRecorded) {
   train_one_step();
   on_call([this](const std::string& call) {
@@ -126,9 +125,9 @@ TEST_F(LostReducerCallsTest, EventsOfPackAreRecorded) {
   }
 }
 
-// The second of the two events that are recorded where the second bucket is
-// packed: after the sum of local replicas. They are on one device, so that
-// gradients come in one order: replica 1's are first.
+// Packing the second bucket records two events; the second one follows the sum
+// of local replicas. Both replicas are on one device, so gradients have one
+// order: those of replica 1 are first.
 TEST_F(LostReducerCallsTest, LaunchWaitsForTheSumOfReplicas) {
   const StreamedModel first(kOwnStreams);
   const StreamedModel second(kOwnStreams);
@@ -158,9 +157,8 @@ TEST_F(LostReducerCallsTest, LaunchWaitsForTheSumOfReplicas) {
   EXPECT_EQ(count_needed("records g3", step), 1);
 }
 
-// One for each gradient that another stream has made, right after the last wait
-// of the bucket's join. Backward is called on the packing stream, where nothing
-// else would be recorded.
+// One use for each gradient of another stream, right after the bucket's last
+// wait. Backward runs on the packing stream, which records no other use.
 TEST_F(LostReducerCallsTest, GradientsAreRecordedOnThePackingStream) {
   const c10::Stream packing = training_->model().stream_of(3);
   simulated::make_wait(packing, simulated::default_stream());
@@ -187,7 +185,7 @@ TEST_F(LostReducerCallsTest, GradientsAreRecordedOnThePackingStream) {
 TEST_F(LostReducerCallsTest, BuffersAreZeroedBeforeTheyArePacked) {
   StreamLayout layout = kOwnStreams;
   layout.is_made_on_side = true;
-  expect_needed("g3 waits for group", [&] {  // the stream that made the reducer
+  expect_needed("g3 waits for group", [&] {  // that of the constructor
     training_.reset();
     simulated::expect_no_races();
     start(layout);
@@ -204,7 +202,7 @@ TEST_F(LostReducerCallsTest, ResultsAreWaitedFor) {
   expect_needed("default waits for group", armed_step());
 }
 
-// One for each gradient, which other streams have made.
+// One use for each gradient, all made on other streams.
 TEST_F(LostReducerCallsTest, GradientsAreRecordedWhereTheyAreDelivered) {
   ReducerOptions copies = two_buckets();
   copies.gradient_as_bucket_view = false;
@@ -213,7 +211,7 @@ TEST_F(LostReducerCallsTest, GradientsAreRecordedWhereTheyAreDelivered) {
             static_cast<int>(training_->model().size()));
 }
 
-// The gradient that an unused parameter had before it was reduced.
+// An unused parameter gets back the gradient that it had before the reduction.
 TEST_F(LostReducerCallsTest, SavedGradientsAreRecordedWhereTheyAreRestored) {
   ReducerOptions options = two_buckets();
   options.find_unused_parameters = true;
@@ -275,8 +273,9 @@ class LostReplicaCallsTest : public LostCallsTest {
       {{at::ones({4}, simulated::on_device()).requires_grad_()}}, {}, {}};
 };
 
-// It goes back to the stream that it was allocated on: the memory that travels,
-// the gradients' own or other.
+// The allocator returns memory to the stream that allocated it. Without a cast
+// the gradients are views into the bucket; with a cast the bucket has other
+// memory.
 TEST_F(LostReplicaCallsTest, MemoryOfABucketIsRecordedOnThePackingStream) {
   for (const at::ScalarType wire_dtype : {at::kFloat, at::kHalf}) {
     EXPECT_EQ(count_needed("packing uses memory",
@@ -290,7 +289,7 @@ TEST_F(LostReplicaCallsTest, MemoryOfABucketIsRecordedOnThePackingStream) {
   }
 }
 
-// One that backward's caller has made, and a view replaces.
+// A view replaces a gradient that the caller of backward has made.
 TEST_F(LostReplicaCallsTest, AReplacedGradientIsRecordedOnThePackingStream) {
   DenseReplica replica = make_replica(at::kFloat);
   EXPECT_EQ(count_needed("packing uses memory",

@@ -1,5 +1,5 @@
-// Each call by which sharding orders streams is needed: without it, a race is
-// found. docs/sharding_streams.md has them in a table.
+// Each stream-ordering call of sharding is needed: without it the race detector
+// finds a race. docs/sharding_streams.md lists them.
 
 #include <torch/torch.h>
 
@@ -10,8 +10,8 @@
 #include <utility>
 #include <vector>
 
-#include "brigade/fsdp/reduction_hook.h"
 #include "brigade/fsdp/segmented_model.h"
+#include "brigade/fsdp/sharded_model.h"
 #include "brigade/fsdp/unshard_buffers.h"
 #include "brigade/hooks/autograd_hooks.h"
 #include "brigade/tests/simulated_device/lost_calls.h"
@@ -28,12 +28,13 @@ using simulated::on_device;
 using testing::LostCallsTest;
 
 constexpr int kNumRanks = 4;
-constexpr int kNeighbours = 2;  // of them
+constexpr int kReshardTo = 2;
 constexpr int64_t kNumel = 64;
 
-// A model of two units of two parameters each, made anew for each run.
+// A model of two units with two parameters each; each run makes a new one.
 struct Parts {
-  // Gradients of a unit's parameters are accumulated on these.
+  // `accumulate_on`: streams that accumulate the gradients of a unit, by
+  // parameter.
   explicit Parts(const FullyShardOptions& options,
                  const std::vector<c10::Stream>& accumulate_on = {},
                  const std::optional<UnitMesh>& mesh_of_last = std::nullopt) {
@@ -59,13 +60,13 @@ struct Parts {
   const at::Tensor& parameter(size_t unit, size_t i = 0) const {
     return parameters[2 * unit + i];
   }
-  // On the current stream.
+  // Reads the unit's parameters on the current stream.
   at::Tensor read(size_t unit) const {
     return (parameter(unit, 0) * parameter(unit, 0) +
             parameter(unit, 1) * parameter(unit, 1))
         .sum();
   }
-  // A forward that has no backward.
+  // Runs `body` as a forward without backward.
   void evaluate(const std::function<void()>& body) const {
     const at::NoGradGuard no_grad;
     model->begin_forward();
@@ -97,7 +98,7 @@ struct Parts {
   std::unique_ptr<SegmentedModel> model;
 };
 
-// The call that is lost, of a program that runs after all that made its model.
+// Drops calls of `program` only, not of the construction of its model.
 class LostCallsOfModelTest : public LostCallsTest {
  protected:
   void expect_needed_of(const std::string& call,
@@ -144,7 +145,7 @@ class LostCallsOfModelTest : public LostCallsTest {
 
 using LostGatherCallsTest = LostCallsOfModelTest;
 
-TEST_F(LostGatherCallsTest, GathersAreAfterWhoWritesTheShards) {
+TEST_F(LostGatherCallsTest, GathersWaitForWritersOfTheShards) {
   expect_needed_of("gathers waits for a", [&](Parts& parts) {
     const c10::StreamGuard on_a(a());
     parts.write_shards();
@@ -162,7 +163,7 @@ TEST_F(LostGatherCallsTest, GathersAreAfterWhoWritesTheShards) {
   });
 }
 
-TEST_F(LostGatherCallsTest, EachStreamThatNeedsAUnitIsAfterItsGather) {
+TEST_F(LostGatherCallsTest, EachStreamThatUsesAUnitWaitsForItsGather) {
   for (const char* stream : {"a", "b"}) {
     expect_needed_of(c10::str(stream, " waits for group"), [&](Parts& parts) {
       arm();
@@ -176,8 +177,8 @@ TEST_F(LostGatherCallsTest, EachStreamThatNeedsAUnitIsAfterItsGather) {
   }
 }
 
-// Which an optimizer writes, whether anybody has needed the units or not.
-TEST_F(LostGatherCallsTest, WhoWritesTheShardsIsAfterWhatGathersReadOfThem) {
+// An optimizer writes the shards, even if no stream used the units.
+TEST_F(LostGatherCallsTest, WritersOfTheShardsWaitForGathers) {
   expect_needed_of("a waits for gathers", [&](Parts& parts) {
     parts.evaluate([&] {
       parts.read(0);
@@ -190,8 +191,8 @@ TEST_F(LostGatherCallsTest, WhoWritesTheShardsIsAfterWhatGathersReadOfThem) {
   });
 }
 
-// The second unit gets the memory of the first one.
-TEST_F(LostGatherCallsTest, GathersAreAfterWhoHasReadTheMemory) {
+// The second unit reuses the buffer of the first one.
+TEST_F(LostGatherCallsTest, GathersWaitForReadersOfTheBuffer) {
   for (const char* stream : {"a", "b"}) {
     expect_needed_of(c10::str("gathers waits for ", stream), [&](Parts& parts) {
       parts.evaluate([&] {
@@ -206,8 +207,7 @@ TEST_F(LostGatherCallsTest, GathersAreAfterWhoHasReadTheMemory) {
   }
 }
 
-// It is gathered again into the memory that is its own.
-TEST_F(LostGatherCallsTest, GathersAreAfterWhoHasReadMemoryThatIsKept) {
+TEST_F(LostGatherCallsTest, GathersWaitForReadersOfKeptStorage) {
   expect_needed_of("gathers waits for a", [&](Parts& parts) {
     parts.model->settings(0).keeps_storage = true;
     const c10::StreamGuard on_a(a());
@@ -218,8 +218,7 @@ TEST_F(LostGatherCallsTest, GathersAreAfterWhoHasReadMemoryThatIsKept) {
   });
 }
 
-// Between forwards.
-TEST_F(LostGatherCallsTest, GathersAreAfterWhoHasReadAUnitThatWasUnsharded) {
+TEST_F(LostGatherCallsTest, GathersWaitForReadersBetweenUnshardAndReshard) {
   expect_needed_of("gathers waits for b", [&](Parts& parts) {
     const std::vector<size_t> units = {0};
     const at::NoGradGuard no_grad;
@@ -237,8 +236,8 @@ TEST_F(LostGatherCallsTest, GathersAreAfterWhoHasReadAUnitThatWasUnsharded) {
   });
 }
 
-// Each of two units that nobody needs has the memory, one after the other.
-TEST_F(LostGatherCallsTest, WhoGetsMemoryThatNobodyReadIsAfterTheGather) {
+// Two units that no stream uses take the same buffer, one after the other.
+TEST_F(LostGatherCallsTest, GathersWaitForUnusedGathersIntoTheSameBuffer) {
   expect_needed_of(
       "gathers waits for group",
       [&](Parts& parts) {
@@ -254,7 +253,7 @@ TEST_F(LostGatherCallsTest, WhoGetsMemoryThatNobodyReadIsAfterTheGather) {
       {}, /*some=*/true);
 }
 
-TEST_F(LostGatherCallsTest, SlicesAreCopiedAfterTheGather) {
+TEST_F(LostGatherCallsTest, ReshardsToSomeRanksWaitForTheGather) {
   expect_needed_of(
       "gathers waits for group",
       [&](Parts& parts) {
@@ -262,11 +261,10 @@ TEST_F(LostGatherCallsTest, SlicesAreCopiedAfterTheGather) {
         arm();
         parts.loss({0, 1});
       },
-      {.reshard_after_forward = kNeighbours}, /*some=*/true);
+      {.reshard_after_forward = kReshardTo}, /*some=*/true);
 }
 
-// A unit on a mesh of its own.
-TEST_F(LostGatherCallsTest, UnitsOfOtherMeshesLendEachOtherMemory) {
+TEST_F(LostGatherCallsTest, UnitsOfDifferentMeshesShareBuffers) {
   expect_needed("gathers waits for a", [&] {
     const c10::Stream on = stream_named("a");
     Parts parts({.prefetch_depth = 0}, {}, UnitMesh{.ranks = {0, 2}});
@@ -298,7 +296,7 @@ class LostSumCallsTest : public LostCallsOfModelTest {
   }
 };
 
-TEST_F(LostSumCallsTest, SumsAreAfterAllGradients) {
+TEST_F(LostSumCallsTest, ReductionsWaitForAllGradients) {
   for (const char* stream : {"a", "b"}) {
     expect_needed_of(c10::str("sums waits for ", stream), [&](Parts& parts) {
       parts.loss({0}).backward();  // learns
@@ -309,17 +307,17 @@ TEST_F(LostSumCallsTest, SumsAreAfterAllGradients) {
   }
 }
 
-// Each stream that writes a gradient there.
-TEST_F(LostSumCallsTest, WhoGetsTheMemoryOfASumIsAfterIt) {
+// The next user of a gradient buffer waits on each stream that writes to it.
+TEST_F(LostSumCallsTest, NewGradientsWaitForTheReductionOfTheBuffer) {
   for (const char* call :
        {"a waits for sums", "b waits for sums", "sums waits for group"}) {
     expect_needed_of(
         call,
         [&](Parts& parts) {
-          // No memory is free but that of gradients.
+          // Only gradient buffers are free.
           for (const size_t unit : {0, 1}) {
-            parts.model->settings(unit).reshards_after_forward = false;
-            parts.model->settings(unit).reshards_after_backward = false;
+            parts.model->settings(unit).reshard_after_forward = false;
+            parts.model->settings(unit).reshard_after_backward = false;
           }
           for (int step = 0; step < 3; ++step) parts.loss().backward();
           const at::Tensor loss = parts.loss();
@@ -330,25 +328,25 @@ TEST_F(LostSumCallsTest, WhoGetsTheMemoryOfASumIsAfterIt) {
   }
 }
 
-TEST_F(LostSumCallsTest, GradientsAreReadAfterTheirSums) {
+TEST_F(LostSumCallsTest, GradientsAreReadAfterTheirReduction) {
   expect_needed_of("default waits for group", reduces_and_reads());
 }
 
-TEST_F(LostSumCallsTest, CompressedGradientsAreReadAfterTheirSum) {
+TEST_F(LostSumCallsTest, CompressedGradientsAreReadAfterTheirReduction) {
   for (const char* call : {"sums waits for group", "default waits for sums"}) {
     expect_needed_of(call, reduces_and_reads(),
                      {.comm_hook = compression_hook(at::kHalf)});
   }
 }
 
-// On a mesh of 2 x 2.
-TEST_F(LostSumCallsTest, TheColumnsSumIsAfterTheRows) {
+// The mesh is 2 x 2.
+TEST_F(LostSumCallsTest, AllReducesOverReplicasWaitForReduceScatters) {
   expect_needed_of("sums waits for group", reduces_and_reads(),
                    {.num_shards = 2}, /*some=*/true);
 }
 
-// Of the slices that a row's ranks have sent, and of those of the column's.
-TEST_F(LostSumCallsTest, SumsInTheOrderOfTheRanksAreAfterTheirSlices) {
+// Sums in rank order follow an all-to-all, within shard and replica groups.
+TEST_F(LostSumCallsTest, SumsInRankOrderWaitForTheirInputs) {
   for (const int num_shards : {kNumRanks, 2, 1}) {
     for (const char* call :
          {"sums waits for group", "default waits for sums"}) {
@@ -358,9 +356,9 @@ TEST_F(LostSumCallsTest, SumsInTheOrderOfTheRanksAreAfterTheirSlices) {
   }
 }
 
-// On a mesh of 2 x 2: what a row has summed twice is added up on one stream,
-// and added to the next sum on another.
-TEST_F(LostSumCallsTest, WhatARowHasSummedIsAddedUpAfterTheSums) {
+// On a mesh of 2 x 2, one stream adds up two partial sums, and another one adds
+// them to the next sum.
+TEST_F(LostSumCallsTest, TheNextSumWaitsForPartialSums) {
   expect_needed_of("sums waits for c",
                    [&](Parts& parts) {
                      parts.model->settings(0).sums_over_replicas = false;
@@ -379,8 +377,8 @@ TEST_F(LostSumCallsTest, WhatARowHasSummedIsAddedUpAfterTheSums) {
                    {.num_shards = 2});
 }
 
-// The allocator lends it to the stream that has given it back.
-TEST_F(LostSumCallsTest, NewMemoryOfASumIsAfterWhoHadItBefore) {
+// The allocator reuses memory on the stream that freed it.
+TEST_F(LostSumCallsTest, ReductionsWaitForEarlierUsersOfNewMemory) {
   expect_needed_of("sums waits for c", [&](Parts& parts) {
     const c10::StreamGuard on_c(stream_named("c"));
     const at::Tensor loss = parts.loss({0});
@@ -404,8 +402,8 @@ TEST_F(LostSumCallsTest, NewMemoryOfASumIsAfterWhoHadItBefore) {
 
 using LostMemoryCallsTest = LostCallsTest;
 
-// Memory that was given up comes back when it is asked for again.
-TEST_F(LostMemoryCallsTest, NewMemoryIsAfterWhoHadItBefore) {
+// The allocator returns freed memory to the next request.
+TEST_F(LostMemoryCallsTest, NewBuffersWaitForEarlierUsersOfTheMemory) {
   const auto program = [&] {
     UnshardBuffers memory(simulated::device());
     const c10::Stream a = stream_named("a");
@@ -425,10 +423,10 @@ TEST_F(LostMemoryCallsTest, NewMemoryIsAfterWhoHadItBefore) {
     const void* const address = use(a);
     EXPECT_EQ(use(b), address);
   };
-  expect_needed("b waits for group", program);  // that of the memory
+  expect_needed("b waits for group", program);  // the allocating stream
 }
 
-TEST_F(LostMemoryCallsTest, MemoryEndsAfterWhoHadIt) {
+TEST_F(LostMemoryCallsTest, MemoryIsFreedAfterItsUsers) {
   expect_needed("group waits for a", [&] {
     UnshardBuffers memory(simulated::device());
     const c10::StreamGuard on_a(stream_named("a"));
@@ -442,8 +440,8 @@ TEST_F(LostMemoryCallsTest, MemoryEndsAfterWhoHadIt) {
 
 class LostUsesTest : public LostCallsOfModelTest {};
 
-// Units are made on a stream of their own.
-TEST_F(LostUsesTest, TheAllocatorIsToldWhoReadsParametersThatAreSharded) {
+// make_sharded_units() reads the parameters on another stream.
+TEST_F(LostUsesTest, ReadsOfParametersToBeShardedAreRecorded) {
   const RecordingGroup recording(kNumRanks);
   expect_needed("a uses memory", [&] {
     const c10::Stream a = stream_named("a");
@@ -460,8 +458,8 @@ TEST_F(LostUsesTest, TheAllocatorIsToldWhoReadsParametersThatAreSharded) {
   });
 }
 
-// Which belong to the stream that made them.
-TEST_F(LostUsesTest, TheAllocatorIsToldWhoUsesShards) {
+// Shards belong to the stream that made them.
+TEST_F(LostUsesTest, UsesOfShardsAreRecorded) {
   expect_needed_of("a uses memory", [&](Parts& parts) {
     const c10::StreamGuard on_a(a());
     parts.evaluate([&] { parts.read(0); });

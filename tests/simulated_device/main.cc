@@ -1,4 +1,4 @@
-// Simulated devices come before the first backward of the process.
+// Installs simulated devices before the first backward of the process.
 
 #include <cstdlib>
 

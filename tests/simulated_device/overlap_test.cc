@@ -1,4 +1,5 @@
-// Backward goes on beside its collectives, whatever a backend's futures do.
+// Backward overlaps with its collectives, for any implementation of a backend's
+// futures.
 
 #include <torch/torch.h>
 
@@ -27,8 +28,8 @@ using Hook = std::shared_ptr<c10d::CommHookInterface>;
 
 constexpr int kWorldSize = 2;
 
-// Whose future makes the stream wait that is current when it is asked for, as
-// torch 2.15's NCCL has it.
+// Work whose getFuture() makes the current stream wait, as in torch 2.15's NCCL
+// backend.
 class WaitingWork final : public c10d::Work {
  public:
   WaitingWork(Tensors outputs, c10::Event done)
@@ -81,8 +82,8 @@ class WaitingBackend final : public IdenticalRanksBackend {
   CommunicationStreams streams_;
 };
 
-Group group_of_waiting_works() {
-  // Without a store: there are no peers to exchange statuses with.
+Group group_of_waiting_backend() {
+  // No store: there are no peers for statuses.
   auto group = c10::make_intrusive<c10d::ProcessGroup>(0, kWorldSize);
   const c10::intrusive_ptr<c10d::Backend> backend =
       c10::make_intrusive<WaitingBackend>();
@@ -93,13 +94,12 @@ Group group_of_waiting_works() {
   return group;
 }
 
-// A chain of products, whose last factor gets its gradient first.
+// Backward of a product computes the gradient of the last factor first.
 class OverlapTest : public simulated::StreamTest {
  protected:
-  // Whether backward has gone on while the first bucket travelled. Who reads
-  // that bucket then reads what the collective is writing: a race, unless the
-  // stream of backward has waited.
-  bool goes_on_beside(const Hook& hook) {
+  // Returns true if backward continued during the first bucket's collective. A
+  // read of the bucket is then a race, unless backward's stream has waited.
+  bool overlaps_with(const Hook& hook) {
     ReducerOptions options;
     options.bucket_cap_bytes = {64};
     options.comm_hook = hook;
@@ -130,29 +130,29 @@ class OverlapTest : public simulated::StreamTest {
     return factors;
   }
 
-  const Group group_ = group_of_waiting_works();
+  const Group group_ = group_of_waiting_backend();
   const Tensors factors_ = make_factors();
 };
 
-TEST_F(OverlapTest, OfBuckets) { EXPECT_TRUE(goes_on_beside(nullptr)); }
+TEST_F(OverlapTest, BucketsOverlap) { EXPECT_TRUE(overlaps_with(nullptr)); }
 
-TEST_F(OverlapTest, NoneWhereAHookAsksForItsFutureInBackward) {
+TEST_F(OverlapTest, AHookThatCallsGetFutureDoesNotOverlap) {
   const Group group = group_;
-  EXPECT_FALSE(goes_on_beside(make_comm_hook([group](c10d::GradBucket& bucket) {
+  EXPECT_FALSE(overlaps_with(make_comm_hook([group](c10d::GradBucket& bucket) {
     Tensors tensors = {bucket.getBuffer()};
     return group->allreduce(tensors)->getFuture();
   })));
 }
 
-TEST_F(OverlapTest, OfHooksThatAskBesideBackward) {
+TEST_F(OverlapTest, AHookThatCallsFutureOfOverlaps) {
   const Group group = group_;
-  EXPECT_TRUE(goes_on_beside(make_comm_hook([group](c10d::GradBucket& bucket) {
+  EXPECT_TRUE(overlaps_with(make_comm_hook([group](c10d::GradBucket& bucket) {
     Tensors tensors = {bucket.getBuffer()};
     return future_of(group->allreduce(tensors), tensors.front());
   })));
 }
 
-TEST_F(OverlapTest, GradientsAreReadBehindTheirSums) {
+TEST_F(OverlapTest, GradientsAreReadAfterTheirReduction) {
   Reducer reducer(factors_, group_, {.find_unused_parameters = true});
   for (int step = 0; step < 3; ++step) {
     at::Tensor product = at::ones({16}, on_device());

@@ -15,7 +15,7 @@ using ::testing::IsEmpty;
 constexpr RaceDetector::Address kMemory = 0x1000;
 constexpr size_t kBytes = 64;
 
-// Two streams, and an allocation of the first one's.
+// Two streams and an allocation of the first one.
 class RaceDetectorTest : public ::testing::Test {
  protected:
   RaceDetectorTest() { detector_.allocate(kMemory, kBytes, a_); }
@@ -29,7 +29,7 @@ class RaceDetectorTest : public ::testing::Test {
     detector_.run(stream, "read", {{.begin = kMemory + begin, .bytes = bytes}});
   }
 
-  // `waiter` waits for what `stream` has done.
+  // `waiter` waits for the work of `stream`.
   void order(size_t stream, size_t waiter) {
     detector_.wait(waiter, detector_.moment(stream));
   }
@@ -67,7 +67,7 @@ TEST_F(RaceDetectorTest, ReadsDoNotRaceWithReads) {
   expect_no_races();
 }
 
-TEST_F(RaceDetectorTest, AnEventOrdersOnlyWhatWasBeforeItsRecord) {
+TEST_F(RaceDetectorTest, AnEventOrdersOnlyWorkBeforeItsRecord) {
   const RaceDetector::Moment too_early = detector_.moment(a_);
   write(a_);
   detector_.wait(b_, too_early);
@@ -75,21 +75,21 @@ TEST_F(RaceDetectorTest, AnEventOrdersOnlyWhatWasBeforeItsRecord) {
   expect_one(Race::kUnordered);
 }
 
-TEST_F(RaceDetectorTest, AnEventDoesNotOrderWhatItsWaiterHadDoneBefore) {
+TEST_F(RaceDetectorTest, AnEventDoesNotOrderEarlierWorkOfItsWaiter) {
   read(b_);
   order(a_, b_);
   write(a_);
   expect_one(Race::kUnordered);
 }
 
-TEST_F(RaceDetectorTest, WhatTheHostHasWaitedForIsBehindAllThatItEnqueues) {
+TEST_F(RaceDetectorTest, AHostWaitOrdersLaterLaunches) {
   write(a_);
   detector_.host_waits(detector_.moment(a_));
   read(b_);
   expect_no_races();
 }
 
-TEST_F(RaceDetectorTest, PartsOfAWriteAreRememberedApart) {
+TEST_F(RaceDetectorTest, PartsOfAWriteAreTrackedSeparately) {
   write(a_);
   order(a_, b_);
   write(b_, 16, 16);
@@ -100,7 +100,7 @@ TEST_F(RaceDetectorTest, PartsOfAWriteAreRememberedApart) {
   expect_one(Race::kUnordered);
 }
 
-TEST_F(RaceDetectorTest, AReportNamesBothSidesAndWhatToDo) {
+TEST_F(RaceDetectorTest, AReportNamesBothSidesAndTheRemedy) {
   write(a_);
   read(b_);
   EXPECT_EQ(detector_.take_races().at(0).text,
@@ -109,19 +109,19 @@ TEST_F(RaceDetectorTest, AReportNamesBothSidesAndWhatToDo) {
             "orders them.\nRecord one on a and let b wait for it.");
 }
 
-TEST_F(RaceDetectorTest, MemoryThatNobodyHoldsMayNotBeUsed) {
+TEST_F(RaceDetectorTest, UseOfFreedMemoryIsARace) {
   detector_.free(kMemory);
   read(a_);
   expect_one(Race::kUseAfterFree);
 }
 
-TEST_F(RaceDetectorTest, AFreeRacesWithAnotherStreamsUse) {
+TEST_F(RaceDetectorTest, AFreeRacesWithAUseOnAnotherStream) {
   read(b_);
   detector_.free(kMemory);
   expect_one(Race::kEarlyFree);
 }
 
-TEST_F(RaceDetectorTest, MemoryServesItsOwnerBehindRecordedUses) {
+TEST_F(RaceDetectorTest, MemoryIsReusedAfterItsRecordedUses) {
   detector_.record_use(kMemory, b_);
   read(b_);
   const RaceDetector::Moment last_use = detector_.free(kMemory);
@@ -130,7 +130,7 @@ TEST_F(RaceDetectorTest, MemoryServesItsOwnerBehindRecordedUses) {
   EXPECT_TRUE(detector_.may_serve(a_, last_use));
 }
 
-TEST_F(RaceDetectorTest, WhoUsesWhatAnOwnerGotAgainIsBehindIt) {
+TEST_F(RaceDetectorTest, UsesOfReallocatedMemoryFollowTheAllocation) {
   write(a_);
   detector_.free(kMemory);
   detector_.allocate(kMemory, kBytes, a_);

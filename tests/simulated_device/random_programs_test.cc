@@ -1,6 +1,5 @@
-// Steps of random programs on a simulated device, on every layout of streams:
-// units called any number of times, several forwards before a backward,
-// evaluations in between.
+// Random programs of a sharded model on every layout of streams: repeated calls
+// of units, several forwards before a backward, evaluations.
 
 #include <torch/torch.h>
 
@@ -72,13 +71,13 @@ class RandomProgram {
   bool evaluates_ = false;
 };
 
-// Shards, prefetch depth, calls on own streams, seed.
+// num_shards, prefetch_depth, calls_on_own_stream, seed.
 class RandomProgramsStreamsTest
     : public simulated::StreamTest,
       public ::testing::WithParamInterface<std::tuple<int, int, bool, int>> {};
 
-// The last step of a program learns nothing more.
-TEST_P(RandomProgramsStreamsTest, TrainRight) {
+// The last step of each program uses recorded schedules.
+TEST_P(RandomProgramsStreamsTest, GradientsAreExact) {
   const auto [num_shards, depth, on_own_streams, seed] = GetParam();
   std::mt19937 draw(seed);
   const FullyShardOptions options = {

@@ -1,4 +1,4 @@
-// Ranks whose segments use other units, or in another order, on devices: the
+// Ranks that use different units, or in a different order, on devices:
 // gradients of one process, or the same error on all ranks.
 
 #include <torch/torch.h>
@@ -33,7 +33,7 @@ using Group = c10::intrusive_ptr<c10d::ProcessGroup>;
 using Units = std::vector<size_t>;
 using Programs = std::vector<Units>;  // by rank
 
-constexpr size_t kNumUnits = 8;  // around which the outermost one is
+constexpr size_t kNumUnits = 8;  // inside the root unit
 constexpr int64_t kWidth = 3;
 
 // Integers, so that sums are exact.
@@ -43,13 +43,13 @@ at::Tensor weight_of(size_t unit) {
       .add_(1);
 }
 
-// A multiple of how many ranks there are, so that means are exact, too.
+// A multiple of the world size, so that means are exact.
 at::Tensor input_of(int rank, int world_size, int step) {
   return at::full({kWidth}, world_size * (1 + rank + step % 2), at::kFloat);
 }
 
-// The mean over ranks of what one process gets, by unit; undefined where no
-// rank uses it.
+// Returns the mean over ranks of one process's gradients, by unit; undefined if
+// no rank uses the unit.
 std::vector<at::Tensor> expected_gradients(const Programs& by_rank, int step) {
   std::vector<at::Tensor> weights;
   for (size_t unit = 0; unit <= kNumUnits; ++unit) {
@@ -86,7 +86,7 @@ class Model {
         make_sharded_units(units, group, options), group, options);
   }
 
-  // `failing`: the place in the program where it throws.
+  // `failing`: index in the program at which this rank throws.
   void step(const Units& program, int step, size_t failing = kNumUnits) {
     for (const at::Tensor& weight : weights_) weight.mutable_grad().reset();
     const at::Tensor x =
@@ -135,7 +135,7 @@ Units all_units() {
   return units;
 }
 
-// In order, each with a chance of 1/2.
+// Returns each unit with a chance of 1/2, in order.
 Units some_units(std::mt19937& random) {
   Units units;
   for (const size_t unit : all_units()) {
@@ -144,7 +144,7 @@ Units some_units(std::mt19937& random) {
   return units;
 }
 
-// World size, prefetch depth, sums that may be in flight.
+// World size, prefetch_depth, max_reducing.
 class RanksDifferStreamsTest
     : public simulated::StreamTest,
       public ::testing::WithParamInterface<std::tuple<int, size_t, size_t>> {
@@ -166,8 +166,8 @@ class RanksDifferStreamsTest
     });
   }
 
-  // A step in which ranks differ, after steps in which they don't: what each
-  // rank is told, in it or in the next ones.
+  // Returns the error of each rank in or after a step in which ranks differ,
+  // which follows identical steps.
   static std::vector<std::string> errors_of(const Programs& by_rank,
                                             size_t failing = kNumUnits) {
     std::vector<std::string> errors(world_size());
@@ -185,7 +185,7 @@ class RanksDifferStreamsTest
       } catch (const std::exception&) {
         errors[rank] = message_of(std::current_exception());
       }
-      // After a failure ranks may go on where none has begun the next step.
+      // After an exception ranks can continue if none has begun the next step.
       if (failing == kNumUnits) {
         EXPECT_FALSE(model.sharded().can_continue());
       }
@@ -194,8 +194,8 @@ class RanksDifferStreamsTest
   }
 };
 
-// Of a schedule that has all.
-TEST_P(RanksDifferStreamsTest, EachLeavesOutWhatItLikes) {
+// The first step records a schedule of all units.
+TEST_P(RanksDifferStreamsTest, EachRankSkipsAnyUnits) {
   std::mt19937 random(5);
   std::vector<Programs> programs = {Programs(world_size(), all_units())};
   for (int step = 1; step < 6; ++step) {
@@ -207,7 +207,7 @@ TEST_P(RanksDifferStreamsTest, EachLeavesOutWhatItLikes) {
   expect_one_process(programs, options());
 }
 
-TEST_P(RanksDifferStreamsTest, AnyOrderGoesWhereStatusesAreAwaited) {
+TEST_P(RanksDifferStreamsTest, AnyOrderWorksIfStatusesAreAwaited) {
   std::mt19937 random(7);
   std::vector<Programs> programs;
   for (int step = 0; step < 6; ++step) {
@@ -222,7 +222,7 @@ TEST_P(RanksDifferStreamsTest, AnyOrderGoesWhereStatusesAreAwaited) {
   expect_one_process(programs, awaits);
 }
 
-TEST_P(RanksDifferStreamsTest, AllTakeAnotherOrder) {
+TEST_P(RanksDifferStreamsTest, AllRanksChangeTheOrder) {
   std::vector<Programs> programs;
   std::mt19937 random(11);
   for (int step = 0; step < 5; ++step) {

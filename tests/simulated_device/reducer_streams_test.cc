@@ -1,5 +1,5 @@
-// Every mode of the reducer on every layout of streams: exact gradients, and
-// every use of a gradient or bucket ordered after the work that it needs.
+// Every mode of the reducer on every layout of streams: exact gradients and no
+// races.
 
 #include <torch/torch.h>
 
@@ -39,9 +39,9 @@ using Tensors = std::vector<at::Tensor>;
 
 constexpr int kNumSteps = 4;
 
-// Steps of any kind, of which every other one drops its gradients unread: who
-// reads them records a use of their memory. After the first one buckets are
-// rebuilt.
+// Runs `step` several times. Every other step discards its gradients unread,
+// since a read records a use of their memory. Buckets are rebuilt after the
+// first step.
 template <typename Step>
 void train(StreamedTraining& training, const Step& step,
            const std::set<size_t>& not_compared = {}) {
@@ -60,7 +60,8 @@ void train(StreamedTraining& training, ReducerOptions options) {
   train(training, [&](int s) { training.step(s); });
 }
 
-// Runs it on a new stream, after the current stream, which then waits for it.
+// Runs `function` on a new stream, after the work of the current stream, which
+// then waits for it.
 template <typename Function>
 void on_new_stream(const Function& function) {
   const c10::Stream caller = simulated::current_stream_of();
@@ -133,7 +134,7 @@ void backwards_on_other_streams(StreamedTraining& training,
   });
 }
 
-// Parameters 1 and 3 are used in every other step.
+// Every other step leaves out parameters 1 and 3.
 template <bool set_to_none>
 void unused_parameters(StreamedTraining& training, ReducerOptions options) {
   options.find_unused_parameters = true;
@@ -158,8 +159,9 @@ void unused_buckets_skipped(StreamedTraining& training,
   train(training, [&](int s) { training.step(s, {2, 4, 5}); }, {2, 4, 5});
 }
 
-// The second step's buckets are laid out there, and nothing waits for that.
-void prepared_elsewhere(StreamedTraining& training, ReducerOptions options) {
+// The second step rebuilds buckets on a stream that no other stream waits for.
+void prepared_on_another_stream(StreamedTraining& training,
+                                ReducerOptions options) {
   training.make_reducer(std::move(options));
   train(training, [&](int s) {
     const at::Tensor loss = training.loss(s);
@@ -189,7 +191,8 @@ void shadowed(StreamedTraining& training, ReducerOptions options) {
   });
 }
 
-void finalized_elsewhere(StreamedTraining& training, ReducerOptions options) {
+void finalized_on_another_stream(StreamedTraining& training,
+                                 ReducerOptions options) {
   training.make_reducer(std::move(options));
   training.reducer().set_manual_finalization(true);
   train(training, [&](int s) {
@@ -200,13 +203,12 @@ void finalized_elsewhere(StreamedTraining& training, ReducerOptions options) {
   });
 }
 
-void half_precision_on_the_wire(StreamedTraining& training,
-                                ReducerOptions options) {
+void compressed_to_half(StreamedTraining& training, ReducerOptions options) {
   options.comm_hook = fp16_hook(training.recording().group());
   train(training, std::move(options));
 }
 
-// Computes before and after its collective.
+// Returns a hook that computes before and after its collective.
 Hook casting_hook(const Group& group) {
   return make_comm_hook([group](c10d::GradBucket& bucket) {
     Tensors halves = {bucket.getBuffer().to(at::kHalf)};
@@ -219,7 +221,7 @@ Hook casting_hook(const Group& group) {
   });
 }
 
-// Computes before the first collective, between both and after the second.
+// Returns a hook that computes before, between and after two collectives.
 Hook hook_of_two_collectives(const Group& group) {
   return make_comm_hook([group](c10d::GradBucket& bucket) {
     Tensors halves = {bucket.getBuffer().to(at::kHalf)};
@@ -282,7 +284,8 @@ void timed(StreamedTraining& training, ReducerOptions options) {
   }
 }
 
-// As over a network: on a thread whose current streams are the default ones.
+// Completes collectives on a thread with default current streams, like a
+// network.
 void completed_on_another_thread(StreamedTraining& training,
                                  ReducerOptions options) {
   RecordingGroup& recording = training.recording();
@@ -302,9 +305,9 @@ void completed_on_another_thread(StreamedTraining& training,
   recording.release();
 }
 
-// A group of identical ranks can't give slices that differ: cpu_parity_test.cc
-// checks the sums.
-void summed_in_order(StreamedTraining& training, ReducerOptions options) {
+// Checks races only. Ranks of this group are identical; cpu_parity_test.cc
+// checks sums.
+void reproducible(StreamedTraining& training, ReducerOptions options) {
   options.reproducible = true;
   training.make_reducer(std::move(options));
   for (int s = 0; s < kNumSteps; ++s) {
@@ -314,29 +317,29 @@ void summed_in_order(StreamedTraining& training, ReducerOptions options) {
   }
 }
 
-// A bucket is two collectives there, and so is its replacement on a rank that
-// has failed before it launched any.
-void summed_in_order_where_backward_throws(StreamedTraining& training,
-                                           ReducerOptions options) {
+// A reproducible bucket takes two collectives. A rank that fails before its
+// first launch replaces both.
+void reproducible_and_backward_throws(StreamedTraining& training,
+                                      ReducerOptions options) {
   options.reproducible = true;
   training.make_reducer(std::move(options));
   const auto num_launched = [&] { return training.recording().log().size(); };
   size_t at_first = 0;
-  for (int s = 0; s < 3; ++s) {  // the second one's rebuilds buckets
+  for (int s = 0; s < 3; ++s) {  // the second step rebuilds buckets
     at_first = num_launched();
     training.step(0);
     training.zero_grad();
   }
-  const size_t of_a_step = num_launched() - at_first;
+  const size_t per_step = num_launched() - at_first;
   for (const at::Tensor& parameter : training.model().parameters()) {
     parameter.register_hook(
         [](const at::Tensor&) { throw std::runtime_error("in backward"); });
   }
   EXPECT_ANY_THROW(training.step(1));
-  // A backward on a device's thread may end a little later.
-  while (num_launched() < at_first + 2 * of_a_step) std::this_thread::yield();
+  // The device thread may end its backward later.
+  while (num_launched() < at_first + 2 * per_step) std::this_thread::yield();
   EXPECT_FALSE(training.reducer().can_continue());
-  EXPECT_EQ(num_launched(), at_first + 2 * of_a_step);
+  EXPECT_EQ(num_launched(), at_first + 2 * per_step);
   simulated::synchronize_all();
   training.zero_grad();
 }
@@ -364,8 +367,7 @@ void destroyed_while_collectives_are_open(StreamedTraining& training,
   training.recording().release();
 }
 
-// The second bucket has been packed, on one stream or another, and waits for
-// the first to be launched.
+// The second bucket is packed and waits for the launch of the first one.
 template <bool is_half>
 void destroyed_between_backwards(StreamedTraining& training,
                                  ReducerOptions options) {
@@ -377,7 +379,7 @@ void destroyed_between_backwards(StreamedTraining& training,
   training.zero_grad();
 }
 
-// All ranks fail in the same way, before they have delivered the second bucket.
+// All ranks fail before they deliver the second bucket.
 void collective_fails_at_completion(StreamedTraining& training,
                                     ReducerOptions options) {
   options.comm_hook = casting_hook(training.recording().group());
@@ -407,7 +409,7 @@ void backward_throws(StreamedTraining& training, ReducerOptions options) {
   throws = true;
   EXPECT_ANY_THROW(training.step(kNumSteps));
   training.reducer().end_iteration();  // on any thread
-  // LibTorch leaves the streams of a backward that throws as they are.
+  // LibTorch joins no streams after a backward that throws.
   simulated::synchronize_all();
   training.zero_grad();
   EXPECT_FALSE(training.reducer().can_continue());
@@ -419,7 +421,7 @@ void buffers_before_forward(StreamedTraining& training,
   at::Tensor buffer = at::zeros({3}, simulated::on_device());
   train(training, [&](int s) {
     training.reducer().broadcast_before_forward({buffer}, /*source=*/0);
-    buffer.add_(1);  // as forward does with running means
+    buffer.add_(1);  // like an update of running means in forward
     training.step(s);
   });
   EXPECT_TRUE(buffer.cpu().eq(kNumSteps).all().item<bool>());
@@ -441,21 +443,21 @@ const Scenario kScenarios[] = {
     {"GradientsAccumulatedLocally", gradients_accumulated_locally},
     {"LocalForwardBetween", local_forward_between},
     {"BackwardsOnOtherStreams", backwards_on_other_streams},
-    {"PreparedElsewhere", prepared_elsewhere},
+    {"PreparedOnAnotherStream", prepared_on_another_stream},
     {"UnusedParametersDropped", unused_parameters<true>},
     {"UnusedParametersKept", unused_parameters<false>},
     {"UnusedBucketsSkipped", unused_buckets_skipped},
     {"StaticGraph", static_graph},
     {"Shadowed", shadowed},
-    {"FinalizedElsewhere", finalized_elsewhere},
-    {"HalfPrecisionOnTheWire", half_precision_on_the_wire},
+    {"FinalizedOnAnotherStream", finalized_on_another_stream},
+    {"CompressedToHalf", compressed_to_half},
     {"SecondCollectives", second_collectives},
     {"StepsInBackward", steps_in_backward},
     {"Timed", timed},
     {"CompletedOnAnotherThread", completed_on_another_thread},
     {"LocalReplicas", train, /*num_replicas=*/2},
-    {"SummedInOrderOfRanks", summed_in_order},
-    {"SummedInOrderWhereBackwardThrows", summed_in_order_where_backward_throws},
+    {"Reproducible", reproducible},
+    {"ReproducibleAndBackwardThrows", reproducible_and_backward_throws},
     {"GradientsInAnotherMemoryOrder", gradients_in_another_memory_order},
     {"DestroyedBetweenBackwards", destroyed_between_backwards<false>},
     {"DestroyedBetweenBackwardsInHalf", destroyed_between_backwards<true>},
@@ -465,13 +467,12 @@ const Scenario kScenarios[] = {
     {"CollectiveFailsAtCompletion", collective_fails_at_completion},
 };
 
-// Scenario x gradients as views, with up to four unconfirmed iterations, or as
-// copies.
+// Scenario, gradient_as_bucket_view (with four unconfirmed iterations).
 class ReducerStreamsTest
     : public simulated::StreamTest,
       public ::testing::WithParamInterface<std::tuple<Scenario, bool>> {};
 
-TEST_P(ReducerStreamsTest, IsRightOnEveryLayout) {
+TEST_P(ReducerStreamsTest, GradientsAreExactOnEveryLayout) {
   const auto& [scenario, views] = GetParam();
   for (const StreamLayout& layout : all_stream_layouts()) {
     SCOPED_TRACE(name_of(layout));

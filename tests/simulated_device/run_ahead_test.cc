@@ -1,6 +1,6 @@
-// Iterations on devices are delivered before all ranks are known to have ended
-// them: how far a host goes on while its peers' hosts are late, and what a
-// failure of a peer does then.
+// Iterations on devices deliver gradients before the statuses of all ranks are
+// known: how far a host runs ahead of late peers, and the effect of a peer's
+// failure.
 
 #include <torch/torch.h>
 
@@ -40,7 +40,7 @@ using testing::StreamedTraining;
 using testing::StreamLayout;
 using testing::text_of;
 
-// Statuses of ranks of which rank 1 fails in `iteration`.
+// Returns statuses in which rank 1 fails in `iteration`.
 auto peer_that_fails_in(int64_t iteration) {
   return [iteration](const RankStatus& own) {
     std::vector<RankStatus> by_rank(testing::kWorldSize, own);
@@ -52,15 +52,15 @@ auto peer_that_fails_in(int64_t iteration) {
   };
 }
 
-// Iterations that may be unconfirmed x whether a buffer is broadcast.
+// max_unconfirmed_iterations, whether a buffer is broadcast.
 class RunAheadTest
     : public simulated::StreamTest,
       public ::testing::WithParamInterface<std::tuple<int, bool>> {
  protected:
   static int max_ahead() { return std::get<0>(GetParam()); }
 
-  // Trains past the first iterations, whose end a rank has to know before the
-  // next: they record in which order gradients come.
+  // Trains past the first iterations, whose statuses a rank awaits: they record
+  // the order of gradients.
   void begin(std::chrono::milliseconds timeout = std::chrono::seconds(10)) {
     step_ = 0;
     training_.emplace(StreamLayout{});
@@ -92,7 +92,8 @@ class RunAheadTest
         AllOf(HasSubstr("found one that was closed"), HasSubstr(reason)));
   }
 
-  // `call` raises that rank 1 failed in iteration 4, with iterations after it.
+  // Expects that `call` reports the failure of rank 1 in iteration 4, after
+  // `num_after` more iterations.
   void expect_late_failure(int num_after, const std::function<void()>& call) {
     const std::string after =
         num_after == 0 ? "" : absl::StrCat(", and ", num_after, " after it");
@@ -114,14 +115,14 @@ class RunAheadTest
   int step_ = 0;
 };
 
-TEST_P(RunAheadTest, HostIsSoManyStepsAheadOfItsPeersHosts) {
+TEST_P(RunAheadTest, TheHostRunsAheadOfLatePeersByTheLimit) {
   begin(std::chrono::milliseconds(20));
   training_->recording().hold_statuses();
   train(1 + max_ahead());
   EXPECT_THROW(train(1), PeerError);
 }
 
-TEST_P(RunAheadTest, StepsAreConfirmedWhenPeersHaveCome) {
+TEST_P(RunAheadTest, StatusesOfPeersConfirmSteps) {
   begin();
   for (int round = 0; round < 3; ++round) {
     training_->recording().hold_statuses();
@@ -131,9 +132,9 @@ TEST_P(RunAheadTest, StepsAreConfirmedWhenPeersHaveCome) {
   train(1);
 }
 
-// That is `max_ahead` steps later at the latest, and sooner if statuses come
-// sooner. The gradients are bad by then.
-TEST_P(RunAheadTest, ALateFailureClosesTheGroupWhereTheNextStepBegins) {
+// The group closes at most `max_ahead` steps later, sooner if the status
+// arrives sooner. Bad gradients are delivered before that.
+TEST_P(RunAheadTest, ALateFailureClosesTheGroupAtTheNextStep) {
   for (const int ahead : std::set<int>{1, 1 + max_ahead()}) {
     SCOPED_TRACE(absl::StrCat("the status comes ", ahead, " steps late"));
     begin();
@@ -145,7 +146,7 @@ TEST_P(RunAheadTest, ALateFailureClosesTheGroupWhereTheNextStepBegins) {
   }
 }
 
-TEST_P(RunAheadTest, CallsThatAwaitStatusesRaiseALateFailure) {
+TEST_P(RunAheadTest, CallsThatAwaitStatusesThrowALateFailure) {
   const std::vector<std::function<void()>> calls = {
       [&] { reducer().await_statuses(); },
       [&] { reducer().shadow_iteration(); },
@@ -168,7 +169,7 @@ TEST_P(RunAheadTest, AwaitingStatusesWaitsForLatePeers) {
   EXPECT_FALSE(reducer().can_continue());
 }
 
-// Its peers, which go on, get the error later.
+// Its peers continue and get the error later.
 TEST_P(RunAheadTest, AFailureOfThisRankClosesItsGroup) {
   begin();
   bool throws = true;
@@ -205,7 +206,7 @@ TORCH_MODULE(Weighted);
 
 using UnwatchedRunAheadTest = simulated::StreamTest;
 
-// So that no bad step is evaluated.
+// No bad step is evaluated.
 TEST_F(UnwatchedRunAheadTest, AForwardUnderNoGradAwaitsStatuses) {
   RecordingGroup recording(testing::kWorldSize);
   Weighted module;
@@ -224,7 +225,7 @@ TEST_F(UnwatchedRunAheadTest, AForwardUnderNoGradAwaitsStatuses) {
               HasSubstr("rank 1 failed in iteration 4"));
 }
 
-// ---- Ranks with devices of their own.
+// ---- Ranks with their own devices.
 
 class OneRank {
  public:
@@ -261,8 +262,8 @@ TEST_F(UnwatchedRunAheadTest, ALateFailureClosesTheGroupOnAllRanks) {
   constexpr int kRanks = 3;
   for (const int max_ahead : {0, 1, 2}) {
     SCOPED_TRACE(max_ahead);
-    // A host of these waits for its peers where it delivers: what comes after
-    // the failure would be waited for in vain.
+    // These hosts wait for their peers at delivery, so no rank may go on before
+    // all have reached the failure.
     std::latch has_failed(kRanks);
     testing::run_ranks_on_devices(
         kRanks,
@@ -287,7 +288,7 @@ TEST_F(UnwatchedRunAheadTest, ALateFailureClosesTheGroupOnAllRanks) {
   }
 }
 
-TEST_F(UnwatchedRunAheadTest, AWorldOfOneGoesOnAfterAFailure) {
+TEST_F(UnwatchedRunAheadTest, OneRankContinuesAfterAFailure) {
   testing::run_ranks_on_devices(
       1, [&](const c10::intrusive_ptr<c10d::ProcessGroup>& group, int rank) {
         OneRank own(group, rank, /*max_ahead=*/1);

@@ -1,5 +1,5 @@
-// Process groups of devices that brigade knows nothing of: the caller makes the
-// backend.
+// Process groups whose backend the caller makes, for devices unknown to
+// brigade.
 
 #include <torch/torch.h>
 #include <unistd.h>
@@ -45,7 +45,7 @@ double summed(const Group& group, const at::Tensor& tensor) {
 
 class VendorBackendTest : public simulated::StreamTest {};
 
-TEST_F(VendorBackendTest, ServesItsDevicesAndGlooTheCpu) {
+TEST_F(VendorBackendTest, ServesDevicesWhileGlooServesTheCpu) {
   run_ranks_on_devices(2, [](const Group& group, int rank) {
     EXPECT_EQ(summed(group, at::ones({4}, on_device(at::kFloat, rank))), 8);
     EXPECT_EQ(summed(group, at::ones({4})), 8);
@@ -54,13 +54,13 @@ TEST_F(VendorBackendTest, ServesItsDevicesAndGlooTheCpu) {
   });
 }
 
-TEST_F(VendorBackendTest, GroupsOfSomeRanksHaveTheirOwn) {
+TEST_F(VendorBackendTest, SubgroupsHaveTheirOwnBackend) {
   run_ranks_on_devices(2, [](const Group& group, int rank) {
     const c10::Device device = simulated::device(rank);
     const GroupScope both = make_subgroup(group, {0, 1}, device);
     EXPECT_EQ(summed(both.group(), at::ones({2}, on_device(at::kFloat, rank))),
               4);
-    EXPECT_EQ(both.group()->getDeviceTypes().size(), 1);  // no Gloo beside it
+    EXPECT_EQ(both.group()->getDeviceTypes().size(), 1);  // no Gloo
     const GroupScope on_cpu = make_subgroup(group, {0, 1});
     EXPECT_EQ(summed(on_cpu.group(), at::ones({2})), 4);
   });
@@ -99,10 +99,9 @@ std::unique_ptr<SegmentedModel> sharded_model(std::vector<UnitRequest> units,
       make_sharded_units(std::move(units), group, {}), group);
 }
 
-// Host data travels through the devices: meshes of units, and what ranks have
-// written of a checkpoint. Training goes on from it, also of a parameter that
-// is not in C order.
-TEST_F(VendorBackendTest, TrainsAndSavesWithoutABackendOfTheCpu) {
+// Meshes of units and reports of written checkpoint files go through the
+// devices. One parameter is not in C order.
+TEST_F(VendorBackendTest, TrainsAndSavesWithoutACpuBackend) {
   const fs::path folder =
       fs::path(::testing::TempDir()) / c10::str("devices_alone_", getpid());
   fs::create_directories(folder);
@@ -160,7 +159,7 @@ TEST_F(VendorBackendTest, TrainsAndSavesWithoutABackendOfTheCpu) {
   fs::remove_all(folder);
 }
 
-TEST_F(VendorBackendTest, AModuleOfTheCpuIsRefusedWithoutOneForIt) {
+TEST_F(VendorBackendTest, AModuleOnTheCpuIsRefusedWithoutACpuBackend) {
   run_ranks_on_devices(2, [&](const Group& with_cpu, int /*rank*/) {
     const Group group = without_cpu(with_cpu);
     EXPECT_THAT(([&] {
@@ -169,13 +168,13 @@ TEST_F(VendorBackendTest, AModuleOfTheCpuIsRefusedWithoutOneForIt) {
                         .parameters = {{"w", at::ones({3}).requires_grad_()}}}},
                       group);
                 }),
-                ThrowsMessage<c10::ValueError>(
-                    HasSubstr("is on cpu, for which the group has no")));
+                ThrowsMessage<c10::ValueError>(HasSubstr(
+                    "is on cpu, for which the process group has no")));
   });
 }
 
-// NCCL refuses two ranks that give it tensors of one device.
-TEST_F(VendorBackendTest, WhatRanksTellEachOtherIsOnTheModelsDevice) {
+// NCCL refuses tensors of two ranks on one device.
+TEST_F(VendorBackendTest, ControlTensorsAreOnTheModelsDevice) {
   run_ranks_on_devices(2, [](const Group& with_cpu, int rank) {
     const Group group = without_cpu(with_cpu);
     const c10::DeviceGuard all_on_the_first(simulated::device(0));
@@ -191,8 +190,8 @@ TEST_F(VendorBackendTest, WhatRanksTellEachOtherIsOnTheModelsDevice) {
   });
 }
 
-// The groups of its units end with it, and wait for those of the peers.
-TEST_F(VendorBackendTest, AModelMayGoEarlierOnOneRank) {
+// The destructor shuts down the groups of its units, which wait for the peers.
+TEST_F(VendorBackendTest, AModelMayBeDestroyedEarlierOnOneRank) {
   run_ranks_on_devices(2, [](const Group& group, int rank) {
     auto model = sharded_model(
         {{.name = "all",
@@ -204,8 +203,7 @@ TEST_F(VendorBackendTest, AModelMayGoEarlierOnOneRank) {
   });
 }
 
-// Gloo, for devices: its groups of some ranks are of the same.
-TEST_F(VendorBackendTest, GlooOfADeviceServesGroupsOfSomeRanks) {
+TEST_F(VendorBackendTest, SubgroupsOfGlooForADeviceUseGloo) {
   run_ranks_on_devices(2, [](const Group& with_host, int rank) {
     const auto gloo = with_host->getBackend(at::kCPU);
     const auto group =
@@ -222,7 +220,7 @@ TEST_F(VendorBackendTest, GlooOfADeviceServesGroupsOfSomeRanks) {
   });
 }
 
-TEST_F(VendorBackendTest, AWorldOfOneNeedsNone) {
+TEST_F(VendorBackendTest, OneRankNeedsNoPeers) {
   const c10::DeviceGuard back_to_this_one(simulated::device());
   const Group group = init_process_group(LaunchEnvironment{.local_rank = 1},
                                          with_host_backend());
@@ -231,7 +229,7 @@ TEST_F(VendorBackendTest, AWorldOfOneNeedsNone) {
   EXPECT_EQ(summed(group, at::ones({4}, on_device(at::kFloat, 1))), 4);
 }
 
-TEST_F(VendorBackendTest, WhatDoesNotFitIsRefused) {
+TEST_F(VendorBackendTest, InvalidBackendsAndDevicesAreRefused) {
   const auto store = c10::make_intrusive<c10d::HashStore>();
   ProcessGroupOptions options = with_host_backend();
   options.make_backend = [](const BackendPlace&) {

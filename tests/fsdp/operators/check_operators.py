@@ -1,15 +1,14 @@
-"""Runs torch's operator samples on shards and on wholes, and compares.
+"""Compares torch's operator samples on sharded and on plain tensors.
 
-Every operator that is admitted on sharded tensors (fsdp/shard_operators.h) must
-give, on the pieces of two ranks, the pieces of the whole's result; or, if it
-reduces, the whole's result. Any other difference is a trap: an operator that
-its tag admits wrongly. Elements that differ by rounding are reported only: some
-kernels compute the last elements of a tensor by other instructions. An operator
-may always be refused.
+An operator that sharded tensors accept (fsdp/shard_operators.h) must give, on
+two ranks, the shards of the plain result; a reduction must give the plain
+result. Any other difference is a trap: an operator with a misleading tag.
+Differences by rounding are only listed, since some kernels compute the last
+elements of a tensor with other instructions. A refusal is never a trap.
 
     python tests/fsdp/operators/check_operators.py [--all]
 
-Prints the traps; exits with 1 if there is one.
+Prints the traps; exits with 1 if there are any.
 """
 
 import argparse
@@ -32,13 +31,13 @@ from torch.utils._pytree import tree_flatten, tree_map_only
 
 TREE = Path(__file__).resolve().parents[3]
 RANKS = 2
-# Random: the ranks run one after the other, from equal seeds.
+# Random fills: the ranks run one after the other, each from the same seed.
 DRAWS = {"bernoulli", "cauchy", "exponential", "geometric", "log_normal", "normal", "uniform"}
-UNDEFINED = {"empty_like", "new_empty", "new_empty_strided"}  # elements are anything
+UNDEFINED = {"empty_like", "new_empty", "new_empty_strided"}  # undefined elements
 
 
 def build_extension(folder):
-    """Compiles the rules and their fallback as a Python module."""
+    """Builds the operator fallback as a Python module."""
     from torch.utils.cpp_extension import load
 
     include = Path(folder)
@@ -89,7 +88,7 @@ def same(a, b, exact):
     if isinstance(a, torch.Tensor):
         if a.dtype != b.dtype or a.shape != b.shape:
             return False
-        if a.dtype is torch.complex32:  # few operators
+        if a.dtype is torch.complex32:  # few operators support it
             a, b = a.to(torch.complex64), b.to(torch.complex64)
         if exact:
             return torch.equal(a.nan_to_num(7.0), b.nan_to_num(7.0)) and torch.equal(
@@ -108,7 +107,7 @@ class Check:
         self.refused = collections.Counter()
 
     def on_ranks(self, call, inputs, together):
-        """The results of each rank; an exception where it was refused."""
+        """Returns each rank's result, or the exception if it was refused."""
         ranks = self.extension.Ranks(RANKS if together else 1)
         results = [None] * RANKS
 
@@ -153,7 +152,7 @@ class Check:
         tensors = [t for t in tree_flatten(inputs)[0] if isinstance(t, torch.Tensor)]
         if not any(t.dim() > 0 for t in tensors) or not all(is_dense(t) for t in tensors):
             return
-        # Only what ranks would do: nothing is sharded that they share in memory.
+        # Each argument gets its own memory, as on separate ranks.
         inputs = tree_map_only(torch.Tensor, lambda t: t.detach().clone(), inputs)
         wholes = tree_map_only(torch.Tensor, lambda t: t.clone(), inputs)
         base = name.split()[0]
@@ -170,10 +169,10 @@ class Check:
         self.admitted[name] += 1
         leaves, _ = tree_flatten(expected)
         by_rank = [tree_flatten(result)[0] for result in results]
-        for place, leaf in enumerate(leaves):
+        for index, leaf in enumerate(leaves):
             for rank in range(RANKS):
                 try:
-                    found = by_rank[rank][place]
+                    found = by_rank[rank][index]
                     local = (
                         self.extension.local(found) if isinstance(found, torch.Tensor) else None
                     )
@@ -202,9 +201,9 @@ def check_info(check, info, dtypes, limit):
             samples = list(info.sample_inputs("cpu", dtype))[:limit]
         except Exception:
             continue
-        for place, sample in enumerate(samples):
+        for index, sample in enumerate(samples):
             names = [f"{info.name} {kind}".strip() for kind in calls]
-            if place == 4 and not any(name in check.admitted for name in names):
+            if index == 4 and not any(name in check.admitted for name in names):
                 break
             inputs = ((sample.input, *sample.args), sample.kwargs)
             for kind, call in calls.items():
@@ -253,8 +252,8 @@ def main():
         for info in database:
             check_foreach(check, info, dtypes[:1], limit)
 
-    print(f"samples of {len(check.admitted)} operators admitted, of {len(check.refused)} refused")
-    print("equal but for rounding:", " ".join(sorted(check.rounding)))
+    print(f"{len(check.admitted)} operators accepted, {len(check.refused)} refused")
+    print("differ by rounding:", " ".join(sorted(check.rounding)))
     for name, why in sorted(check.traps.items()):
         print("trap:", name, sorted(why))
     return 1 if check.traps else 0

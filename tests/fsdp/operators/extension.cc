@@ -24,7 +24,8 @@ class Ranks {
     barrier_.arrive_and_wait();
     return all;
   }
-  // A rank that has ended, or failed, keeps no other waiting.
+  // Removes a rank that has ended or failed, so that no other rank waits for
+  // it.
   void leave() { barrier_.arrive_and_drop(); }
 
  private:

@@ -1,5 +1,5 @@
-// Rows of any ranks: training sharded over them has the bits of one process
-// that adds up rows first, and then these, each in order.
+// Shard groups of any ranks: training has the bits of one process that sums
+// each shard group in order, and then the sums in order.
 
 #include <ATen/CPUGeneratorImpl.h>
 #include <torch/torch.h>
@@ -15,28 +15,28 @@
 #include "gtest/gtest.h"
 
 namespace brigade {
-namespace sharded_rows_test {
+namespace shard_groups_test {
 
 using ::testing::HasSubstr;
 using testing::run_ranks;
 
 using Group = c10::intrusive_ptr<c10d::ProcessGroup>;
-using Rows = std::vector<std::vector<int>>;
+using RankLists = std::vector<std::vector<int>>;
 using Tensors = std::vector<at::Tensor>;
 
 constexpr int kNumRanks = 4;
 constexpr int kNumSteps = 3;
-const std::vector<Rows> kRows = {{{0, 1}, {2, 3}},
-                                 {{0, 2}, {1, 3}},
-                                 {{3, 0}, {1, 2}},
-                                 {{2, 0, 3, 1}},
-                                 {{1}, {3}, {0}, {2}}};
+const std::vector<RankLists> kShardGroups = {{{0, 1}, {2, 3}},
+                                             {{0, 2}, {1, 3}},
+                                             {{3, 0}, {1, 2}},
+                                             {{2, 0, 3, 1}},
+                                             {{1}, {3}, {0}, {2}}};
 
 at::Tensor random(at::IntArrayRef sizes, uint64_t seed) {
   return torch::randn(sizes, at::make_generator<at::CPUGeneratorImpl>(seed));
 }
 
-// Each term is added to the sum at its place; the first ones become the sums.
+// Adds each term to the sum of the same index; the first terms become the sums.
 void add(Tensors& sums, const Tensors& terms) {
   for (size_t i = 0; i < terms.size(); ++i) {
     if (sums.size() == i) {
@@ -62,24 +62,24 @@ at::Tensor input_of(int rank, int step) {
   return random({2, 5}, 100 + 10 * step + rank);
 }
 
-// Parameters behind the steps.
-Tensors in_one_process(const Rows& rows) {
+// Returns the parameters after training.
+Tensors in_one_process(const RankLists& shard_groups) {
   torch::nn::Sequential net = make_net();
   torch::optim::SGD optimizer(net->parameters(), 0.1);
   for (int step = 0; step < kNumSteps; ++step) {
     Tensors sums;
-    for (const auto& row : rows) {
-      Tensors of_row;
-      for (const int rank : row) {
+    for (const auto& ranks : shard_groups) {
+      Tensors group_sums;
+      for (const int rank : ranks) {
         optimizer.zero_grad();
         net->forward(input_of(rank, step)).square().sum().backward();
         Tensors gradients;
         for (const at::Tensor& parameter : net->parameters()) {
           gradients.push_back(parameter.grad());
         }
-        add(of_row, gradients);
+        add(group_sums, gradients);
       }
-      add(sums, of_row);
+      add(sums, group_sums);
     }
     for (size_t i = 0; at::Tensor & parameter : net->parameters()) {
       parameter.mutable_grad() = sums[i++].mul(1.0 / kNumRanks);
@@ -96,45 +96,40 @@ void expect_equal(const Tensors& found, const Tensors& expected) {
   }
 }
 
-template <typename Model>  // at::Tensor (at::Tensor)
-void train(Model&& model, const Tensors& parameters, int rank) {
-  torch::optim::SGD optimizer(parameters, 0.1);
-  for (int step = 0; step < kNumSteps; ++step) {
-    optimizer.zero_grad();
-    model(input_of(rank, step)).square().sum().backward();
-    optimizer.step();
-  }
-}
-
-std::vector<int> in_order(const Rows& rows) {
+std::vector<int> flatten(const RankLists& shard_groups) {
   std::vector<int> ranks;
-  for (const auto& row : rows) {
-    ranks.insert(ranks.end(), row.begin(), row.end());
+  for (const auto& group : shard_groups) {
+    ranks.insert(ranks.end(), group.begin(), group.end());
   }
   return ranks;
 }
 
-TEST(ShardedRowsTest, TrainingHasTheBitsOfTheirOrder) {
-  for (const Rows& rows : kRows) {
-    const Tensors expected = in_one_process(rows);
+TEST(ShardGroupsTest, TrainingSumsInRankOrder) {
+  for (const RankLists& shard_groups : kShardGroups) {
+    const Tensors expected = in_one_process(shard_groups);
     run_ranks(kNumRanks, [&](const Group& group) {
-      const GroupScope scope = make_subgroup(group, in_order(rows));
+      const GroupScope scope = make_subgroup(group, flatten(shard_groups));
       torch::nn::Sequential net = make_net();
-      const auto model =
-          fully_shard(*net, scope.group(),
-                      {.num_shards = static_cast<int>(rows.front().size())});
-      train(
-          [&](const at::Tensor& x) {
-            return model->forward([&] { return net->forward(x); });
-          },
-          net->parameters(), group->getRank());
+      const auto model = fully_shard(
+          *net, scope.group(),
+          {.num_shards = static_cast<int>(shard_groups.front().size())});
+      torch::optim::SGD optimizer(net->parameters(), 0.1);
+      for (int step = 0; step < kNumSteps; ++step) {
+        const at::Tensor x = input_of(group->getRank(), step);
+        optimizer.zero_grad();
+        model->forward([&] { return net->forward(x); })
+            .square()
+            .sum()
+            .backward();
+        optimizer.step();
+      }
       const auto unsharded = model->unsharded();
       expect_equal(net->parameters(), expected);
     });
   }
 }
 
-TEST(ShardedRowsTest, ErrorsNumberRanksInTheirOrder) {
+TEST(ShardGroupsTest, ErrorsNumberRanksAsTheSubgroup) {
   run_ranks(kNumRanks, [&](const Group& group) {
     const GroupScope scope = make_subgroup(group, {3, 0, 1, 2});
     torch::nn::Sequential net = make_net();
@@ -143,7 +138,7 @@ TEST(ShardedRowsTest, ErrorsNumberRanksInTheirOrder) {
       return model->forward([&] { return net->forward(x); });
     };
     if (group->getRank() == 3) {
-      EXPECT_ANY_THROW(run(torch::ones({2, 4})));  // 5 are expected
+      EXPECT_ANY_THROW(run(torch::ones({2, 4})));  // expects 5 columns
       return;
     }
     std::string message;
@@ -156,5 +151,5 @@ TEST(ShardedRowsTest, ErrorsNumberRanksInTheirOrder) {
   });
 }
 
-}  // namespace sharded_rows_test
+}  // namespace shard_groups_test
 }  // namespace brigade

@@ -1,5 +1,3 @@
-#include "brigade/fsdp/reduction_hook.h"
-
 #include <ATen/core/List.h>
 #include <ATen/core/grad_mode.h>
 #include <c10/util/Exception.h>
@@ -9,6 +7,7 @@
 #include <string>
 
 #include "brigade/comm/streams/futures.h"
+#include "brigade/fsdp/sharded_model.h"
 
 namespace brigade {
 namespace {
@@ -16,30 +15,30 @@ namespace {
 using c10::ivalue::Future;
 using FuturePtr = ReductionHook::FuturePtr;
 
-// Elements that are shortened through memory of their own; each later run is
-// as long as all before it, so that there are few.
+// Elements that are cast through a temporary tensor.
 constexpr int64_t kFirstRun = int64_t{1} << 15;
 
-// The elements of `tensor` in a dtype of at most half their length, in the
-// front of its memory. A run is written where only runs before it were.
-at::Tensor shortened_in_place(const at::Tensor& tensor, at::ScalarType dtype) {
+// Casts `tensor` in place to a dtype at most half as long; returns the cast
+// elements, at the front of its memory. Each run is as long as all earlier runs
+// together, so its destination holds only elements that are already cast.
+at::Tensor cast_in_place(const at::Tensor& tensor, at::ScalarType dtype) {
   const int64_t numel = tensor.numel();
-  const at::Tensor shorter = tensor.view(dtype).narrow(0, 0, numel);
+  const at::Tensor cast = tensor.view(dtype).narrow(0, 0, numel);
   int64_t end = std::min(numel, kFirstRun);
-  shorter.narrow(0, 0, end).copy_(tensor.narrow(0, 0, end).to(dtype));
+  cast.narrow(0, 0, end).copy_(tensor.narrow(0, 0, end).to(dtype));
   while (end < numel) {
     const int64_t run = std::min(numel - end, end);
-    shorter.narrow(0, end, run).copy_(tensor.narrow(0, end, run));
+    cast.narrow(0, end, run).copy_(tensor.narrow(0, end, run));
     end += run;
   }
-  return shorter;
+  return cast;
 }
 
-// `to` gets the elements of `from` when `sum` is complete.
-FuturePtr then_copied(const FuturePtr& sum, const at::Tensor& from,
-                      const at::Tensor& to) {
+// Copies `from` to `to` after `sum`.
+FuturePtr copy_after(const FuturePtr& sum, const at::Tensor& from,
+                     const at::Tensor& to) {
   if (!to.is_cpu()) {
-    sum->wait();  // the current stream does; pairs with the sum's launch
+    sum->wait();  // on the current stream
     if (sum->hasError()) return sum;
     to.copy_(from);
     return completed_future({to});
@@ -63,9 +62,9 @@ class CompressionHook final : public ReductionHook {
     const at::NoGradGuard no_grad;
     const auto& [unit, index, whole, shard, rank, sum] = reduction;
     if (!is_longer(whole.scalar_type())) return sum(whole, shard);
-    const at::Tensor wire = shortened_in_place(whole, wire_dtype_);
+    const at::Tensor wire = cast_in_place(whole, wire_dtype_);
     const at::Tensor own = wire.narrow(0, rank * shard.numel(), shard.numel());
-    return then_copied(sum(wire, own), own, shard);
+    return copy_after(sum(wire, own), own, shard);
   }
 
   std::string hook_name() const override {
@@ -88,8 +87,8 @@ class CompressionHook final : public ReductionHook {
 std::shared_ptr<ReductionHook> compression_hook(at::ScalarType wire_dtype) {
   TORCH_CHECK_VALUE(
       wire_dtype == at::kHalf || wire_dtype == at::kBFloat16,
-      "compression_hook: expected Half or BFloat16 for what travels, found ",
-      wire_dtype, ".\nGive one of them, or no hook.");
+      "compression_hook: expected wire_dtype to be float16 or bfloat16, found ",
+      wire_dtype, ".\nPass one of them, or use no hook.");
   return std::make_shared<CompressionHook>(wire_dtype);
 }
 

@@ -1,4 +1,4 @@
-#include "brigade/fsdp/shard_layout.h"
+#include "brigade/fsdp/flat_shard.h"
 
 #include <algorithm>
 #include <limits>
@@ -10,7 +10,7 @@
 #include "gtest/gtest.h"
 
 namespace brigade {
-namespace shard_layout_test {
+namespace flat_shard_test {
 
 constexpr int64_t kWhole = std::numeric_limits<int64_t>::max();
 
@@ -29,7 +29,7 @@ int64_t total_numel(const std::vector<ShardSpec>& parameters) {
   return total;
 }
 
-// All that a layout promises, by counting elements one by one.
+// Checks every promise of a layout element by element.
 void expect_sound(const ShardLayout& layout) {
   std::vector<int> taken(layout.whole_numel());
   int64_t end = 0;
@@ -46,11 +46,11 @@ void expect_sound(const ShardLayout& layout) {
         ASSERT_EQ(range, ShardRange{});
         continue;
       }
-      ASSERT_EQ(range.in_parameter, done) << "a gap, or out of order";
+      ASSERT_EQ(range.in_parameter, done) << "a gap, or wrong order";
       ASSERT_LE(range.in_shard + range.numel, layout.shard_numel());
       ASSERT_EQ(rank * layout.shard_numel() + range.in_shard,
                 layout.offset(p) + done)
-          << "not a view of the gathered buffer";
+          << "not a view of the unsharded buffer";
       for (int64_t i = 0; i < range.numel; ++i) {
         ++taken[layout.offset(p) + done + i];
       }
@@ -65,8 +65,8 @@ void expect_sound(const ShardLayout& layout) {
   EXPECT_EQ(std::ranges::count(taken, 0), layout.padding_numel());
 }
 
-TEST(ShardLayoutTest, RowsStayTogether) {
-  // Rows of 4: a cut at 7 would be in the second one.
+TEST(ShardLayoutTest, BlocksAreNotCut) {
+  // Without blocks the cut would be at element 7, inside the second row of 4.
   const ShardLayout layout({{.numel = 2}, {.numel = 12, .block_numel = 4}}, 2);
   EXPECT_EQ(layout.shard_numel(), 8);
   EXPECT_EQ(layout.offset(1), 4);
@@ -75,7 +75,7 @@ TEST(ShardLayoutTest, RowsStayTogether) {
   expect_sound(layout);
 }
 
-TEST(ShardLayoutTest, AWholeParameterHasOneOwner) {
+TEST(ShardLayoutTest, AParameterOfOneBlockIsOnOneRank) {
   const ShardLayout layout({{.numel = 3},
                             {.numel = 10, .block_numel = kWhole},
                             {.numel = 10, .block_numel = kWhole},
@@ -121,5 +121,5 @@ TEST(ShardLayoutTest, RandomLayoutsAreSoundAndTheirPaddingIsBounded) {
   }
 }
 
-}  // namespace shard_layout_test
+}  // namespace flat_shard_test
 }  // namespace brigade
