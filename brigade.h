@@ -7,7 +7,6 @@
 // Process groups and their errors.
 #include "brigade/comm/errors/peer_error.h"
 #include "brigade/comm/process_group.h"
-#include "brigade/comm/subgroup.h"
 
 // Data parallelism: wrapped modules, or gradients by hand.
 #include "brigade/ddp/distributed_data_parallel.h"

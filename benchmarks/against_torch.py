@@ -1,15 +1,13 @@
-"""What a reducer costs per parameter and step: brigade's and torch's own, interleaved.
+"""Overhead of brigade's and torch's DDP reducers, per parameter and step.
 
     PYTHONPATH=build/release/python .venv/bin/python benchmarks/against_torch.py [--rounds N]
 
-One process, a world of 1 over Gloo. The model is a chain of addcmul over parameters of
-4 elements, so that nearly all of a step is overhead. In each round every contender
-takes its turn in another order; the cost is the median over rounds of the difference to
-local training in the same round, divided by the number of parameters. `control` is a second
-copy of local training: what it shows is noise.
+One process, world size 1 over Gloo. The model is a chain of addcmul over 4-element parameters,
+so that a step is nearly all overhead. The contenders take turns in random order. Overhead is
+the time above local training in the same round, divided by the number of parameters. `control`
+is a second copy of local training; its overhead is noise.
 
-Columns: microseconds per parameter and step, [25th, 75th] percentile, and brigade's
-median over torch's.
+Columns: median and [25th, 75th] percentile in microseconds; brigade's median over torch's.
 """
 
 from __future__ import annotations
@@ -70,7 +68,7 @@ def show(label: str, ours: list[float], theirs: list[float], count: int) -> None
 
 
 def measure_hook(buckets: int, rounds: int) -> None:
-    """Prints what a Python comm hook adds per bucket."""
+    """Prints the overhead of a Python comm hook per bucket."""
 
     def noop(state, bucket):
         future = torch.futures.Future()
@@ -80,7 +78,7 @@ def measure_hook(buckets: int, rounds: int) -> None:
     models: dict[object, nn.Module] = {"local": Chain(buckets)}
     for name, wrapper in CLASSES.items():
         for hooked in (False, True):
-            # 16 bytes per parameter: one per bucket.
+            # The cap equals a parameter's 16 bytes: one parameter per bucket.
             model = wrapper(Chain(buckets), bucket_cap_mb_list=[16 / 2**20])
             if hooked:
                 model.register_comm_hook(None, noop)
@@ -92,7 +90,7 @@ def measure_hook(buckets: int, rounds: int) -> None:
 
 
 def measure_construction(count: int, rounds: int) -> None:
-    """Prints what making a reducer over one bucket costs, and a whole wrapper."""
+    """Prints the time to construct a reducer with one bucket, and a wrapper."""
 
     def seconds_to_make(make: Callable) -> float:
         module = Chain(count)

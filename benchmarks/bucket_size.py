@@ -1,10 +1,10 @@
-"""Models of well-known shapes for brigade.bench, without their computation.
+"""Workloads for brigade.bench with the parameter shapes of ResNet-50, BERT-base and GPT-2.
 
     torchrun --standalone --nproc-per-node 2 -m brigade.bench benchmarks/bucket_size.py:resnet50
 
-Backward sleeps 1 ms per MB of gradients, and each gradient becomes ready when its share of that
-time has passed, as if a GPU computed it: the reducer and the link are measured, and overlap is
-real. Also: bert_base and gpt2.
+Other workloads: bert_base, gpt2. Nothing is computed: backward sleeps 1 ms per MB of gradients
+before each gradient is ready, as if a GPU computed it. This measures the reducer and the network,
+with real overlap.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def _norm(width: int) -> list[Shape]:
 
 
 def resnet50() -> Workload:
-    """25,557,032 elements in 161 parameters (He et al. 2015)."""
+    """Returns 161 parameters, 25,557,032 elements (He et al. 2015)."""
 
     def convolution(out: int, channels: int, side: int) -> list[Shape]:
         return [(out, channels, side, side), *_norm(out)]
@@ -74,7 +74,7 @@ def resnet50() -> Workload:
 
 
 def bert_base() -> Workload:
-    """109,482,240 elements in 199 parameters (Devlin et al. 2018, uncased), with the pooler."""
+    """Returns 199 parameters, 109,482,240 elements (Devlin et al. 2018, uncased, with pooler)."""
     width = 768
     shapes = [(30522, width), (512, width), (2, width), *_norm(width)]
     for _ in range(12):
@@ -84,7 +84,7 @@ def bert_base() -> Workload:
 
 
 def gpt2() -> Workload:
-    """124,439,808 elements in 148 parameters (Radford et al. 2019, the smallest)."""
+    """Returns 148 parameters, 124,439,808 elements (Radford et al. 2019, smallest model)."""
     width = 768
     shapes = [(50257, width), (1024, width)]
     for _ in range(12):

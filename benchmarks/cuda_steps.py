@@ -1,18 +1,16 @@
-"""Times training steps on one CUDA device under brigade's classes and torch's, in one run.
+"""Step times of brigade's and torch's DDP and FSDP on one CUDA device.
 
     PYTHONPATH=build/release/python .venv/bin/python benchmarks/cuda_steps.py
     torchrun --standalone --nproc-per-node 2 benchmarks/cuda_steps.py --models narrow [--trace FILE]
 
-One rank over NCCL: the cost of wrapping, not of communication. Several ranks that share the
-device: NCCL refuses them unless each says that it is on another host, so each rank sets
-NCCL_HOSTID, and they talk over sockets of the loopback device. Speed is not a network's then;
-order and overlap are real.
+One rank over NCCL measures the overhead of wrapping without communication. Several ranks share
+the device: NCCL allows this only between hosts, so each rank sets its own NCCL_HOSTID and they
+communicate over loopback sockets. Bandwidth is then not realistic; order and overlap are.
 
-All contenders take turns in one order per round, drawn at random. Printed are medians with
-quartiles of rank 0: of a step, from an idle device to an idle device; of the host, until backward
-has returned; the peak of the device's memory beside what it held before; and the last loss, which
-must be torch's. Ratios are medians of paired ones. --trace writes a profile of a sharded step, in
-which all-gathers lie under computation.
+The contenders take turns in random order. Rank 0 prints medians with quartiles: the step, from
+idle device to idle device; the host, until backward returns; the peak of additional device
+memory; and the last loss, which must equal torch's. Ratios are medians of paired ratios. --trace
+writes a profile of a sharded step, which shows all-gathers during computation.
 """
 
 from __future__ import annotations
@@ -38,8 +36,8 @@ LOW = torch.bfloat16
 Makers = dict[str, Callable[[], nn.Module]]
 
 
-# Name: width, blocks, vocabulary, batch, length: a GPT of 124 million parameters, and one of which
-# the host's work is the limit.
+# Name: width, blocks, vocabulary size, batch size, sequence length of a GPT. Steps of the narrow
+# one are limited by the host.
 MODELS = {
     "124 million": (768, 12, 50304, 8, 1024),
     "narrow": (128, 48, 512, 2, 64),
@@ -78,7 +76,7 @@ def sharded(name: str) -> Makers:
 
 
 class Contender:
-    """A model and its optimizer, whose step is not timed."""
+    """A model and its optimizer. The optimizer's step is not timed."""
 
     def __init__(self, model: nn.Module, tokens: torch.Tensor, casts: bool) -> None:
         self.model, self.tokens, self.casts = model, tokens, casts
@@ -86,23 +84,23 @@ class Contender:
         self.loss = torch.zeros(())
 
     def step(self) -> tuple[float, float]:
-        """Seconds of the host, and of all."""
+        """Returns seconds until backward returns, and until the device is idle."""
         self.model.zero_grad()
         torch.cuda.synchronize()
         begin = time.perf_counter()
         with torch.autocast("cuda", LOW, enabled=self.casts):
             loss = self.model(self.tokens).float().logsumexp(-1).mean()
         loss.backward()
-        of_host = time.perf_counter() - begin
+        host = time.perf_counter() - begin
         torch.cuda.synchronize()
-        of_all = time.perf_counter() - begin
+        total = time.perf_counter() - begin
         self.optimizer.step()
         self.loss = loss.detach()
-        return of_host, of_all
+        return host, total
 
 
 def peak_mib(maker: Callable[[], nn.Module], tokens: torch.Tensor, casts: bool) -> float:
-    """Of a model that is alone, from before it is made to its third step."""
+    """Returns the device memory of one model in its third step, in MiB."""
     gc.collect()
     torch.cuda.empty_cache()
     before = torch.cuda.memory_allocated()
@@ -121,18 +119,21 @@ def measure(
     taken = take_turns({key: c.step for key, c in contenders.items()}, rounds, WARM_UP_STEPS)
     if dist.get_rank() != 0:
         return contenders
-    print(f"\n{title}: ms, {rounds} rounds; MiB at the peak")
-    print(f"{'':22}{'step':24}{'host':24}{'peak':>8}{'loss':>11}   ours / torch's: step, host")
+    print(f"\n{title}: {rounds} rounds")
+    print(
+        f"{'':22}{'step ms':24}{'host ms':24}{'peak MiB':>8}{'loss':>11}"
+        "   brigade / torch: step, host"
+    )
     columns = {key: [list(part) for part in zip(*rows, strict=True)] for key, rows in taken.items()}
-    for key, (of_host, of_all) in columns.items():
-        all_ms, host_ms = (quartiles(seconds, 1e-3, 2) for seconds in (of_all, of_host))
+    for key, (host, total) in columns.items():
+        total_ms, host_ms = (quartiles(seconds, 1e-3, 2) for seconds in (total, host))
         loss = contenders[key].loss.item()
-        line = f"{key:22}{all_ms:24}{host_ms:24}{peaks[key]:8.0f}{loss:11.6f}"
+        line = f"{key:22}{total_ms:24}{host_ms:24}{peaks[key]:8.0f}{loss:11.6f}"
         if key.startswith("brigade"):
-            their_host, their_all = columns[key.replace("brigade", "torch")]
-            ratio = statistics.median(paired(of_all, their_all))
-            of_hosts = statistics.median(paired(of_host, their_host))
-            line += f"   {ratio:.3f}, {of_hosts:.3f}"
+            torch_host, torch_total = columns[key.replace("brigade", "torch")]
+            total_ratio = statistics.median(paired(total, torch_total))
+            host_ratio = statistics.median(paired(host, torch_host))
+            line += f"   {total_ratio:.3f}, {host_ratio:.3f}"
         print(line, flush=True)
     return contenders
 
@@ -152,7 +153,7 @@ def main() -> None:
     parser.add_argument("--trace")
     arguments = parser.parse_args()
     if not torch.cuda.is_available():
-        raise SystemExit("cuda_steps: needs a CUDA device, and torch sees none")
+        raise SystemExit("cuda_steps: torch found no CUDA device")
     os.environ.setdefault("NCCL_HOSTID", f"rank{os.environ.get('RANK', 0)}")
     os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")
     os.environ.setdefault("NCCL_IB_DISABLE", "1")

@@ -1,15 +1,15 @@
-"""Times sharded training steps under brigade's fully_shard, torch's, and torch's DDP, in one run.
+"""Step times of brigade's fully_shard, torch's fully_shard, and torch's DDP.
 
     PYTHONPATH=build/release/python .venv/bin/torchrun --standalone --nproc-per-node 2 \
         benchmarks/fsdp_against_torch.py
 
-A transformer of four blocks, each a unit. All contenders take turns in one order per round,
-drawn at random; a step is forward and backward, timed on rank 0 between barriers. Printed are
-medians with quartiles in ms, and medians of paired ratios over torch's DDP and over torch's
-fully_shard with the same setting.
+The model is a transformer of four blocks, each an FSDP unit. The contenders take turns in random
+order. A step is forward and backward, timed on rank 0 after a barrier. Prints medians with
+quartiles in ms, and paired ratios over torch's DDP and over torch's fully_shard with the same
+setting.
 
---units: an MLP in 1 to 16 units, and with gathers that begin 0, 1 and 2 units ahead: time against
-memory, and the communication that computation has not covered.
+--units: an MLP in 1 to 16 units with prefetch depths of 0 to 2: step time, memory, and
+communication that computation does not hide.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ import brigade
 from turns import SHARDS, paired, quartiles, shard, start, step_seconds, take_turns, time_steps
 
 SETTINGS = {"reshard": True, "keep": False}
-# Number of units and prefetch depth.
+# (number of units, prefetch depth)
 DIVISIONS = ((1, 1), (2, 1), (4, 1), (8, 1), (16, 0), (16, 1), (16, 2))
 
 
@@ -69,7 +69,7 @@ class Gpt(nn.Module):
 
 
 class Perceptron(nn.Module):
-    """16 layers of a quarter of a million parameters, in blocks of equally many."""
+    """16 layers of 262,656 parameters each, in `num_blocks` blocks of equal size."""
 
     def __init__(self, num_blocks: int = 1, num_layers: int = 16, width: int = 512) -> None:
         super().__init__()
@@ -111,12 +111,12 @@ def measure_steps(rounds: int) -> None:
         over = "" if name in ("alone", "DDP") else f"   over DDP {ratio(taken, seconds['DDP'])}"
         if name.startswith("brigade"):
             theirs = seconds[name.replace("brigade", "torch")]
-            over += f"   over torch's {ratio(taken, theirs)}"
+            over += f"   over torch's fully_shard {ratio(taken, theirs)}"
         print(f"{name:16}{quartiles(taken, 1e-3)}{over}")
 
 
 def measure_units(rounds: int) -> None:
-    """Prints a row for each division: the step, the memory, and the waits."""
+    """Prints the step time, peak memory and waits of each division into units."""
     x = torch.rand(256, 512)
     ddp = DistributedDataParallel(Perceptron())
     models = {}
@@ -126,11 +126,11 @@ def measure_units(rounds: int) -> None:
         models[division] = model
 
     def step(model: nn.Module) -> tuple[float, int, int]:
-        """Seconds, and ns of waits for gathers and for sums after backward."""
+        """Returns seconds, and ns of waits for all-gathers and for reduce-scatters."""
         seconds = step_seconds(model, x)
         timeline = model.sharding_timeline()
-        sums = sum(timeline.exposed_ns(index) for index in range(len(timeline.reductions)))
-        return seconds, sum(gather.exposed_ns for gather in timeline.gathers), sums
+        reduced = sum(timeline.exposed_ns(index) for index in range(len(timeline.reductions)))
+        return seconds, sum(gather.exposed_ns for gather in timeline.gathers), reduced
 
     steps = {division: partial(step, model) for division, model in models.items()}
     taken = take_turns({"DDP": lambda: (step_seconds(ddp, x), 0, 0), **steps}, rounds)
@@ -142,15 +142,13 @@ def measure_units(rounds: int) -> None:
     size = sum(p.nbytes for p in ddp.parameters()) / 2**20
     print(f"\nMLP of 16 layers, {size:.1f} MiB of parameters; {rounds} rounds")
     print(f"DDP: {quartiles(columns['DDP'][0], 1e-3)} ms")
-    print(
-        f"units ahead {'over DDP':24}{'MiB':>6}  {'ms: gathers waited for':26}sums after backward"
-    )
+    print(f"units depth {'over DDP':24}{'MiB':>6}  {'all-gather wait ms':26}reduce-scatter wait ms")
     for division, model in models.items():
-        seconds, gathers, sums = columns[division]
+        seconds, gathers, reduced = columns[division]
         peak = model.sharding_statistics()["peak_buffer_bytes"] / 2**20
         print(
             f"{division[0]:5} {division[1]:5} {ratio(seconds, columns['DDP'][0]):24}{peak:6.1f}  "
-            f"{quartiles(gathers, 1e6):26}{quartiles(sums, 1e6)}"
+            f"{quartiles(gathers, 1e6):26}{quartiles(reduced, 1e6)}"
         )
 
 

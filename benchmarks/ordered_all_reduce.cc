@@ -1,15 +1,15 @@
-// The ordered all-reduce beside the group's own: what the bits cost.
+// Benchmark of the reproducible (rank-order) all-reduce against the process
+// group's.
 //
 //   torchrun --standalone --nproc-per-node 2 --no-python ordered_all_reduce
 //       [--rounds 40] [--shared-bytes 268435456]
 //
-// Each round times one all-reduce of float32 of either kind, until it is done,
-// with a barrier before, in an order that changes from round to round. Times
-// are rank 0's: medians and quartiles.
+// Each round times one float32 all-reduce of each kind, after a barrier and in
+// alternating order. Prints medians and quartiles of rank 0:
 //   group     the group's all-reduce
 //   ordered   OrderedCollectives::all_reduce()
-//   ratio     ordered / group, of each round
-// Sums are compared with those of one process; a wrong one ends the program.
+//   ratio     ordered / group, paired by round
+// Ordered sums must equal those of one process bit for bit.
 
 #include <fmt/format.h>
 #include <torch/torch.h>
@@ -51,11 +51,11 @@ void measure(const Group& group, OrderedCollectives& collectives, int64_t bytes,
   const auto time_ordered = [&] {
     const double taken =
         time([&] { collectives.all_reduce(tensors[0])->waitAndThrow(); });
-    TORCH_CHECK(at::equal(tensors[0], expected), "expected the sum of ",
-                group->getSize(), " ranks, found another");
+    TORCH_CHECK(at::equal(tensors[0], expected), "the ordered all-reduce of ",
+                bytes, " bytes differs from the sum in one process");
     return taken;
   };
-  time_group();  // first ones make memory, and are not counted
+  time_group();  // warm-up
   time_ordered();
   Samples group_us, ordered_us, ratio;
   for (int round = 0; round < rounds; ++round) {
@@ -73,11 +73,13 @@ void measure(const Group& group, OrderedCollectives& collectives, int64_t bytes,
 int run(int argc, char** argv) {
   int rounds = 40;
   int64_t shared_bytes = OrderedCollectives::kSharedBytes;
-  CLI::App app("The ordered all-reduce beside the group's own.");
-  app.add_option("--rounds", rounds)->check(CLI::Range(2, 100000));
-  app.add_option(
-         "--shared-bytes", shared_bytes,
-         "memory that ranks of one host share; 0: the group's collectives")
+  CLI::App app(
+      "Times the reproducible all-reduce and the process group's all-reduce.");
+  app.add_option("--rounds", rounds, "all-reduces of each kind and size")
+      ->check(CLI::Range(2, 100000));
+  app.add_option("--shared-bytes", shared_bytes,
+                 "shared memory of the ranks of one host; 0: use the group's "
+                 "collectives instead")
       ->check(CLI::NonNegativeNumber);
   CLI11_PARSE(app, argc, argv);
   GroupScope scope(init_process_group());

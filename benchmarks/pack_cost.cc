@@ -1,11 +1,11 @@
-// What it costs to move gradients into a flat bucket buffer and out of it:
-// brigade's Packer beside the ways that ATen offers, in turns.
+// Benchmark of packing gradients into a bucket buffer and unpacking them:
+// brigade's Packer against ATen operators.
 //
 //   pack_cost
 //
-// A row per workload (slots x float32 elements) and way: medians and quartiles
-// in microseconds, and GB/s of gradients (memory moves twice that and more).
-// One thread. With a CUDA device also there: times of the device, from events.
+// Prints a row per workload (slots x float32 elements) and method: medians and
+// quartiles in microseconds, and GB/s of gradients (memory traffic is at least
+// twice that). Uses one thread, and a CUDA device if there is one.
 
 #include <ATen/ATen.h>
 #include <c10/core/Event.h>
@@ -27,7 +27,6 @@ namespace {
 constexpr double kScale = 1.0 / 3;
 constexpr int kRounds = 15;
 
-// Gradients, each with memory of its own, and their bucket.
 struct Workload {
   Workload(int64_t num_slots, int64_t numel, at::Device device,
            at::ScalarType wire_dtype)
@@ -46,7 +45,7 @@ struct Workload {
   }
 
   at::Tensor flat;
-  at::Tensor other;                   // of its size
+  at::Tensor other;                   // of the same size
   std::vector<at::Tensor> gradients;  // float32
   std::vector<at::Tensor> views;      // into flat, by slot
   std::vector<void*> addresses;
@@ -65,13 +64,13 @@ void aten_mul_out(Workload& load) {
   }
 }
 
-struct Way {
+struct Method {
   const char* name;
   void (*run)(Workload&);
   at::ScalarType wire_dtype = at::kFloat;
 };
 
-const Way kWays[] = {
+const Method kMethods[] = {
     {"pack", pack},
     {"pack to bfloat16", pack, at::kBFloat16},
     {"unpack",
@@ -84,11 +83,11 @@ const Way kWays[] = {
      }},
     {"plain copy", [](Workload& load) { load.flat.copy_(load.other); }}};
 
-// Of one call, in microseconds; small ones are called several times.
-double time_call(const Way& way, Workload& load, int64_t bytes) {
+// Returns microseconds per call. Small workloads run several calls.
+double time_call(const Method& method, Workload& load, int64_t bytes) {
   const auto calls = static_cast<int>(1 + (int64_t{1} << 22) / bytes);
   const auto run = [&] {
-    for (int i = 0; i < calls; ++i) way.run(load);
+    for (int i = 0; i < calls; ++i) method.run(load);
   };
   if (load.flat.is_cpu()) return microseconds(run) / calls;
   const c10::impl::VirtualGuardImpl cuda(at::kCUDA);
@@ -105,19 +104,20 @@ double time_call(const Way& way, Workload& load, int64_t bytes) {
 void measure(at::Device device, int64_t num_slots, int64_t numel) {
   const int64_t bytes = num_slots * numel * static_cast<int64_t>(sizeof(float));
   std::vector<Workload> loads;
-  std::vector<Samples> times(std::size(kWays));
-  for (const Way& way : kWays) {
-    loads.emplace_back(num_slots, numel, device, way.wire_dtype);
+  std::vector<Samples> times(std::size(kMethods));
+  for (const Method& method : kMethods) {
+    loads.emplace_back(num_slots, numel, device, method.wire_dtype);
   }
   for (int round = -1; round < kRounds; ++round) {
     for (size_t i = 0; i < loads.size(); ++i) {
-      const double time = time_call(kWays[i], loads[i], bytes);
+      const double time = time_call(kMethods[i], loads[i], bytes);
       if (round >= 0) times[i].push_back(time);
     }
   }
-  fmt::print("\n{} x {} on {}\n", num_slots, numel, device.str());
+  fmt::print("\n{} slots x {} elements on {}\n", num_slots, numel,
+             device.str());
   for (size_t i = 0; i < loads.size(); ++i) {
-    fmt::print("{:<24}{:>28}{:>8.1f}\n", kWays[i].name, spread(times[i], 1),
+    fmt::print("{:<24}{:>28}{:>8.1f}\n", kMethods[i].name, spread(times[i], 1),
                static_cast<double>(bytes) * 1e-3 / quartiles(times[i]).median);
   }
 }
@@ -126,7 +126,7 @@ void run() {
   at::set_num_threads(1);
   const c10::InferenceMode no_autograd;
   print_set_up();
-  fmt::print("{:<24}{:>28}{:>8}\n", "way", "us", "GB/s");
+  fmt::print("{:<24}{:>28}{:>8}\n", "method", "us", "GB/s");
   std::vector<at::Device> devices = {at::kCPU};
   if (torch::cuda::is_available()) devices.emplace_back(at::kCUDA, 0);
   for (const at::Device device : devices) {

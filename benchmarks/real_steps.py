@@ -1,13 +1,16 @@
-"""Times training steps of real shapes under brigade's class and torch's, in one run.
+"""Step times of realistic models under brigade's and torch's DistributedDataParallel.
 
     torchrun --standalone --nproc-per-node 2 benchmarks/real_steps.py
 
-Each class trains with four bucket caps, and the same model alone shows what
-communication adds. All take turns in one order per round, drawn at random; a
-step is forward and backward, timed on rank 0 between barriers. Printed are
-medians with quartiles, and the medians of paired ratios: brigade with its default
-cap, and with its fastest, over the fastest of torch's, and `reproducible` over the
-default. Tiny models follow, whose steps are nearly all latency, in each mode.
+Each class trains with four bucket caps; "alone" trains without DDP. The contenders take turns in
+random order. A step is forward and backward, timed on rank 0 after a barrier. Prints medians with
+quartiles in ms, and medians of paired ratios:
+
+    default       brigade with its default cap over torch with its fastest cap
+    fastest       brigade with its fastest cap over torch with its fastest cap
+    reproducible  brigade with reproducible=True over its default
+
+Tiny models follow, whose steps are nearly all latency, in each DDP mode.
 """
 
 from __future__ import annotations
@@ -30,7 +33,7 @@ DEFAULT_CAP_MIB = 25
 
 
 class BasicBlock(nn.Module):
-    """Two convolutions beside a shortcut, as in ResNet-18."""
+    """Two convolutions and a shortcut, as in ResNet-18."""
 
     def __init__(self, channels_in: int, channels: int, stride: int) -> None:
         super().__init__()
@@ -82,7 +85,7 @@ def make_tiny(after_linear: Callable[[], nn.Module]) -> tuple[nn.Module, torch.T
     return nn.Sequential(*layers), torch.randn(32, 64)
 
 
-# Of one small bucket, so that a step is nearly all latency.
+# Models of one small bucket.
 TINY_MODELS = {
     "MLP": partial(make_tiny, nn.ReLU),
     "with batch norm": partial(make_tiny, partial(nn.BatchNorm1d, 64)),
@@ -94,7 +97,7 @@ def median_ratio(ours: list[float], theirs: list[float]) -> float:
 
 
 def measure_tiny(name: str, rounds: int) -> None:
-    """Prints the difference of brigade and torch in steps of about a millisecond."""
+    """Prints brigade's and torch's times of steps of about a millisecond."""
     contenders = {
         (kind, mode): wrapper(TINY_MODELS[name]()[0], **options)
         for mode, options in DDP_MODES.items()
@@ -103,7 +106,7 @@ def measure_tiny(name: str, rounds: int) -> None:
     seconds = time_steps(contenders, TINY_MODELS[name]()[1], rounds)
     if dist.get_rank() != 0:
         return
-    print(f"\ntiny, {name}: us per step, {rounds} rounds; brigade less torch, paired")
+    print(f"\ntiny, {name}: us per step, {rounds} rounds; paired differences, brigade - torch")
     for mode in DDP_MODES:
         ours, theirs = seconds["brigade", mode], seconds["torch", mode]
         print(
@@ -114,7 +117,7 @@ def measure_tiny(name: str, rounds: int) -> None:
 
 
 def measure(name: str, rounds: int) -> dict[str, float]:
-    """Prints one model's times. Returns its ratios."""
+    """Prints one model's step times and ratios; returns the ratios."""
     torch.manual_seed(dist.get_rank())
     module, x = MODELS[name]()
     contenders: dict[tuple[str, int], nn.Module] = {("alone", 0): module}
@@ -163,7 +166,7 @@ def main() -> None:
     for name in arguments.tiny:
         measure_tiny(name, arguments.tiny_rounds)
     if is_first and found:
-        means = {what: statistics.geometric_mean(r[what] for r in found) for what in found[0]}
+        means = {key: statistics.geometric_mean(r[key] for r in found) for key in found[0]}
         print(f"geometric means: {shown(means)}")
     dist.destroy_process_group()
 

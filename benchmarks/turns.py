@@ -1,4 +1,4 @@
-"""Shared by the benchmarks: the start, contenders that take turns, and how times are shown."""
+"""Helpers of the benchmarks: set-up, turns of contenders, and formats of times."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ Value = TypeVar("Value")
 
 
 def start(backend: str = "gloo", **group: Any) -> bool:
-    """Joins the ranks of torchrun, or makes a world of 1. Returns whether this is rank 0."""
+    """Joins torchrun's group, or makes one of world size 1. Returns True on rank 0."""
     torch.set_num_threads(1)
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     if "RANK" not in os.environ and not group:
@@ -50,7 +50,7 @@ def start(backend: str = "gloo", **group: Any) -> bool:
 
 
 def shard(model: nn.Module, fully_shard: Callable, **arguments: object) -> nn.Module:
-    """Makes each of `model.blocks` a unit, and the rest another."""
+    """Makes each of `model.blocks` an FSDP unit, and the remaining parameters another."""
     for block in model.blocks:
         fully_shard(block, **arguments)
     return fully_shard(model, **arguments)
@@ -73,7 +73,7 @@ def take_turns(
 
 
 def step_seconds(model: nn.Module, x: torch.Tensor) -> float:
-    """Seconds of a forward and a backward, after a barrier."""
+    """Returns the seconds of a forward and a backward, after a barrier."""
     model.zero_grad()
     dist.barrier()
     begin = time.perf_counter()
@@ -90,16 +90,16 @@ def time_steps(
 
 
 def quartiles(values: Sequence[float], unit: float = 1, digits: int = 1) -> str:
-    """Median and quartiles."""
+    """Formats the median and quartiles, in multiples of `unit`."""
     low, middle, high = (q / unit for q in statistics.quantiles(values, n=4))
     return f"{middle:8.{digits}f} [{low:.{digits}f}, {high:.{digits}f}]"
 
 
 def paired(ours: Sequence[float], theirs: Sequence[float]) -> list[float]:
-    """Ratios of each round."""
+    """Returns the ratio of each round."""
     return [a / b for a, b in zip(ours, theirs, strict=True)]
 
 
 def over(ours: Sequence[float], theirs: Sequence[float]) -> list[float]:
-    """Differences of each round."""
+    """Returns the difference of each round."""
     return [a - b for a, b in zip(ours, theirs, strict=True)]

@@ -1,13 +1,11 @@
-"""What a sharded unit costs from Python beside its computation and the network.
+"""CPU overhead of an FSDP unit under brigade's and torch's fully_shard.
 
     PYTHONPATH=build/release/python .venv/bin/python benchmarks/unit_cost.py
 
-50 units of 8 small parameters in one process, over torch's "fake" group of two ranks, which
-answers at once: brigade's fully_shard and torch's. They take turns with the model alone, in
-an order drawn at random in each round.
-Printed are medians with quartiles of what each takes more than the model alone in the same
-round, in us of processor time per unit and step: of forward and backward, and of an
-optimizer's step (SGD) with zero_grad().
+50 units of 8 small parameters in one process, over torch's "fake" process group of two ranks,
+whose collectives return at once. The sharded models and the unwrapped model take turns in random
+order. Prints medians with quartiles of the CPU time above the unwrapped model's, in us per unit
+and step: for forward and backward, and for an SGD step with zero_grad().
 """
 
 from __future__ import annotations
@@ -50,7 +48,7 @@ class SmallUnits(nn.Module):
 
 
 def step(model: nn.Module, optimizer: torch.optim.Optimizer, x: torch.Tensor) -> list[float]:
-    """Seconds of processor time: of forward and backward, and of the optimizer."""
+    """Returns CPU seconds of forward and backward, and of the optimizer."""
     begin = time.process_time()
     model(x).sum().backward()
     middle = time.process_time()

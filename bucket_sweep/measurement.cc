@@ -22,7 +22,7 @@ constexpr double kLargestMib = 1e6;
 
 using Clock = std::chrono::steady_clock;
 
-// Buckets are planned from the order of the first step, on a static graph of
+// The reducer plans its buckets after the first step, with a static graph after
 // the second.
 constexpr int kStepsUntilRebuilt = 3;
 
@@ -31,7 +31,6 @@ double ms_since(Clock::time_point begin) {
       .count();
 }
 
-// The model that is trained on all ranks.
 class Training {
  public:
   Training(const std::vector<at::Tensor>& parameters,
@@ -42,43 +41,43 @@ class Training {
     std::ranges::copy_if(parameters, std::back_inserter(parameters_),
                          &at::Tensor::requires_grad);
     TORCH_CHECK_VALUE(!parameters_.empty(),
-                      "measure: the workload has no parameter that requires a "
-                      "gradient.\nGive a model that is trained.");
+                      "bucket sweep: expected a parameter with requires_grad, "
+                      "found none.\nPass a model with trainable parameters.");
   }
 
   const std::vector<at::Tensor>& parameters() const { return parameters_; }
 
-  // Adds the buckets that the arm gives to those of other arms.
-  void add_arm(std::vector<SweepTrack>& tracks, const BucketArm& arm) {
+  // Plans the arm's buckets. Adds the plan, or the arm to an equal plan.
+  void add_arm(std::vector<PlanSamples>& plans, const BucketArm& arm) {
     ReducerOptions options = options_;
     options.bucket_plan = {};
     options.bucket_cap_bytes = arm.caps_bytes;
     Reducer reducer(parameters_, group_, options);
     for (int step = 0; step < kStepsUntilRebuilt; ++step) timed_step(&reducer);
     const std::vector<std::vector<size_t>>& buckets = reducer.plan().buckets();
-    const auto same = std::ranges::find(tracks, buckets, &SweepTrack::buckets);
-    if (same != tracks.end()) {
+    const auto same = std::ranges::find(plans, buckets, &PlanSamples::buckets);
+    if (same != plans.end()) {
       same->arms.push_back(arm);
     } else {
-      tracks.push_back({.arms = {arm},
-                        .buckets = buckets,
-                        .bucket_bytes = bytes_of(buckets)});
+      plans.push_back({.arms = {arm},
+                       .buckets = buckets,
+                       .bucket_bytes = bytes_of(buckets)});
     }
     drop_gradients();
   }
 
-  void visit(SweepTrack& track, int64_t num_steps) {
-    if (track.buckets.empty()) return time_steps(track, num_steps, nullptr);
+  void run_turn(PlanSamples& plan, int64_t num_steps) {
+    if (plan.buckets.empty()) return time_steps(plan, num_steps, nullptr);
     {
       ReducerOptions options = options_;
-      options.bucket_plan = track.buckets;
+      options.bucket_plan = plan.buckets;
       Reducer reducer(parameters_, group_, options);
-      time_steps(track, num_steps, &reducer);
+      time_steps(plan, num_steps, &reducer);
     }
-    track.alone_ms.push_back(all_reduce_alone(track));
+    plan.alone_ms.push_back(all_reduce_alone(plan));
   }
 
-  // Every sample becomes that of the slowest rank.
+  // Collective. Replaces each sample by its maximum over ranks.
   void take_slowest(std::vector<double>& samples) const {
     if (samples.empty()) return;
     std::vector<at::Tensor> slowest = {
@@ -123,9 +122,9 @@ class Training {
     return ms_since(begin);
   }
 
-  void time_steps(SweepTrack& track, int64_t num_steps, Reducer* reducer) {
-    timed_step(reducer);  // touches the memory
-    std::vector<double>& times = track.rounds_ms.emplace_back();
+  void time_steps(PlanSamples& plan, int64_t num_steps, Reducer* reducer) {
+    timed_step(reducer);  // warm-up
+    std::vector<double>& times = plan.rounds_ms.emplace_back();
     for (int64_t step = 0; step < num_steps; ++step) {
       times.push_back(timed_step(reducer));
     }
@@ -144,12 +143,12 @@ class Training {
     return bytes;
   }
 
-  double all_reduce_alone(const SweepTrack& track) const {
+  double all_reduce_alone(const PlanSamples& plan) const {
     std::vector<at::Tensor> buffers;
-    for (size_t b = 0; b < track.buckets.size(); ++b) {
-      const at::Tensor& like = parameters_[track.buckets[b].front()];
+    for (size_t b = 0; b < plan.buckets.size(); ++b) {
+      const at::Tensor& like = parameters_[plan.buckets[b].front()];
       buffers.push_back(at::zeros(
-          {track.bucket_bytes[b] / static_cast<int64_t>(like.element_size())},
+          {plan.bucket_bytes[b] / static_cast<int64_t>(like.element_size())},
           like.options()));
     }
     barrier();
@@ -187,8 +186,9 @@ BucketArm arm_of(std::string_view size) {
       absl::SimpleAtod(absl::string_view(size.data(), size.size()), &mib);
   TORCH_CHECK_VALUE(
       is_number && mib > 0 && mib <= kLargestMib,
-      "arm_of: expected a size in MiB above 0, 'one' or 'each', got '",
-      std::string(size), "'.\nGive a number such as 1 or 25.");
+      "bucket sweep: expected a size of more than 0 MiB, 'one' or 'each', "
+      "found '",
+      std::string(size), "'.\nPass a number, for example 25.");
   const auto bytes = static_cast<int64_t>(mib * kBytesPerMib);
   return {.label = absl::StrCat(mib, " MiB"),
           .caps_bytes = {std::max<int64_t>(1, bytes)}};
@@ -201,8 +201,10 @@ SweepSamples measure(const std::vector<at::Tensor>& parameters,
                      int64_t num_rounds, int64_t num_steps,
                      const ReducerOptions& options) {
   TORCH_CHECK_VALUE(num_rounds > 0 && num_steps > 0,
-                    "measure: rounds and steps must be 1 or more, got ",
-                    num_rounds, " and ", num_steps, ".\nLeave them out.");
+                    "bucket sweep: expected at least 1 round and 1 step, found "
+                    "rounds = ",
+                    num_rounds, " and steps = ", num_steps,
+                    ".\nOmit them to use the defaults.");
   std::vector<BucketArm> arms = {default_arm()};
   for (const std::string& size : sizes) arms.push_back(arm_of(size));
   Training training(parameters, loss, group, options);
@@ -213,24 +215,24 @@ SweepSamples measure(const std::vector<at::Tensor>& parameters,
     samples.gradient_bytes += static_cast<int64_t>(parameter.nbytes());
   }
   for (const BucketArm& arm : arms) {
-    training.add_arm(samples.tracks, arm);
+    training.add_arm(samples.plans, arm);
   }
 
-  SweepTrack local = {.arms = {{.label = "no reducer", .caps_bytes = {}}}};
-  std::vector<SweepTrack*> order = {&local};
-  for (SweepTrack& track : samples.tracks) order.push_back(&track);
+  PlanSamples local = {.arms = {{.label = "no reducer", .caps_bytes = {}}}};
+  std::vector<PlanSamples*> order = {&local};
+  for (PlanSamples& plan : samples.plans) order.push_back(&plan);
   for (int64_t round = 0; round < num_rounds; ++round) {
-    for (SweepTrack* const track : order) {
-      training.visit(*track, num_steps);
+    for (PlanSamples* const plan : order) {
+      training.run_turn(*plan, num_steps);
     }
     std::ranges::reverse(order);
   }
 
-  for (SweepTrack* const track : order) {
-    for (std::vector<double>& times : track->rounds_ms) {
+  for (PlanSamples* const plan : order) {
+    for (std::vector<double>& times : plan->rounds_ms) {
       training.take_slowest(times);
     }
-    training.take_slowest(track->alone_ms);
+    training.take_slowest(plan->alone_ms);
   }
   samples.local_ms = std::move(local.rounds_ms);
   return samples;

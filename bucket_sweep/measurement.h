@@ -1,7 +1,7 @@
-// Times the training steps of a model with several bucket sizes.
+// Step times of a model under several bucket sizes.
 //
 // All sizes, and the same steps without a reducer, take turns in one run, in
-// alternating order, so that a slow minute of the machine hits all of them.
+// alternating order. A slow phase of the machine then affects all of them.
 
 #ifndef BRIGADE_BUCKET_SWEEP_MEASUREMENT_H_
 #define BRIGADE_BUCKET_SWEEP_MEASUREMENT_H_
@@ -19,23 +19,21 @@
 
 namespace brigade {
 
-// A bucket size that a sweep tries.
 struct BucketArm {
   std::string label;
   std::vector<int64_t> caps_bytes;  // ReducerOptions::bucket_cap_bytes
 };
 
-// The reducer's default.
 BucketArm default_arm();
 
-// "0.25": buckets of so many MiB; "one" bucket for all parameters; one for
-// "each". Errors: ValueError if it is none of these.
+// Parses "0.25", a bucket cap in MiB; "one", one bucket for all parameters; or
+// "each", one bucket per parameter. Throws ValueError for any other text.
 BucketArm arm_of(std::string_view size);
 
-// Arms that give the same buckets, and their times on the slowest rank.
-struct SweepTrack {
-  std::vector<BucketArm> arms = {};
-  std::vector<std::vector<size_t>> buckets = {};  // none: without a reducer
+// Times of one bucket plan on the slowest rank.
+struct PlanSamples {
+  std::vector<BucketArm> arms = {};               // all that result in the plan
+  std::vector<std::vector<size_t>> buckets = {};  // empty: without a reducer
   std::vector<int64_t> bucket_bytes = {};
   std::vector<std::vector<double>> rounds_ms = {};  // by round, then by step
   std::vector<double> alone_ms = {};  // the buckets' all-reduces, by round
@@ -44,12 +42,11 @@ struct SweepTrack {
 struct SweepSamples {
   int64_t num_parameters = 0;
   int64_t gradient_bytes = 0;
-  std::vector<std::vector<double>> local_ms =
-      {};                               // without a reducer, by round
-  std::vector<SweepTrack> tracks = {};  // the first has the default's buckets
+  std::vector<std::vector<double>> local_ms = {};  // no reducer, by round
+  std::vector<PlanSamples> plans = {};             // the default's first
 };
 
-// sweep() of bucket_sweep/sweep.h, without statistics.
+// Collects the samples of sweep(); same contract.
 SweepSamples measure(const std::vector<at::Tensor>& parameters,
                      const std::function<at::Tensor()>& loss,
                      const std::vector<std::string>& sizes,

@@ -14,8 +14,8 @@
 namespace brigade {
 namespace {
 
-// Of recommending a size that is no better, with all sizes tried.
-constexpr double kChance = 0.05;
+// Significance level: the probability of recommending a size that is no better.
+constexpr double kSignificance = 0.05;
 
 using Rounds = std::vector<std::vector<double>>;
 
@@ -49,21 +49,21 @@ std::vector<double> exposed(const Rounds& rounds, const Rounds& local) {
   return differences;
 }
 
-ArmSummary summary_of(const SweepTrack& track, const Rounds& local) {
+ArmSummary summary_of(const PlanSamples& plan, const Rounds& local) {
   std::string label;
-  for (const BucketArm& arm : track.arms) {
+  for (const BucketArm& arm : plan.arms) {
     label += (label.empty() ? "" : ", ") + arm.label;
   }
   return {.label = std::move(label),
-          .caps_bytes = track.arms.front().caps_bytes,
-          .bucket_bytes = track.bucket_bytes,
-          .step_ms = quartiles(flat(track.rounds_ms)),
-          .exposed_ms = quartiles(exposed(track.rounds_ms, local)),
-          .alone_ms = median(track.alone_ms)};
+          .caps_bytes = plan.arms.front().caps_bytes,
+          .bucket_bytes = plan.bucket_bytes,
+          .step_ms = quartiles(flat(plan.rounds_ms)),
+          .exposed_ms = quartiles(exposed(plan.rounds_ms, local)),
+          .alone_ms = median(plan.alone_ms)};
 }
 
-// The probability that a fair coin shows at least `heads` heads.
-double chance_of(int64_t heads, int64_t throws) {
+// Returns the probability that a fair coin shows at least `heads` heads.
+double binomial_tail(int64_t heads, int64_t throws) {
   double ways = 0;
   double choices = 1;  // throws over k
   for (int64_t k = 0; k <= throws; ++k) {
@@ -75,8 +75,8 @@ double chance_of(int64_t heads, int64_t throws) {
 }
 
 Recommendation compare(const SweepSamples& samples, size_t arm) {
-  const std::vector<double> before = medians(samples.tracks[0].rounds_ms);
-  const std::vector<double> after = medians(samples.tracks[arm].rounds_ms);
+  const std::vector<double> before = medians(samples.plans[0].rounds_ms);
+  const std::vector<double> after = medians(samples.plans[arm].rounds_ms);
   Recommendation found{.arm = arm};
   std::vector<double> saved;
   for (size_t i = 0; i < before.size(); ++i) {
@@ -86,9 +86,10 @@ Recommendation compare(const SweepSamples& samples, size_t arm) {
   found.rounds = static_cast<int64_t>(saved.size());
   found.saved_ms = quartiles(saved);
   found.saved_share = found.saved_ms.median / median(before);
-  const auto num_candidates = static_cast<double>(samples.tracks.size() - 1);
+  const auto num_candidates = static_cast<double>(samples.plans.size() - 1);
   found.decided =
-      num_candidates * chance_of(found.rounds_faster, found.rounds) <= kChance;
+      num_candidates * binomial_tail(found.rounds_faster, found.rounds) <=
+      kSignificance;
   return found;
 }
 
@@ -135,7 +136,6 @@ std::string row(const ArmSummary& arm, int label_width) {
       arm.alone_ms, readable_overlap(arm.overlap()));
 }
 
-// What a C++ program sets, and a Python program.
 std::string setting_of(const ArmSummary& arm) {
   const int64_t bytes = arm.caps_bytes.front();
   if (bytes == std::numeric_limits<int64_t>::max()) {
@@ -147,10 +147,9 @@ std::string setting_of(const ArmSummary& arm) {
                          bytes == 1 ? 0 : static_cast<double>(bytes) / 0x1p20);
 }
 
-// One sentence: the setting, and the time that it saves.
 std::string recommendation(const SweepSummary& summary) {
   if (!summary.best) {
-    return "recommended: the default; every size tried gives its buckets";
+    return "recommended: the default; all sizes result in the same buckets";
   }
   const Recommendation& best = *summary.best;
   if (best.saved_ms.median <= 0) {
@@ -205,11 +204,11 @@ Json json_of_best(const SweepSummary& summary) {
 
 double quantile(std::vector<double> samples, double q) {
   std::ranges::sort(samples);
-  const double place = q * static_cast<double>(samples.size() - 1);
-  const auto below = static_cast<size_t>(place);
+  const double position = q * static_cast<double>(samples.size() - 1);
+  const auto below = static_cast<size_t>(position);
   const size_t above = std::min(below + 1, samples.size() - 1);
   return std::lerp(samples[below], samples[above],
-                   place - static_cast<double>(below));
+                   position - static_cast<double>(below));
 }
 
 Quartiles quartiles(const std::vector<double>& samples) {
@@ -230,10 +229,10 @@ SweepSummary summarize(const SweepSamples& samples) {
   SweepSummary summary{.num_parameters = samples.num_parameters,
                        .gradient_bytes = samples.gradient_bytes,
                        .local_ms = quartiles(flat(samples.local_ms))};
-  for (const SweepTrack& track : samples.tracks) {
-    summary.arms.push_back(summary_of(track, samples.local_ms));
+  for (const PlanSamples& plan : samples.plans) {
+    summary.arms.push_back(summary_of(plan, samples.local_ms));
   }
-  for (size_t arm = 1; arm < samples.tracks.size(); ++arm) {
+  for (size_t arm = 1; arm < samples.plans.size(); ++arm) {
     const Recommendation found = compare(samples, arm);
     if (!summary.best ||
         found.saved_ms.median > summary.best->saved_ms.median) {
@@ -259,7 +258,11 @@ std::string to_text(const std::string& name, const SweepSummary& summary) {
                         "step ms", "[p25, p75]", "exposed ms", "alone ms",
                         "overlap");
   for (const ArmSummary& arm : summary.arms) text += row(arm, width);
-  return text + recommendation(summary) + "\n";
+  return text +
+         "exposed: time added to a step; alone: the all-reduces without a "
+         "step; "
+         "overlap: the share of alone that backward hides\n" +
+         recommendation(summary) + "\n";
 }
 
 std::string to_json(const std::string& name, const SweepSummary& summary) {

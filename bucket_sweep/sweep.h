@@ -1,6 +1,5 @@
-// The bucket size that suits a model: its training steps timed under several,
-// and their medians, paired differences and a recommendation, as a table and as
-// JSON.
+// Sweep over bucket sizes: times a model's training steps with several sizes,
+// and recommends one. Results are a struct, a table and JSON.
 //
 // Example, one process per rank:
 //
@@ -34,49 +33,50 @@ struct Quartiles {
 };
 Quartiles quartiles(const std::vector<double>& samples);
 
-// Between two samples, linearly. REQUIRES: samples not empty; 0 <= q <= 1.
+// Interpolates linearly. REQUIRES: samples not empty; 0 <= q <= 1.
 double quantile(std::vector<double> samples, double q);
 
 struct SweepOptions {
-  // MiB; "one" bucket for all parameters; one for "each".
+  // Bucket caps in MiB; "one" bucket for all parameters; "each": one bucket per
+  // parameter.
   std::vector<std::string> sizes = {"each", "0.25", "1",   "4",
                                     "10",   "25",   "100", "one"};
-  int64_t rounds = 8;  // visits to each size
-  int64_t steps = 3;   // timed per visit, after one that is not
+  int64_t rounds = 8;  // turns of each size
+  int64_t steps = 3;   // timed per turn, after one warm-up step
 
-  // How the model is trained, except for sizes of buckets and the plan.
+  // Bucket caps and bucket plan are ignored.
   ReducerOptions reducer = {};
 };
 
-// Sizes that give the same buckets.
+// Results for one bucket plan, which several sizes may have in common.
 struct ArmSummary {
-  std::string label = {};                // of all these sizes
-  std::vector<int64_t> caps_bytes = {};  // of the first of them
+  std::string label = {};                // names all of its sizes
+  std::vector<int64_t> caps_bytes = {};  // of its first size
   std::vector<int64_t> bucket_bytes = {};
   Quartiles step_ms = {};
 
-  // The step less one of the same round without a reducer.
+  // Time that the reducer adds to a step without one, in the same round.
   Quartiles exposed_ms = {};
 
-  // All-reduces of buffers as large as the buckets, one after the other, while
-  // nothing else is done.
+  // Time of the buckets' all-reduces, one after another, without any
+  // computation.
   double alone_ms = 0;
 
-  // The share of alone_ms that backward hides. Negative when packing, latency
-  // and waiting for the slower rank cost more than backward hides.
+  // Fraction of alone_ms that backward hides. Negative if packing, latency and
+  // waiting for a slower rank cost more than that.
   double overlap() const { return 1 - exposed_ms.median / alone_ms; }
 };
 
-// The fastest arm beside the default, compared with it round by round.
+// The fastest arm other than the default, compared with it round by round.
 struct Recommendation {
   size_t arm = 0;           // index into SweepSummary::arms
-  Quartiles saved_ms = {};  // per step, of the default's
-  double saved_share = 0;   // median, of the default's median
+  Quartiles saved_ms = {};  // per step, compared with the default
+  double saved_share = 0;   // median saving / median default step
   int64_t rounds_faster = 0;
   int64_t rounds = 0;
 
-  // Chance alone is an unlikely explanation: with a fair coin per round, and so
-  // many arms to choose from, below 1 in 20.
+  // True if chance is an unlikely explanation: a sign test over the rounds,
+  // corrected for the number of arms, has p <= 0.05.
   bool decided = false;
 };
 
@@ -85,28 +85,29 @@ struct SweepSummary {
   int64_t gradient_bytes = 0;
   Quartiles local_ms = {};                  // a step without a reducer
   std::vector<ArmSummary> arms = {};        // the first is the default
-  std::optional<Recommendation> best = {};  // none: all arms are the default's
+  std::optional<Recommendation> best = {};  // none: all sizes equal the default
 };
 
-// Collective. `loss()` runs the forward on this rank's data and returns the
-// loss, a tensor of one element; it is called once per step and all of it is
-// timed. Parameters keep their values and end without gradients; those that
-// require no gradient are skipped. Buffers are not broadcast.
+// Collective. `loss()` runs the forward on this rank's data and returns a
+// one-element tensor. It is called and timed once per step. Parameters keep
+// their values and end without gradients; frozen ones are skipped. Buffers are
+// not broadcast.
 //
-// Errors: ValueError if rounds or steps are < 1, a size is none, or there is no
-// parameter; what a Reducer throws.
+// Errors: ValueError if rounds or steps are < 1, a size is invalid, or no
+// parameter requires a gradient; the errors of Reducer.
 SweepSummary sweep(const std::vector<at::Tensor>& parameters,
                    const std::function<at::Tensor()>& loss,
                    const c10::intrusive_ptr<c10d::ProcessGroup>& group,
                    const SweepOptions& options = {});
 
-// A line about the model, a row per plan, and a recommendation.
+// Formats a line about the model, a table with a row per plan, and a
+// recommendation.
 std::string to_text(const std::string& name, const SweepSummary& summary);
 
-// The same as one JSON object.
+// Formats the same as one JSON object.
 std::string to_json(const std::string& name, const SweepSummary& summary);
 
-struct SweepSamples;  // of measurement.h
+struct SweepSamples;  // in measurement.h
 SweepSummary summarize(const SweepSamples& samples);
 
 }  // namespace brigade

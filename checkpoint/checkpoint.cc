@@ -15,7 +15,7 @@ CheckpointLayout layout_of(const std::string& path) {
                                               : CheckpointLayout::kFolder;
 }
 
-// Collective: an optimizer of another type is an error on all ranks.
+// Collective: an unsupported optimizer type is an error on all ranks.
 OptimizerState state_on_all_ranks(const CheckpointModel& model,
                                   const torch::optim::Optimizer& optimizer) {
   OptimizerState state;

@@ -1,4 +1,4 @@
-// Checkpoints of a model and its optimizer, by all ranks that train it.
+// Checkpoints of a model and its optimizer, saved and loaded by all ranks.
 //
 //   save_checkpoint("step-8.safetensors", {*net, group}, optimizer,
 //                   {{"step", "8"}});
@@ -7,24 +7,25 @@
 //       load_checkpoint("step-8.safetensors", {*net, group}, optimizer)
 //           .at("step");
 //
-// A path that ends in ".safetensors" is one file of unsharded tensors; any
-// other path is a folder of one file for each rank that writes, which all ranks
-// must see and nothing else may use. Any number of ranks loads either, sharded
-// or not, in C++ and in Python.
+// Path: one ending in ".safetensors" is one file of unsharded tensors. Any
+// other path is a folder with one file for each rank that writes; all ranks
+// must see it, and no other program may use it. Any number of ranks can load
+// either layout, sharded or not, in C++ and in Python.
 //
-// `{*net, group}` is an unsharded module, as in data-parallel training; `*net`
-// alone is one of this process. A sharded model is checkpoint_model(root)
-// (fsdp/sharded_model.h).
+// Model: `{*net, group}` is an unsharded module trained by the group's ranks;
+// `*net` alone belongs to this process. checkpoint_model(root) of
+// fsdp/sharded_model.h describes a sharded model.
 //
-// A checkpoint has the parameters, the buffers of an unsharded module, and the
-// optimizer's state and options: of SGD, Adam, AdamW, RMSprop and Adagrad.
-// Loading sets the saved options, as torch's load_state_dict() does, and warns
-// of each option that differed.
+// Content: parameters, an unsharded module's buffers, and the optimizer's state
+// and options. Supports SGD, Adam, AdamW, RMSprop and Adagrad. Loading sets the
+// saved options and warns of each option that differed.
 //
-// Saving replaces the previous checkpoint at the path in one step, when the new
-// one is complete and on the disk. All files have checksums. Loading changes
-// nothing if a file is damaged or does not fit. Errors are ValueError with the
-// same text on all ranks; c10::DistBackendError if a peer is lost.
+// Saving replaces the previous checkpoint atomically, once the new one is
+// complete and synced to disk. All files have checksums. Loading changes
+// nothing if a file is damaged or does not match the model.
+//
+// Errors: ValueError with the same text on all ranks; c10::DistBackendError if
+// a peer is lost.
 //
 // Thread safety: none. Call between steps, with the same arguments on all
 // ranks.
@@ -47,7 +48,7 @@ void save_checkpoint(const std::string& path, const CheckpointModel& model,
 void save_checkpoint(const std::string& path, const CheckpointModel& model,
                      const CheckpointMetadata& metadata = {});
 
-// Collective. Returns the metadata. The optimizer may be new.
+// Collective. Returns the metadata. The optimizer need not have stepped.
 CheckpointMetadata load_checkpoint(const std::string& path,
                                    const CheckpointModel& model,
                                    torch::optim::Optimizer& optimizer);

@@ -24,8 +24,8 @@ CheckpointModel::CheckpointModel(const torch::nn::Module& module,
     }
   };
   add(module.named_parameters(), /*is_optional=*/false);
-  add(module.named_buffers(),
-      /*is_optional=*/true);  // sharded models save none
+  // A sharded model's checkpoint has no buffers.
+  add(module.named_buffers(), /*is_optional=*/true);
 }
 
 }  // namespace brigade

@@ -1,4 +1,4 @@
-// The tensors of a checkpoint, and this rank's shards of them.
+// Tensors of a checkpoint, and this rank's shards of them.
 //
 // Thread safety: none.
 
@@ -25,29 +25,29 @@ using CheckpointMetadata = std::map<std::string, std::string>;
 struct CheckpointTensor {
   std::string name;
   std::vector<int64_t> shape;  // of the unsharded tensor
-  // The order in which a shard's elements are consecutive. Empty: C order.
+  // Defines the element order in which a shard is contiguous. Empty: C order.
   std::vector<int64_t> strides = {};
-  // The unsharded tensor, or consecutive elements of it, 1D.
+  // The unsharded tensor, or a 1D run of its consecutive elements.
   at::Tensor held;
-  int64_t begin = 0;  // number of the first element held
-  // The ranks of the group that hold it, ascending. Empty: all.
+  int64_t begin = 0;  // index of the first element in `held`
+  // Ranks of the group that hold the tensor, ascending. Empty: all.
   std::vector<int> ranks = {};
-  // Loading leaves it as it is if the checkpoint lacks it.
+  // Loading skips the tensor if the checkpoint lacks it.
   bool is_optional = false;
-  // The optimizer's parameter, if that is not `held`, and the part that this
-  // rank holds of a tensor like it.
+  // The optimizer's parameter, if it is not `held`. `part_of` then returns this
+  // rank's shard of a tensor with the parameter's shape.
   at::Tensor parameter = {};
   at::Tensor (*part_of)(const at::Tensor& like_parameter) = nullptr;
 };
 
-// A tensor that every rank holds unsharded.
 CheckpointTensor unsharded_tensor(std::string name, const at::Tensor& tensor);
 
 // The tensors to save or load, and the group whose ranks do so together. Append
-// other tensors that belong in the checkpoint, such as the state of an
-// optimizer of another type.
+// any other tensors of the checkpoint, for example the state of an unsupported
+// optimizer.
 struct CheckpointModel {
-  // Parameters and buffers that are equal on all ranks, tied ones once.
+  // Takes parameters and buffers, tied ones once. All ranks must have equal
+  // values.
   // NOLINTNEXTLINE(google-explicit-constructor): most models are modules.
   CheckpointModel(
       const torch::nn::Module& module,

@@ -28,18 +28,15 @@ constexpr char kTypeKey[] = "brigade.optimizer";
 constexpr char kOptionsKey[] = "brigade.optimizer.options";
 constexpr char kStep[] = "step";
 constexpr char kLoadAlone[] =
-    ".\nMake the optimizer as the saved one was made, or load the parameters "
-    "alone.";
+    ".\nConstruct the optimizer with the saved one's arguments, or load the "
+    "parameters alone.";
 
-// ---- LibTorch's optimizers.
-
-// Calls use("field", object.field()) if the type has the field, `is_kept`.
+// Calls use("field", object.field()) if `is_kept` and the type has the field.
 #define BRIGADE_VISIT(object, field, is_kept)   \
   if constexpr (requires { object.field(); }) { \
     if (is_kept) use(#field, object.field());   \
   }
 
-// Calls use(name, value) for each option.
 template <typename Options, typename Use>
 void visit_options(Options& options, const Use& use) {
   BRIGADE_VISIT(options, lr, true)
@@ -56,7 +53,8 @@ void visit_options(Options& options, const Use& use) {
   BRIGADE_VISIT(options, initial_accumulator_value, true)
 }
 
-// Calls use(name, value) for each value that is kept under these options.
+// Calls use(name, value) for each value that these options make the optimizer
+// keep.
 template <typename State, typename Options, typename Use>
 void visit_state(State& state, const Options& options, const Use& use) {
   BRIGADE_VISIT(state, step, true)
@@ -85,9 +83,9 @@ auto with_type(const optim::Optimizer& optimizer, const Use& use) {
   BRIGADE_TRY(Adagrad)
 #undef BRIGADE_TRY
   TORCH_CHECK_VALUE(false,
-                    "expected an optimizer with state by parameter: "
-                    "SGD, Adam, AdamW, RMSprop or Adagrad, found another.\n"
-                    "Save and load its state as CheckpointTensors.");
+                    "expected an optimizer of type SGD, Adam, AdamW, RMSprop "
+                    "or Adagrad, found another type.\nSave and load its state "
+                    "as CheckpointTensors.");
 }
 
 at::Tensor to_tensor(const at::Tensor& value) { return value; }
@@ -99,8 +97,6 @@ void set_value(int64_t& count, const at::Tensor& saved) {
   count = saved.item<int64_t>();
 }
 
-// ---- Names and options of a checkpoint.
-
 const CheckpointTensor& tensor_of(const std::vector<CheckpointTensor>& tensors,
                                   const OptimizerState& state,
                                   const OptimizerState::Parameter& parameter) {
@@ -110,12 +106,11 @@ const CheckpointTensor& tensor_of(const std::vector<CheckpointTensor>& tensors,
     if (known.is_same(parameter.parameter)) return tensor;
   }
   TORCH_CHECK_VALUE(false, "parameter ", &parameter - state.parameters.data(),
-                    " of the optimizer is not in this model.\nMake the "
-                    "optimizer of the model's parameters, or of their shards "
-                    "if it is sharded.");
+                    " of the optimizer is not in this model.\nPass the model's "
+                    "parameters to the optimizer, or their shards if the model "
+                    "is sharded.");
 }
 
-// `tensors` and the optimizer's current state of them.
 std::vector<CheckpointTensor> with_state(
     const std::vector<CheckpointTensor>& tensors, const OptimizerState& state) {
   std::vector<CheckpointTensor> all = tensors;
@@ -137,13 +132,14 @@ std::vector<CheckpointTensor> with_state(
   return all;
 }
 
-// An option of this value has the same effect as a missing one.
+// True if an option of this value has the same effect as a missing one.
 bool is_off(const Json& value) {
   return value.is_null() || value == false || value == 0;
 }
 
-// The options in which a group differs from the saved ones, which it gets.
-std::vector<std::string> take_options(const std::string& type,
+// Replaces a group's options by the saved ones. Returns a text for each option
+// that differed.
+std::vector<std::string> load_options(const std::string& type,
                                       const Json& saved, std::string& options) {
   std::vector<std::string> differences;
   Json own = Json::parse(options);
@@ -155,21 +151,21 @@ std::vector<std::string> take_options(const std::string& type,
     if (before == after || (is_off(before) && is_off(after))) continue;
     TORCH_CHECK_VALUE(own.contains(key), "the checkpoint's ", type,
                       " has the option ", key, " = ", after.dump(),
-                      ", which this ", type, " lacks", kLoadAlone);
+                      ", which this ", type, " does not have", kLoadAlone);
     differences.push_back(absl::StrCat(
         key, " = ", before.dump(),
         saved.contains(key) ? absl::StrCat(" became ", after.dump())
-                            : " stays, and the checkpoint lacks it"));
+                            : " stays: the checkpoint does not have it"));
     if (saved.contains(key)) own[key] = after;
   }
   options = own.dump();
   return differences;
 }
 
-// Allocates the values that the checkpoint has of each parameter.
-void expect_values(const CheckpointContents& contents,
-                   const std::vector<CheckpointTensor>& tensors,
-                   OptimizerState& state) {
+// Allocates the state that the checkpoint has of each parameter.
+void allocate_values(const CheckpointContents& contents,
+                     const std::vector<CheckpointTensor>& tensors,
+                     OptimizerState& state) {
   std::set<std::string> wanted;
   for (OptimizerState::Parameter& stepped : state.parameters) {
     const std::string prefix =
@@ -185,8 +181,8 @@ void expect_values(const CheckpointContents& contents,
     }
     for (const std::string& field : stepped.fields) {
       TORCH_CHECK_VALUE(is_saved(field), "the checkpoint has no tensor '",
-                        prefix, field, "', which is state of this ", state.type,
-                        kLoadAlone);
+                        prefix, field, "', expected as state of this ",
+                        state.type, kLoadAlone);
       wanted.insert(prefix + field);
       stepped.values[field] = field == kStep
                                   ? at::empty({}, at::kLong)
@@ -200,35 +196,35 @@ void expect_values(const CheckpointContents& contents,
           "momentum_buffer", "square_avg", kStep, "sum"}) {
       const std::string name = absl::StrCat(tensor.name, ".", field);
       TORCH_CHECK_VALUE(!contents.names.contains(name) || wanted.contains(name),
-                        "the checkpoint has tensor '", name,
-                        "', which is no state of this ", state.type,
-                        kLoadAlone);
+                        "the checkpoint has tensor '", name, "', which this ",
+                        state.type, " does not use", kLoadAlone);
     }
   }
 }
 
-// Prepares `state` for loading: its values, and the saved options. Returns a
-// text for each option that differed.
-std::vector<std::string> expect_state(
+// Prepares `state` for loading: allocates its values and sets the saved
+// options. Returns a text for each option that differed.
+std::vector<std::string> prepare_state(
     const CheckpointContents& contents,
     const std::vector<CheckpointTensor>& tensors, OptimizerState& state) {
   const auto type = contents.metadata.find(kTypeKey);
   TORCH_CHECK_VALUE(type != contents.metadata.end(),
                     "expected a checkpoint with the state of ", state.type,
-                    ", found no optimizer's.\nLoad the parameters alone.");
+                    ", found one without optimizer state.\nLoad the parameters "
+                    "alone.");
   TORCH_CHECK_VALUE(type->second == state.type,
                     "expected a checkpoint with the state of ", state.type,
-                    ", found that of ", type->second, kLoadAlone);
-  expect_values(contents, tensors, state);
+                    ", found the state of ", type->second, kLoadAlone);
+  allocate_values(contents, tensors, state);
   const Json groups = Json::parse(contents.metadata.at(kOptionsKey));
-  TORCH_CHECK_VALUE(groups.size() == state.options.size(), "expected ",
-                    groups.size(),
-                    " parameter groups, as were saved, found an optimizer of ",
-                    state.options.size(), kLoadAlone);
+  TORCH_CHECK_VALUE(groups.size() == state.options.size(), "the checkpoint's ",
+                    state.type, " has ", groups.size(),
+                    " parameter groups, this one has ", state.options.size(),
+                    kLoadAlone);
   std::vector<std::string> differences;
   for (size_t g = 0; g < groups.size(); ++g) {
     for (const std::string& text :
-         take_options(state.type, groups[g], state.options[g])) {
+         load_options(state.type, groups[g], state.options[g])) {
       differences.push_back(absl::StrCat("group ", g, ": ", text));
     }
   }
@@ -324,19 +320,19 @@ LoadedCheckpoint load_with_state(const std::string& path,
           }
         }
         if (state == nullptr) return wanted;
-        differences = expect_state(contents, wanted, *state);
+        differences = prepare_state(contents, wanted, *state);
         return with_state(wanted, *state);
       });
   if (!missing.empty()) {
     loaded.warnings.push_back(
-        absl::StrCat("load_checkpoint: '", path, "' has no buffers ",
-                     absl::StrJoin(missing, ", "), ", which stay as they are"));
+        absl::StrCat("load_checkpoint: '", path, "' lacks the buffers ",
+                     absl::StrJoin(missing, ", "), "; they are unchanged"));
   }
   if (!differences.empty()) {
     loaded.warnings.push_back(absl::StrCat(
         "load_checkpoint: '", path, "' was saved with other options of ",
-        state->type, ", which are used from here on: ",
-        absl::StrJoin(differences, "; "), ".\nSet other ones after loading."));
+        state->type, ", which now apply: ", absl::StrJoin(differences, "; "),
+        ".\nTo use other values, set them after loading."));
   }
   return loaded;
 }

@@ -1,10 +1,10 @@
-// State of an optimizer: options by parameter group, and tensors by parameter;
-// saved and loaded with the model. Neutral between LibTorch's optimizers and
-// Python's, so that each loads the checkpoints of the other.
+// Optimizer state in a checkpoint: options by parameter group, and tensors by
+// parameter. LibTorch and Python optimizers share this form, so that each loads
+// the other's checkpoints.
 //
 // The state of "weight" in AdamW is "weight.exp_avg", "weight.exp_avg_sq" and
-// "weight.step", the last an I64 without dimensions. A parameter that was never
-// stepped has no state.
+// "weight.step", an I64 scalar. A parameter that was never stepped has no
+// state.
 //
 // Thread safety: none.
 
@@ -31,23 +31,23 @@ struct OptimizerState {
   struct Parameter {
     at::Tensor parameter;  // as the optimizer has it
     size_t group = 0;
-    // State after a step: tensors of the parameter's sizes, and "step", a
-    // count.
+    // Names of the state after a step: tensors with the parameter's shape, and
+    // the scalar "step".
     std::vector<std::string> fields;
-    std::map<std::string, at::Tensor> values;  // current state
+    std::map<std::string, at::Tensor> values;  // current state, by field
   };
   std::vector<Parameter> parameters;
 };
 
-// Throws ValueError for optimizers of other types than SGD, Adam, AdamW,
-// RMSprop and Adagrad.
+// Throws ValueError unless the type is SGD, Adam, AdamW, RMSprop or Adagrad.
 OptimizerState state_of(const torch::optim::Optimizer& optimizer);
 
-// Sets options and tensors. REQUIRES: made by state_of(), and loaded.
+// Sets options and tensors. REQUIRES: `state` comes from state_of() and
+// load_with_state().
 void set_state(torch::optim::Optimizer& optimizer, const OptimizerState& state);
 
-// save_checkpoint() and load_checkpoint() of any library's optimizer. `state`:
-// nullptr without one; loading fills it, for set_state().
+// Implement save_checkpoint() and load_checkpoint() for optimizers of either
+// library. `state` is nullptr without an optimizer; loading fills it.
 void save_with_state(const std::string& path, CheckpointLayout layout,
                      const CheckpointModel& model, const OptimizerState* state,
                      CheckpointMetadata metadata);

@@ -28,7 +28,7 @@ using nlohmann::json;
 
 static_assert(std::endian::native == std::endian::little);
 
-constexpr int64_t kLengthBytes = 8;  // of the header's length, before it
+constexpr int64_t kLengthBytes = 8;  // size of the header length field
 constexpr int64_t kMaxHeaderBytes = 100'000'000;  // the format's limit
 constexpr int64_t kMaxDataBytes = int64_t{1} << 62;
 constexpr char kMetadata[] = "__metadata__";
@@ -60,26 +60,25 @@ constexpr std::pair<std::string_view, c10::ScalarType> kDtypes[] = {
 template <typename... Parts>
 [[noreturn]] void damaged(const std::string& path, const Parts&... parts) {
   TORCH_CHECK_VALUE(false, path, ": ", parts...,
-                    "\nThe file is damaged or no safetensors file; use another "
-                    "copy of it.");
+                    "\nThe file is damaged or not a safetensors file; use "
+                    "another copy of it.");
 }
 
 void check_errno(bool is_good, const std::string& path, const char* doing) {
   TORCH_CHECK_VALUE(is_good, path, ": cannot ", doing, ": ",
                     std::generic_category().message(errno),
-                    "\nCheck that its folder exists, that you may use it, and "
-                    "that the disk has room.");
+                    "\nCheck that its folder exists, that you have permission, "
+                    "and that the disk has space.");
 }
 
-// Brings a file or folder to the disk.
-void sync(const std::string& path) {
+void sync_to_disk(const std::string& path) {
   const int file = ::open(path.c_str(), O_RDONLY | O_CLOEXEC);
   const bool is_synced = file >= 0 && ::fsync(file) == 0;
   if (file >= 0) ::close(file);
-  check_errno(is_synced, path, "bring it to the disk");
+  check_errno(is_synced, path, "sync it to disk");
 }
 
-// Escaped, so that any bytes can be shown, and cut to 200.
+// Returns the name quoted, escaped and cut to 200 bytes.
 std::string shown_name(std::string_view name) {
   return absl::StrCat("'", absl::CEscape(std::string(name.substr(0, 200))),
                       "'");
@@ -98,16 +97,16 @@ std::string to_hex(uint32_t checksum) {
   return absl::StrCat(absl::Hex(checksum, absl::kZeroPad8));
 }
 
-// The place in the file of the checksum's digits. JSON escapes the quotes of
-// other texts.
-size_t place_of_digits(std::string_view head, std::string_view digits) {
+// Returns the offset of the checksum's digits. A search for the quoted key is
+// enough, because JSON escapes quotes within texts.
+size_t offset_of_digits(std::string_view head, std::string_view digits) {
   const std::string key = absl::StrCat("\"", kChecksum, "\":\"");
-  const size_t place = head.find(absl::StrCat(key, std::string(digits), "\""));
-  return place == head.npos ? place : place + key.size();
+  const size_t begin = head.find(absl::StrCat(key, std::string(digits), "\""));
+  return begin == head.npos ? begin : begin + key.size();
 }
 
-// Empty if it exceeds 2^62. Multiplies as the format's own reader does: a
-// product that overflows before a 0 comes is too large.
+// Returns nullopt above 2^62. An overflow counts as too large even if a later
+// dimension is 0, as in the format's own reader.
 std::optional<int64_t> checked_num_bytes(const SafetensorsEntry& entry) {
   int64_t bytes = 1;
   for (const int64_t length : entry.shape) {
@@ -128,7 +127,6 @@ std::string form_of(const SafetensorsEntry& entry) {
                       absl::StrJoin(entry.shape, ", "), "]");
 }
 
-// The file up to its data, with zeros for the checksum.
 std::string make_head(const std::string& path,
                       const std::vector<SafetensorsEntry>& entries,
                       const SafetensorsMetadata& metadata) {
@@ -156,8 +154,8 @@ std::string make_head(const std::string& path,
   }
   text.resize((text.size() + 7) / 8 * 8, ' ');
   TORCH_CHECK_VALUE(text.size() <= kMaxHeaderBytes, path, ": the header needs ",
-                    text.size(), " bytes, at most ", kMaxHeaderBytes,
-                    " are allowed; use several files");
+                    text.size(), " bytes, the format allows ", kMaxHeaderBytes,
+                    "; use several files");
   const uint64_t length = text.size();
   text.insert(0, reinterpret_cast<const char*>(&length), kLengthBytes);
   return text;
@@ -167,23 +165,23 @@ std::string temporary_path_of(const std::string& path) {
   std::error_code ignored;
   TORCH_CHECK_VALUE(
       !path.empty() && !std::filesystem::is_directory(path, ignored),
-      "a safetensors file needs the path of a file, got '", path, "'");
+      "expected the path of a safetensors file, got '", path, "'");
   std::random_device random;
   const uint64_t number = uint64_t{random()} << 32 | random();
   return absl::StrCat(path, ".tmp-", absl::Hex(number, absl::kZeroPad16));
 }
 
 json parse_json(const std::string& path, std::string_view text) {
-  // json::parse() takes a NUL for the end.
+  // json::parse() stops at a NUL.
   if (text.substr(0, 1) != "{" || text.find('\0') != text.npos) {
-    damaged(path, "the header must begin with '{' and have no NUL");
+    damaged(path, "the header must begin with '{' and contain no NUL");
   }
   json header = json::parse(text, nullptr, /*allow_exceptions=*/false);
-  if (!header.is_object()) damaged(path, "the header is no valid JSON");
+  if (!header.is_object()) damaged(path, "the header is not valid JSON");
   return header;
 }
 
-// False if the field is no list of integers from 0 to 2^63 - 1.
+// Returns false unless the field is a list of integers from 0 to 2^63 - 1.
 bool read_integers(const json& fields, const char* key,
                    std::vector<int64_t>& integers) {
   const auto found = fields.find(key);
@@ -198,7 +196,7 @@ bool read_integers(const json& fields, const char* key,
   return true;
 }
 
-// With its place in the data.
+// `begin` of the result is relative to the data.
 SafetensorsEntry parse_entry(const std::string& path, const std::string& name,
                              const json& fields) {
   SafetensorsEntry entry = {.name = name};
@@ -211,8 +209,8 @@ SafetensorsEntry parse_entry(const std::string& path, const std::string& name,
   if (!dtype || !read_integers(fields, "shape", entry.shape) ||
       !read_integers(fields, "data_offsets", offsets) || offsets.size() != 2) {
     damaged(path, "tensor ", shown_name(name),
-            " must have a dtype of the format, of whole bytes, a shape and two "
-            "data_offsets, integers >= 0, and nothing else");
+            " must have exactly a dtype of whole bytes, a shape and two "
+            "data_offsets, all integers >= 0");
   }
   entry.dtype = *dtype;
   entry.begin = offsets[0];
@@ -228,12 +226,13 @@ SafetensorsEntry parse_entry(const std::string& path, const std::string& name,
 
 SafetensorsMetadata parse_metadata(const std::string& path,
                                    const json& header) {
-  const auto found = header.find(kMetadata);  // a copy of deep JSON recurses
+  // By iterator: copying deeply nested JSON would overflow the stack.
+  const auto found = header.find(kMetadata);
   if (found == header.end()) return {};
   try {
     return found->get<SafetensorsMetadata>();
   } catch (const json::type_error&) {
-    damaged(path, "__metadata__ must be an object of texts");
+    damaged(path, "__metadata__ must be an object of strings");
   }
 }
 
@@ -285,28 +284,27 @@ void SafetensorsWriter::write(std::span<const std::byte> bytes) {
   num_missing_ -= length;
 }
 
-// The order of these steps makes the replacement safe: the data is on the disk
-// before the name, and the name before this returns.
+// Syncs the data before the rename, and the rename before returning.
 void SafetensorsWriter::finish() {
   TORCH_CHECK_VALUE(!is_finished_ && num_missing_ == 0, path_,
-                    ": finish() needs all data, once");
-  const size_t place = place_of_digits(head_, kNoChecksum);
-  file_.seekp(static_cast<std::streamoff>(place)) << to_hex(checksum_);
+                    ": call finish() once, after all data is written");
+  const size_t begin = offset_of_digits(head_, kNoChecksum);
+  file_.seekp(static_cast<std::streamoff>(begin)) << to_hex(checksum_);
   file_.close();
   check_errno(file_.good(), path_, "write it");
-  sync(temporary_path_);
+  sync_to_disk(temporary_path_);
   check_errno(std::rename(temporary_path_.c_str(), path_.c_str()) == 0, path_,
-              "put the new file in its place");
+              "rename the new file to it");
   is_finished_ = true;
   const std::string folder = std::filesystem::path(path_).parent_path();
-  sync(folder.empty() ? "." : folder);
+  sync_to_disk(folder.empty() ? "." : folder);
 }
 
 SafetensorsReader::SafetensorsReader(std::string path)
     : path_(std::move(path)), file_(path_, std::ios::binary) {
   check_errno(file_.good(), path_, "open it");
   if (!std::filesystem::is_regular_file(path_)) {
-    damaged(path_, "is no file, but a folder or a device");
+    damaged(path_, "is a folder or a device");
   }
   num_bytes_ = file_.seekg(0, std::ios::end).tellg();
   if (num_bytes_ < kLengthBytes) {
@@ -345,7 +343,8 @@ void SafetensorsReader::read_at(int64_t offset, std::span<std::byte> bytes) {
   check_errno(file_.good(), path_, "read it");
 }
 
-// The tensors must fill the data.
+// Checks that the tensors fill the data, and makes `begin` relative to the
+// file.
 void SafetensorsReader::place_entries(int64_t data_begin) {
   std::vector<SafetensorsEntry*> placed;
   for (auto& [name, entry] : entries_) placed.push_back(&entry);
@@ -375,20 +374,20 @@ void SafetensorsReader::verify(std::string head) {
   constexpr int64_t kPieceBytes = 1 << 20;
   const auto expected = metadata_.find(kChecksum);
   if (expected == metadata_.end()) return;
-  const size_t place = place_of_digits(head, expected->second);
-  if (place != head.npos) head.replace(place, kNoChecksum.size(), kNoChecksum);
+  const size_t begin = offset_of_digits(head, expected->second);
+  if (begin != head.npos) head.replace(begin, kNoChecksum.size(), kNoChecksum);
   uint32_t found = extend_checksum(0, bytes_of(head));
   std::vector<std::byte> buffer(std::min(num_bytes_, kPieceBytes));
-  for (auto begin = static_cast<int64_t>(head.size()); begin < num_bytes_;
-       begin += kPieceBytes) {
+  for (auto offset = static_cast<int64_t>(head.size()); offset < num_bytes_;
+       offset += kPieceBytes) {
     const auto piece =
-        std::span(buffer).first(std::min(num_bytes_ - begin, kPieceBytes));
-    read_at(begin, piece);
+        std::span(buffer).first(std::min(num_bytes_ - offset, kPieceBytes));
+    read_at(offset, piece);
     found = extend_checksum(found, piece);
   }
   if (to_hex(found) != expected->second) {
-    damaged(path_, "must have the CRC-32 ", shown_name(expected->second),
-            ", but has ", to_hex(found));
+    damaged(path_, "expected the CRC-32 ", shown_name(expected->second),
+            ", found ", to_hex(found));
   }
 }
 

@@ -12,13 +12,13 @@
 //
 // Data is little-endian, in C order. Python's package `safetensors` reads and
 // writes the same format, https://github.com/huggingface/safetensors. This
-// reader is stricter in two points: other fields of a tensor and space before
-// the header are errors. Of a name that occurs twice the last one counts.
-// Dtypes of less than a byte are errors.
+// reader is stricter: unknown fields of a tensor, spaces before the header and
+// dtypes smaller than a byte are errors. If a name occurs twice, the last
+// entry counts.
 //
-// The metadata gets "brigade.crc32": the CRC-32 of the file with "00000000" in
-// place of its digits. A file without it is not verified, so programs that
-// rewrite a file leave it out.
+// The writer adds the metadata "brigade.crc32": the CRC-32 of the file with
+// "00000000" in place of its digits. A file without it is not verified;
+// programs that rewrite a file must remove it.
 //
 // Errors: every function throws c10::ValueError "<path>: ..." for a file that
 // is damaged, missing or cannot be written.
@@ -45,26 +45,27 @@ struct SafetensorsEntry {
   std::string name;
   c10::ScalarType dtype = c10::ScalarType::Float;
   std::vector<int64_t> shape = {};  // {}: a scalar
-  int64_t begin = 0;                // of its data in the file; set by readers
+  int64_t begin = 0;                // offset of its data; set by readers
 
   int64_t num_bytes() const;
 };
 
 using SafetensorsMetadata = std::map<std::string, std::string>;
 
-// The format's name of a dtype, "BF16"; throws if there is none. And back.
+// Returns the format's name of a dtype, "BF16"; throws if there is none.
 std::string safetensors_dtype_name(c10::ScalarType dtype);
 std::optional<c10::ScalarType> safetensors_dtype(std::string_view name);
 
-// Writes `<path>.tmp-<16 digits>`, which finish() renames to `path`. Without
-// finish() the destructor removes it, and the previous file at `path` stays.
-// Only a killed process leaves it.
+// Writer that replaces a file atomically. Writes to `<path>.tmp-<16 digits>`,
+// which finish() renames to `path`. Without finish() the destructor removes the
+// temporary file and keeps the previous file. A killed process leaves the
+// temporary file.
 //
-// Thread safety: none. Several writers of one path do not disturb each other.
+// Thread safety: none. Several writers may write the same path at once.
 class SafetensorsWriter {
  public:
-  // The data lies in the order of `entries`: tensors of longer elements first
-  // are aligned.
+  // Data is expected in the order of `entries`. For alignment, list tensors
+  // with larger elements first.
   SafetensorsWriter(std::string path,
                     const std::vector<SafetensorsEntry>& entries,
                     const SafetensorsMetadata& metadata = {});
@@ -74,7 +75,7 @@ class SafetensorsWriter {
 
   void write(std::span<const std::byte> bytes);  // appends
 
-  // Returns once the complete file is at its path, on the disk.
+  // Blocks until the complete file is at its path and synced to disk.
   void finish();
 
  private:
@@ -82,27 +83,27 @@ class SafetensorsWriter {
   const std::string head_;  // up to the data, with zeros for the checksum
   const std::string temporary_path_;
   std::ofstream file_;
-  int64_t num_missing_ = 0;   // bytes of data that write() has not got yet
-  uint32_t checksum_ = 0;     // of the bytes before
-  bool is_finished_ = false;  // `temporary_path_` is gone
+  int64_t num_missing_ = 0;  // bytes of data not yet written
+  uint32_t checksum_ = 0;    // of `head_` and the data written
+  bool is_finished_ = false;
 };
 
 // Thread safety: none.
 class SafetensorsReader {
  public:
-  // Checks that the tensors fill the file exactly, then reads all of it for its
-  // checksum.
+  // Checks that the tensors fill the file exactly, then reads the whole file to
+  // verify its checksum.
   explicit SafetensorsReader(std::string path);
 
   const std::string& path() const { return path_; }
   using Entries = std::map<std::string, SafetensorsEntry, std::less<>>;
   const Entries& entries() const { return entries_; }  // by name
-  // Without the checksum.
+  // Excludes "brigade.crc32".
   const SafetensorsMetadata& metadata() const { return metadata_; }
-  // CRC-32 of the header, which contains the file's if it has one.
+  // CRC-32 of the header. It depends on the data if the header has a checksum.
   const std::string& header_checksum() const { return header_checksum_; }
 
-  // Fills `bytes` from byte `offset_bytes` of the tensor.
+  // Fills `bytes` with the tensor's data from byte `offset_bytes`.
   void read(std::string_view name, int64_t offset_bytes,
             std::span<std::byte> bytes);
 

@@ -41,14 +41,11 @@ using Group = c10::intrusive_ptr<c10d::ProcessGroup>;
 using Json = nlohmann::json;
 
 constexpr char kIndexKey[] = "brigade.shards";
-constexpr char kAnotherModel[] =
-    ".\nLoad a checkpoint that was saved of the same model.";
-
-// ---- Stored tensors.
+constexpr char kAnotherModel[] = ".\nLoad a checkpoint of the same model.";
 
 // Consecutive elements of a tensor in one file.
 struct Chunk {
-  int64_t file = 0;  // of kFolder: the rank that writes it
+  int64_t file = 0;  // kFolder: the rank that writes it; kFile: 0
   int64_t begin = 0;
   int64_t numel = 0;  // > 0
 };
@@ -56,12 +53,12 @@ NLOHMANN_DEFINE_TYPE_NON_INTRUSIVE(Chunk, file, begin, numel)
 
 struct StoredTensor {
   std::string name;
-  std::string dtype;  // as safetensors files name it
+  std::string dtype;  // as named by safetensors
   std::vector<int64_t> shape;
-  std::vector<int64_t> strides;  // in whose order the elements are
+  std::vector<int64_t> strides;  // define the element order
   std::vector<int> ranks;        // CheckpointTensor::ranks
-  // A rank's own, in the table that all exchange before they save; then all
-  // elements, ascending.
+  // This rank's chunk before the ranks exchange their tables; afterwards the
+  // chunks of all ranks, ascending.
   std::vector<Chunk> chunks;
 
   c10::ScalarType scalar_type() const {
@@ -74,9 +71,8 @@ struct StoredTensor {
 NLOHMANN_DEFINE_TYPE_NON_INTRUSIVE(StoredTensor, name, dtype, shape, strides,
                                    ranks, chunks)
 
-// The content of an index.
 struct StoredTensors {
-  std::string id;  // of the checkpoint
+  std::string id;  // random, new for each save
   int64_t world_size = 1;
   std::vector<StoredTensor> tensors;
 
@@ -97,7 +93,7 @@ std::vector<Chunk> one_chunk(int64_t file, int64_t begin, int64_t numel) {
   return {{file, begin, numel}};
 }
 
-// As the tensor is stored, with the elements that this rank holds.
+// Describes the tensor as stored, with this rank's chunk.
 StoredTensor stored_form(const CheckpointTensor& tensor, int64_t rank) {
   return {.name = tensor.name,
           .dtype = safetensors_dtype_name(tensor.held.scalar_type()),
@@ -108,13 +104,12 @@ StoredTensor stored_form(const CheckpointTensor& tensor, int64_t rank) {
           .chunks = one_chunk(rank, tensor.begin, tensor.held.numel())};
 }
 
-// Throws unless the chunks cover the tensor.
 void check_chunks(const StoredTensor& tensor) {
   int64_t covered = 0;
   for (const Chunk& chunk : tensor.chunks) {
     TORCH_CHECK_VALUE(chunk.begin == covered && chunk.numel > 0,
                       "the chunks of tensor '", tensor.name,
-                      "' do not follow each other");
+                      "' are not consecutive");
     covered += chunk.numel;
   }
   const int64_t numel = c10::multiply_integers(tensor.shape);
@@ -122,26 +117,26 @@ void check_chunks(const StoredTensor& tensor) {
                     "' have ", covered, " elements, expected ", numel);
 }
 
-// Returns all tensors of all ranks: those of longer elements first, so that
-// files keep them aligned. Throws if the ranks' tables contradict each other.
+// Returns the tensors of all ranks, largest element size first for alignment.
+// Throws if the ranks' tables contradict each other.
 std::vector<StoredTensor> merge(
     const std::vector<std::vector<StoredTensor>>& tables) {
   std::map<std::string, std::pair<StoredTensor, std::vector<int>>> by_name;
   for (size_t rank = 0; rank < tables.size(); ++rank) {
     for (const StoredTensor& own : tables[rank]) {
-      auto& [first, found] = by_name[own.name];  // found: ranks
-      if (found.empty()) first = own;
-      found.push_back(static_cast<int>(rank));
+      auto& [first, holders] = by_name[own.name];
+      if (holders.empty()) first = own;
+      holders.push_back(static_cast<int>(rank));
       TORCH_CHECK_VALUE(own.ranks == first.ranks,
                         "expected each tensor on one mesh, found '", own.name,
-                        "' on two, which hold different values.\nGive "
-                        "parameters that lie on different ranks different "
-                        "names.");
+                        "' on two.\nName parameters of different meshes "
+                        "differently.");
       TORCH_CHECK_VALUE(
           own.form() == first.form() && own.strides == first.strides,
-          "expected the same tensor on all ranks, found '", own.name,
-          "': rank ", found.front(), " has ", first.form(), ", rank ", rank,
-          " has ", own.form(), ", or another order in memory");
+          "expected tensor '", own.name,
+          "' with one dtype, shape and strides on all ranks, found ",
+          first.form(), " on rank ", holders.front(), " and ", own.form(),
+          " or other strides on rank ", rank);
       for (const Chunk& chunk : own.chunks) {
         const bool is_copy =
             std::ranges::any_of(first.chunks, [&](const Chunk& known) {
@@ -153,12 +148,12 @@ std::vector<StoredTensor> merge(
   }
   std::vector<StoredTensor> tensors;
   for (auto& [name, merged] : by_name) {
-    auto& [tensor, found] = merged;
+    auto& [tensor, holders] = merged;
     TORCH_CHECK_VALUE(
-        found.size() ==
+        holders.size() ==
             (tensor.ranks.empty() ? tables.size() : tensor.ranks.size()),
         "expected the same tensors on all ranks, found '", name, "' on ",
-        describe_ranks(found), " only");
+        describe_ranks(holders), " only");
     std::ranges::sort(tensor.chunks, {}, &Chunk::begin);
     check_chunks(tensor);
     tensors.push_back(std::move(tensor));
@@ -170,9 +165,6 @@ std::vector<StoredTensor> merge(
   return tensors;
 }
 
-// ---- Tensors of this rank.
-
-// The elements held, in their order.
 at::Tensor flat(const CheckpointTensor& tensor) {
   return tensor.held.detach().contiguous().view({-1});
 }
@@ -193,18 +185,16 @@ const CheckpointTensor* find(const std::vector<CheckpointTensor>& tensors,
   return found == tensors.end() ? nullptr : &*found;
 }
 
-// ---- Communication.
-
 constexpr char kDoing[] = "could not save or load a checkpoint with its peers";
 
-// The ranks' tables of the tensors that each holds.
+// Collective. Returns each rank's table of the tensors that it holds.
 std::vector<std::vector<StoredTensor>> gather_tables(const Group& group,
                                                      const std::string& own) {
   std::vector<int64_t> lengths =
-      numbers_of_ranks(group, {static_cast<int64_t>(own.size())}, kDoing);
+      all_gather_ints(group, {static_cast<int64_t>(own.size())}, kDoing);
   std::vector<int64_t> words(std::ranges::max(lengths) / sizeof(int64_t) + 1);
   std::memcpy(words.data(), own.data(), own.size());
-  const std::vector<int64_t> all = numbers_of_ranks(group, words, kDoing);
+  const std::vector<int64_t> all = all_gather_ints(group, words, kDoing);
   std::vector<std::vector<StoredTensor>> tables;
   for (size_t rank = 0; rank < lengths.size(); ++rank) {
     const auto* const text =
@@ -214,10 +204,8 @@ std::vector<std::vector<StoredTensor>> gather_tables(const Group& group,
   return tables;
 }
 
-// ---- Saving.
-
-// The elements of all ranks in their order, on rank 0. Collective if other
-// ranks hold some of them.
+// Returns all elements of a tensor on rank 0. Collective if other ranks hold
+// some of them.
 at::Tensor gather_elements(const Group& group, const StoredTensor& tensor,
                            const CheckpointTensor* own) {
   if (std::ranges::all_of(tensor.chunks,
@@ -225,7 +213,7 @@ at::Tensor gather_elements(const Group& group, const StoredTensor& tensor,
     return group->getRank() == 0 ? flat(*own) : at::Tensor();
   }
   const int64_t most = std::ranges::max(tensor.chunks, {}, &Chunk::numel).numel;
-  // A rank without the tensor doesn't know its device.
+  // A rank without the tensor does not know the tensor's device.
   const at::Tensor sent = at::zeros(
       {most},
       at::TensorOptions(tensor.scalar_type()).device(control_device(*group)));
@@ -262,7 +250,8 @@ void save_file(const Group& group, const std::vector<CheckpointTensor>& tensors,
     }
     writer.emplace(path, entries, metadata);
   });
-  std::exception_ptr failure;  // of writing; the peers' all-gathers go on
+  // After a failed write this rank still joins the peers' all-gathers.
+  std::exception_ptr failure;
   for (const StoredTensor& tensor : stored.tensors) {
     if (tensor.chunks.empty()) continue;
     const at::Tensor elements =
@@ -282,8 +271,7 @@ void save_file(const Group& group, const std::vector<CheckpointTensor>& tensors,
   });
 }
 
-// Removes files of other checkpoints, complete or not. A file that can't be
-// removed stays.
+// Removes the shard files of other checkpoints. Ignores errors.
 void remove_other_shards(const std::string& folder, const std::string& id) {
   std::vector<fs::path> others;
   for (const fs::directory_entry& entry : fs::directory_iterator(folder)) {
@@ -330,8 +318,8 @@ void save_folder(const Group& group,
       for (const int64_t file : files) {
         TORCH_CHECK_VALUE(fs::exists(stored.shard_path(folder, file)),
                           "rank 0 does not see the file that rank ", file,
-                          " has written to '", folder,
-                          "'.\nSave into a folder that all ranks share.");
+                          " wrote to '", folder,
+                          "'.\nSave to a folder that all ranks share.");
       }
     });
   } catch (...) {
@@ -348,9 +336,6 @@ void save_folder(const Group& group,
   });
 }
 
-// ---- Loading.
-
-// A checkpoint of either layout, opened.
 class StoredFiles {
  public:
   explicit StoredFiles(const std::string& path) : path_(path) {
@@ -374,7 +359,7 @@ class StoredFiles {
       readers_[0] = std::move(first);
     }
     for (const StoredTensor& tensor : stored_.tensors) {
-      places_.emplace(tensor.name, &tensor);
+      by_name_.emplace(tensor.name, &tensor);
     }
   }
 
@@ -383,21 +368,20 @@ class StoredFiles {
 
   CheckpointContents contents() const {
     CheckpointContents contents = {.names = {}, .metadata = metadata_};
-    for (const auto& [name, tensor] : places_) contents.names.emplace(name);
+    for (const auto& [name, tensor] : by_name_) contents.names.emplace(name);
     return contents;
   }
 
-  // Throws unless the checkpoint has the tensor in this form. Opens the files
-  // with the elements held, which verifies them.
+  // Opens and verifies the files with this rank's elements. Throws unless the
+  // checkpoint has the tensor with this dtype and shape.
   void prepare(const CheckpointTensor& tensor) {
-    const auto place = places_.find(tensor.name);
-    TORCH_CHECK_VALUE(place != places_.end(), "'", path_, "' has no tensor '",
+    const auto stored = by_name_.find(tensor.name);
+    TORCH_CHECK_VALUE(stored != by_name_.end(), "'", path_, "' has no tensor '",
                       tensor.name, "'", kAnotherModel);
-    const std::string found = place->second->form();
+    const std::string found = stored->second->form();
     const std::string expected = stored_form(tensor, /*rank=*/0).form();
     TORCH_CHECK_VALUE(found == expected, "'", path_, "': tensor '", tensor.name,
-                      "' is ", found, ", where ", expected, " is expected",
-                      kAnotherModel);
+                      "' is ", found, ", expected ", expected, kAnotherModel);
     for_each_piece(tensor, [&](const Chunk& chunk, int64_t, int64_t) {
       std::unique_ptr<SafetensorsReader>& reader = readers_[chunk.file];
       if (reader == nullptr) {
@@ -407,9 +391,9 @@ class StoredFiles {
     });
   }
 
-  // Fills `tensor.held`. REQUIRES: prepare() has passed.
+  // Fills `tensor.held`. REQUIRES: prepare(tensor) has returned.
   void read(const CheckpointTensor& tensor) {
-    const StoredTensor& stored = *places_.at(tensor.name);
+    const StoredTensor& stored = *by_name_.at(tensor.name);
     const bool is_ordered = has_order_of(tensor);
     const int64_t begin = is_ordered ? tensor.begin : 0;
     at::Tensor run =
@@ -439,23 +423,23 @@ class StoredFiles {
       Json::parse(metadata_.at(kIndexKey)).get_to(stored_);
       std::ranges::for_each(stored_.tensors, check_chunks);
     } catch (const std::exception&) {
-      TORCH_CHECK_VALUE(false, path, ": is no index of shards: ",
+      TORCH_CHECK_VALUE(false, path, ": is not an index of shards: ",
                         message_of(std::current_exception()),
-                        "\nUse a folder that save_checkpoint() has written.");
+                        "\nUse a folder written by save_checkpoint().");
     }
     metadata_.erase(kIndexKey);
   }
 
   bool has_order_of(const CheckpointTensor& tensor) const {
-    return stored_form(tensor, 0).strides == places_.at(tensor.name)->strides;
+    return stored_form(tensor, 0).strides == by_name_.at(tensor.name)->strides;
   }
 
-  // `use(chunk, first, last)` of the stored elements that contain those held:
+  // Calls use(chunk, first, last) for the stored elements that `held` needs:
   // all elements if they are stored in another order.
   template <typename Use>
   void for_each_piece(const CheckpointTensor& tensor, const Use& use) const {
     const bool is_ordered = has_order_of(tensor);
-    for (const Chunk& chunk : places_.at(tensor.name)->chunks) {
+    for (const Chunk& chunk : by_name_.at(tensor.name)->chunks) {
       int64_t first = chunk.begin;
       int64_t last = chunk.begin + chunk.numel;
       if (is_ordered) {
@@ -467,24 +451,24 @@ class StoredFiles {
   }
 
   const std::string path_;
-  std::string checksum_;  // another one for other contents
+  std::string checksum_;  // identifies the content
   CheckpointMetadata metadata_;
   StoredTensors stored_;
-  std::map<std::string_view, const StoredTensor*> places_;         // by name
+  std::map<std::string_view, const StoredTensor*> by_name_;
   std::map<int64_t, std::unique_ptr<SafetensorsReader>> readers_;  // by file
 };
 
 }  // namespace
 
 void on_all_ranks(const Group& group, const std::function<void()>& step,
-                  const char* what, const std::vector<std::string>& equal) {
+                  const char* compared, const std::vector<std::string>& equal) {
   absl::Status status;
   try {
     step();
   } catch (...) {
     status = absl::InvalidArgumentError(message_of(std::current_exception()));
   }
-  require_agreement(group, what, equal, status);
+  require_agreement(group, compared, equal, status);
 }
 
 void save_tensors(const Group& group,
@@ -506,9 +490,9 @@ void save_tensors(const Group& group,
   };
   on_all_ranks(group, describe, "metadata text", texts);
   std::random_device random;
-  const int64_t id = numbers_of_ranks(
+  const int64_t id = all_gather_ints(
       group, {static_cast<int64_t>(uint64_t{random()} << 32 | random())},
-      kDoing)[0];  // of rank 0
+      kDoing)[0];  // rank 0's
   const StoredTensors stored = {
       .id = absl::StrCat(absl::Hex(id, absl::kZeroPad16)),
       .world_size = group->getSize(),
@@ -532,7 +516,7 @@ CheckpointMetadata load_tensors(
     files.emplace(path);
     tensors = choose(files->contents());
     for (const CheckpointTensor& tensor : tensors) files->prepare(tensor);
-    checksum = {"a checkpoint of checksum " + files->checksum()};
+    checksum = {"a checkpoint with checksum " + files->checksum()};
   };
   on_all_ranks(group, open, "checkpoint", checksum);
   on_all_ranks(group, [&] {
@@ -540,8 +524,8 @@ CheckpointMetadata load_tensors(
       for (const CheckpointTensor& tensor : tensors) files->read(tensor);
     } catch (const c10::Error& error) {
       TORCH_CHECK_VALUE(false, error.what_without_backtrace(),
-                        "\nSome tensors have been loaded, others have not: "
-                        "load a checkpoint before anything else.");
+                        "\nThe tensors are loaded in part; load a checkpoint "
+                        "before any other use.");
     }
   });
   return files->metadata();

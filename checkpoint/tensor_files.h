@@ -1,25 +1,26 @@
-// Files of tensors that the ranks of a group hold sharded or unsharded.
+// Files of a checkpoint's tensors, which ranks hold sharded or unsharded.
 //
-// Two layouts hold the same content; loading distinguishes a file and a folder:
+// Two layouts have the same content; loading recognizes a file or a folder:
 //
-//   kFile    One safetensors file of unsharded tensors. Rank 0 writes it and
-//            receives the other ranks' shards, one tensor at a time.
-//   kFolder  Each rank writes the shard that it holds, without communication:
+//   kFile    One safetensors file of unsharded tensors. Rank 0 writes it, and
+//            all-gathers the ranks' shards one tensor at a time.
+//   kFolder  Each rank writes its shards to
 //            `shard-<rank>-of-<world size>.<id>.safetensors`. Then rank 0
-//            replaces `index.safetensors`, which names the id and the place of
+//            replaces `index.safetensors`, which has the id and the location of
 //            all elements. Until then the previous checkpoint is complete;
 //            afterwards its files are removed.
 //
-// An element that several ranks hold is written by the lowest of them. Any
-// number of ranks loads either layout, in any division: each rank reads the
-// elements that it holds.
+// If several ranks hold an element, the lowest of them writes it. Any number of
+// ranks can load either layout under any sharding: each rank reads the elements
+// that it holds.
 //
-// Errors: c10::ValueError with the same text on all ranks for files that can't
-// be written, are missing or damaged, or don't fit, and for ranks that differ.
-// PeerError (c10::DistBackendError) if a peer is lost. The tensors and the
-// previous checkpoint are unchanged then, unless the text says otherwise.
+// Errors: c10::ValueError with the same text on all ranks if a file can't be
+// written, is missing or damaged, or does not match, or if ranks differ.
+// PeerError (c10::DistBackendError) if a peer is lost. After an error the
+// tensors and the previous checkpoint are unchanged, unless its text says
+// otherwise.
 //
-// Thread safety: as the group's collectives.
+// Thread safety: that of the group's collectives.
 
 #ifndef BRIGADE_CHECKPOINT_TENSOR_FILES_H_
 #define BRIGADE_CHECKPOINT_TENSOR_FILES_H_
@@ -37,18 +38,18 @@ namespace brigade {
 
 enum class CheckpointLayout : uint8_t { kFile, kFolder };
 
-// Names and metadata of a checkpoint, as its header lists them.
 struct CheckpointContents {
   std::set<std::string, std::less<>> names;  // of tensors
   CheckpointMetadata metadata;
 };
 
-// Collective: runs `step`, which must not communicate. If it throws on any
-// rank, all ranks throw ValueError with that rank's text; also if the texts
-// `equal`, each called `what`, differ between ranks after it.
+// Collective: runs `step`, which must not communicate. If `step` throws on any
+// rank, all ranks throw ValueError with that rank's text. All ranks also throw
+// if the texts `equal` then differ between ranks; `compared` names them in
+// the error.
 void on_all_ranks(const c10::intrusive_ptr<c10d::ProcessGroup>& group,
                   const std::function<void()>& step,
-                  const char* what = "checkpoint",
+                  const char* compared = "checkpoint",
                   const std::vector<std::string>& equal = {});
 
 // Collective.
@@ -57,7 +58,7 @@ void save_tensors(const c10::intrusive_ptr<c10d::ProcessGroup>& group,
                   const std::string& path, CheckpointLayout layout,
                   CheckpointMetadata metadata);
 
-// Collective: fills the tensors that `choose` returns for the checkpoint's
+// Collective: loads the tensors that `choose` selects from the checkpoint's
 // contents. `choose` may throw; it must not communicate. Returns the metadata.
 CheckpointMetadata load_tensors(
     const c10::intrusive_ptr<c10d::ProcessGroup>& group,

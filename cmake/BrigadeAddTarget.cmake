@@ -1,27 +1,26 @@
-# How brigade's targets are made, so that every folder's list file is only a
-# list.  Decides compile flags, the shared precompiled header, install rules of
-# a library, and how a test binary is handed to ctest.
+# Functions that define brigade's targets: compile flags, precompiled headers,
+# install rules and tests.
 
-# All of brigade's code is compiled with the same flags, but for how far it is
-# optimised and checked: the precompiled header is accepted only then.  -fPIC
-# everywhere, executables too, for that reason.
+# Sets the flags of all of brigade's code. A shared precompiled header requires
+# equal flags, except for optimization and checks; -fPIC is therefore set for
+# executables too.
 function(brigade_set_flags target)
   set_target_properties(${target} PROPERTIES CXX_EXTENSIONS OFF CUDA_EXTENSIONS OFF)
   target_compile_features(${target} PUBLIC cxx_std_20)
   target_compile_options(
     ${target}
     PRIVATE $<$<COMPILE_LANGUAGE:CXX>:-fPIC -Wall -Wextra -Wno-unused-parameter>
-            # A sixth less time for a twelfth more memory: GCC does not collect
-            # its garbage below these KiB.
+            # GCC collects garbage above this heap size only (KiB): 1/6 less time,
+            # 1/12 more memory.
             $<$<COMPILE_LANG_AND_ID:CXX,GNU>:--param=ggc-min-heapsize=4000000>
-            # CMake 3.25 knows no CUDA C++20.
+            # CMake 3.25 does not support CUDA C++20.
             $<$<COMPILE_LANGUAGE:CUDA>:-std=c++20 -Xcompiler=-fPIC>)
   target_include_directories(
     ${target} PUBLIC $<BUILD_INTERFACE:${PROJECT_BINARY_DIR}/include> $<INSTALL_INTERFACE:include>)
 endfunction()
 
-# brigade_use_pch(<target> [c10d|torch]): one of the two precompiled headers in
-# cmake/, each made once, by brigade_<name>_pch, and reused.
+# brigade_use_pch(<target> [c10d|torch]): uses one of cmake/'s precompiled headers,
+# which the target brigade_<name>_pch compiles once.
 function(brigade_use_pch target)
   set(name torch)
   if(ARGC GREATER 1)
@@ -50,10 +49,9 @@ endfunction()
 # brigade_add_library(<folder> SOURCES a.cc ...
 #                     [CUDA_SOURCES x_cuda.cu ... WITHOUT_CUDA_SOURCES x_without_cuda.cc ...]
 #                     [PUBLIC ...] [PRIVATE ...] [PCH torch] [NO_TORCH])
-# Makes brigade_<folder> with the alias brigade::<folder>, and installs it with
-# every header of the folder.  CUDA_SOURCES may be .cu or .cc files; they see
-# Torch::cuda.  PCH: which precompiled header, c10d by default.  NO_TORCH: the
-# library does not use LibTorch.
+# Defines and installs brigade_<folder>, with the alias brigade::<folder>.
+# CUDA_SOURCES are .cu or .cc files that link Torch::cuda. PCH: the precompiled
+# header, c10d by default. NO_TORCH: the library does not use LibTorch.
 function(brigade_add_library folder)
   cmake_parse_arguments(ARG "NO_TORCH" "PCH" "SOURCES;CUDA_SOURCES;WITHOUT_CUDA_SOURCES;PUBLIC;PRIVATE"
                         ${ARGN})
@@ -71,7 +69,8 @@ function(brigade_add_library folder)
   endif()
 
   if(ARG_CUDA_SOURCES AND BRIGADE_WITH_CUDA)
-    # Apart from the rest: CUDA's definitions would spoil the precompiled header.
+    # A separate target, because CUDA's definitions don't match the precompiled
+    # header's.
     add_library(${target}_cuda OBJECT ${ARG_CUDA_SOURCES})
     brigade_set_flags(${target}_cuda)
     target_link_libraries(${target}_cuda PRIVATE ${ARG_PUBLIC} ${ARG_PRIVATE} Torch::cuda)
@@ -97,8 +96,8 @@ function(brigade_add_executable name)
   endif()
 endfunction()
 
-# What tests are made of takes half as long to compile so. It is the library that
-# is to be fast, and whose behaviour is to be defined.
+# Halves the compile time of test code: less optimization, no undefined-behaviour
+# checks. The library keeps both.
 function(brigade_compile_fast name)
   target_compile_options(${name} PRIVATE $<$<CONFIG:Release>:-O1>)
   if(CMAKE_CXX_FLAGS MATCHES "-fsanitize=[a-z,]*undefined")
@@ -107,8 +106,8 @@ function(brigade_compile_fast name)
 endfunction()
 
 # brigade_add_test(<name> SOURCES ... LIBS ... [LABELS gpu] [NO_TORCH] [LONG])
-# A GoogleTest binary with gmock's main, which is one test of ctest.  Its labels
-# are cpp and <name>, or those given.  LONG: only with BRIGADE_ALL_TESTS.
+# Defines a GoogleTest binary with gmock's main, and one ctest test that runs it.
+# LABELS: cpp and <name> by default. LONG: only with BRIGADE_ALL_TESTS.
 function(brigade_add_test name)
   cmake_parse_arguments(ARG "NO_TORCH;LONG" "" "SOURCES;LIBS;LABELS" ${ARGN})
   if(ARG_LONG AND NOT BRIGADE_ALL_TESTS)
@@ -121,7 +120,7 @@ function(brigade_add_test name)
   brigade_add_executable(${name} SOURCES ${ARG_SOURCES} LIBS ${ARG_LIBS} GTest::gmock_main
                          ${no_torch})
   brigade_compile_fast(${name})
-  # LibTorch's headers take 8 s of a translation unit, also when precompiled.
+  # LibTorch's headers take 8 s per translation unit even when precompiled.
   set_target_properties(${name} PROPERTIES UNITY_BUILD_BATCH_SIZE 16)
   if(NOT ARG_LABELS)
     set(ARG_LABELS cpp ${name})

@@ -1,17 +1,15 @@
-# Decides whether CUDA files are built, and with which nvcc: one that the user
-# names, a toolkit's, or the one that pip puts beside torch.  Turns the CUDA
-# language on.  Include it from the root list file, after BrigadeTorch.
+# Enables CUDA if an nvcc is found: the user's, a toolkit's, or one that pip
+# installed next to torch. Include from the root list file, after BrigadeTorch.
 #
 # In:   BRIGADE_CUDA        AUTO, ON or OFF
 # Out:  BRIGADE_WITH_CUDA   ON or OFF
 
 set(BRIGADE_CUDA
     AUTO
-    CACHE STRING "Build CUDA files: AUTO (when an nvcc is found), ON or OFF")
+    CACHE STRING "Build CUDA files: AUTO (if an nvcc is found), ON or OFF")
 set_property(CACHE BRIGADE_CUDA PROPERTY STRINGS AUTO ON OFF)
 
-# Sets `out` to an nvcc of the major version that LibTorch was linked with, or
-# to "".
+# Sets `out` to an nvcc of LibTorch's CUDA major version, or to "".
 function(brigade_find_nvcc out)
   set(candidates ${CMAKE_CUDA_COMPILER} $ENV{CUDACXX})
   if(DEFINED ENV{CUDA_HOME})
@@ -59,12 +57,12 @@ if(BRIGADE_CUDA STREQUAL "AUTO" OR BRIGADE_CUDA)
   if(NOT brigade_no_cuda)
     set(BRIGADE_WITH_CUDA ON)
     set(CMAKE_CUDA_COMPILER ${brigade_nvcc})
-    set(CMAKE_CUDA_RUNTIME_LIBRARY None) # LibTorch's libcudart serves all
+    set(CMAKE_CUDA_RUNTIME_LIBRARY None) # use LibTorch's libcudart
     if(NOT DEFINED CMAKE_CUDA_ARCHITECTURES)
       set(CMAKE_CUDA_ARCHITECTURES 80 90)
     endif()
     if(BRIGADE_TORCH_NVIDIA AND brigade_nvcc MATCHES "^${BRIGADE_TORCH_NVIDIA}/")
-      # nvcc looks for its libraries in lib64, which pip's has not.
+      # nvcc searches lib64; pip's packages have lib.
       get_filename_component(toolkit ${brigade_nvcc}/../../lib ABSOLUTE)
       set(CMAKE_CUDA_FLAGS_INIT "-L${toolkit}")
     endif()
@@ -74,11 +72,11 @@ if(BRIGADE_CUDA STREQUAL "AUTO" OR BRIGADE_CUDA)
         "brigade: CUDA files are built by ${brigade_nvcc} (${CMAKE_CUDA_COMPILER_VERSION}) for ${CMAKE_CUDA_ARCHITECTURES}"
     )
   elseif(BRIGADE_CUDA STREQUAL "AUTO")
-    message(STATUS "brigade: CUDA files are left out: ${brigade_no_cuda}")
+    message(STATUS "brigade: CUDA files are not built: ${brigade_no_cuda}")
   else()
     message(FATAL_ERROR "brigade: BRIGADE_CUDA is ON, but ${brigade_no_cuda}.  "
-                        "Install what is missing or set BRIGADE_CUDA=OFF.")
+                        "Install it or set BRIGADE_CUDA=OFF.")
   endif()
 else()
-  message(STATUS "brigade: CUDA files are left out: BRIGADE_CUDA is OFF")
+  message(STATUS "brigade: CUDA files are not built: BRIGADE_CUDA is OFF")
 endif()

@@ -1,8 +1,8 @@
-# What `cmake --install` adds to the libraries and headers of the folders: the
-# package files that make find_package(brigade) work.
+# Install rules of the public headers and of the package files for
+# find_package(brigade).
 include(CMakePackageConfigHelpers)
 
-# Of headers the public ones: brigade.h, and what it leads to.
+# The public headers are brigade.h and the headers it includes.
 if(BRIGADE_WITH_TORCH)
   set(brigade_headers brigade.h)
 else()

@@ -1,34 +1,33 @@
-# Finds LibTorch and makes imported targets for it: Torch::cpu, and Torch::cuda
-# where LibTorch was built with CUDA and its headers are there.  Decides which
-# LibTorch is used and whether its version is supported; decides nothing about
-# compilers.  It serves this tree and, installed, brigade's users.
+# Finds a supported LibTorch and defines the imported target Torch::cpu. Defines
+# Torch::cuda if LibTorch was built with CUDA and CUDA's headers are found. This
+# tree and installed brigade packages include this file.
 #
-# Why not find_package(Torch): the package that torch brings asks for a CUDA
-# toolkit even when only CPU code is built.  Both can be used side by side.
+# find_package(Torch) would require a CUDA toolkit even for CPU code. A project
+# may use both.
 #
 # In:   BRIGADE_LIBTORCH  a folder with include/ and lib/ (an unpacked LibTorch)
 #       BRIGADE_PYTHON    a Python that has the torch wheel
 #       BRIGADE_TORCH_HINT_PYTHON, BRIGADE_TORCH_HINT_ROOT
-#                         where to look when neither is given
+#                         where to search if neither is set
 #       BRIGADE_TORCH_BUILT_AGAINST
 #                         the version that installed libraries of brigade were
-#                         built against; others are refused then
+#                         built against; other minor versions are errors
 # Out:  BRIGADE_TORCH_FOUND, BRIGADE_TORCH_VERSION, BRIGADE_TORCH_ROOT,
-#       BRIGADE_TORCH_MESSAGE (why not, when not found),
-#       BRIGADE_TORCH_SUPPORTED (which versions are, in words),
-#       BRIGADE_TORCH_PYTHON (whose wheel it is, empty for an unpacked LibTorch),
-#       BRIGADE_TORCH_NVIDIA (the wheel's CUDA packages, may be empty),
-#       BRIGADE_TORCH_CUDA_MAJOR (the CUDA it was linked with, empty if none),
-#       BRIGADE_TORCH_CUDA_MESSAGE (why there is no Torch::cuda, or empty)
+#       BRIGADE_TORCH_MESSAGE (the reason if not found),
+#       BRIGADE_TORCH_SUPPORTED (the supported versions, as text),
+#       BRIGADE_TORCH_PYTHON (the wheel's Python; empty for an unpacked LibTorch),
+#       BRIGADE_TORCH_NVIDIA (the wheel's CUDA packages; may be empty),
+#       BRIGADE_TORCH_CUDA_MAJOR (LibTorch's CUDA version; empty if none),
+#       BRIGADE_TORCH_CUDA_MESSAGE (the reason if there is no Torch::cuda)
 include_guard(DIRECTORY)
 
-# What a list file has set is not lost to the cache entries below.
+# The cache entries below must not override variables of a list file.
 if(POLICY CMP0126)
   cmake_policy(SET CMP0126 NEW)
 endif()
 
-# Minor versions: what separates them is the binary interface.  The list is a
-# file, for Python and the scripts read it too.
+# Minor versions, which differ in their binary interface. Python and the scripts
+# read this file too.
 set(BRIGADE_TORCH_VERSIONS_FILE ${CMAKE_CURRENT_LIST_DIR}/torch_versions.json)
 
 # Sets BRIGADE_TORCH_MINORS, a list, and BRIGADE_TORCH_SUPPORTED.
@@ -56,13 +55,13 @@ endfunction()
 
 set(BRIGADE_LIBTORCH
     ""
-    CACHE PATH "An unpacked LibTorch; empty means the wheel of BRIGADE_PYTHON")
+    CACHE PATH "An unpacked LibTorch; empty: the wheel of BRIGADE_PYTHON")
 set(BRIGADE_PYTHON
     ""
-    CACHE FILEPATH "A Python with the torch wheel; empty means look around")
+    CACHE FILEPATH "A Python with the torch wheel; empty: search for one")
 
-# Sets `out` to the folder of the package `name` as `python` finds it, without
-# importing it, or to "".
+# Sets `out` to the folder of `python`'s package `name`, or to "". Does not import
+# the package.
 function(brigade_python_package python name out)
   set(program
       "import importlib.util as u; s = u.find_spec('${name}')\nprint(next(iter(s.submodule_search_locations)) if s else '')"
@@ -87,7 +86,7 @@ function(brigade_locate_torch)
   set(owner "")
   if(BRIGADE_PYTHON AND NOT EXISTS ${BRIGADE_PYTHON})
     message(FATAL_ERROR "brigade: BRIGADE_PYTHON is '${BRIGADE_PYTHON}', which does not exist.  "
-                        "Give the path of a Python that has torch ${BRIGADE_TORCH_SUPPORTED}.")
+                        "Set it to a Python that has torch ${BRIGADE_TORCH_SUPPORTED}.")
   endif()
   if(NOT BRIGADE_PYTHON)
     if(EXISTS "${BRIGADE_TORCH_HINT_PYTHON}")
@@ -120,8 +119,8 @@ function(brigade_locate_torch)
     endforeach()
   endif()
 
-  # The CUDA libraries that a wheel's LibTorch loads lie beside it; those of a
-  # LibTorch whose folders were copied out of a wheel lie in a Python's folder.
+  # A wheel's CUDA libraries are in the sibling folder nvidia/. If LibTorch was
+  # copied out of a wheel, they are in a Python's nvidia packages.
   if(root AND EXISTS ${root}/lib/libtorch_cuda.so)
     file(GLOB own_cudart ${root}/lib/libcudart*.so*)
     if(NOT own_cudart)
@@ -168,18 +167,18 @@ function(brigade_torch_version root out)
       PARENT_SCOPE)
 endfunction()
 
-# Sets `out` to "" where `version` will do, and else to why it won't.
-function(brigade_judge_torch version root out)
+# Sets `out` to "" if `version` is supported, otherwise to the reason.
+function(brigade_check_torch version root out)
   string(REGEX MATCH "^[0-9]+\\.[0-9]+" minor "${version}")
   string(REGEX MATCH "^[0-9]+\\.[0-9]+" built_against "${BRIGADE_TORCH_BUILT_AGAINST}")
   set(why "")
   if(built_against AND NOT minor STREQUAL built_against)
     set(why
-        "this brigade was built against torch ${built_against}, but '${version}', of another binary interface, was found at ${root}; set BRIGADE_PYTHON or BRIGADE_LIBTORCH to a torch ${built_against}, or build brigade anew"
+        "this brigade was built against torch ${built_against}, but found torch '${version}', which has another binary interface, at ${root}; set BRIGADE_PYTHON or BRIGADE_LIBTORCH to a torch ${built_against}, or rebuild brigade"
     )
   elseif(NOT minor IN_LIST BRIGADE_TORCH_MINORS)
     set(why
-        "torch ${BRIGADE_TORCH_SUPPORTED} is supported, but '${version}' was found at ${root}; install a supported one or set BRIGADE_PYTHON or BRIGADE_LIBTORCH"
+        "brigade supports torch ${BRIGADE_TORCH_SUPPORTED}, but found torch '${version}' at ${root}; install a supported version or set BRIGADE_PYTHON or BRIGADE_LIBTORCH"
     )
   endif()
   set(${out}
@@ -188,8 +187,7 @@ function(brigade_judge_torch version root out)
 endfunction()
 
 # Sets `out` to the major version of the CUDA runtime that LibTorch's libraries
-# ask for, or to "".  They know better than the wheel's metadata, which an
-# unpacked LibTorch lacks.
+# link, or to "". An unpacked LibTorch has no metadata that says so.
 function(brigade_torch_cuda_major root out)
   set(major "")
   if(EXISTS ${root}/lib/libc10_cuda.so)
@@ -216,8 +214,8 @@ function(brigade_import_torch)
   target_include_directories(Torch::c10 INTERFACE ${root}/include
                                                   ${root}/include/torch/csrc/api/include)
 
-  # Kernels register themselves when a library is loaded, and no symbol asks
-  # for libtorch.so, which in turn loads the CUDA half: so it is always linked.
+  # Link libtorch.so although no symbol needs it: it loads the CUDA libraries,
+  # whose kernels register themselves.
   add_library(Torch::cpu INTERFACE IMPORTED GLOBAL)
   target_compile_definitions(Torch::cpu INTERFACE USE_DISTRIBUTED USE_C10D_GLOO)
   target_compile_features(Torch::cpu INTERFACE cxx_std_20)
@@ -247,8 +245,8 @@ function(brigade_import_torch)
   if(NOT cudart)
     message(
       FATAL_ERROR
-        "brigade: LibTorch at ${root} needs CUDA's libraries (${cudart_name}), which lie neither in "
-        "${lib} nor beside it nor in a Python's nvidia packages.  "
+        "brigade: LibTorch at ${root} needs ${cudart_name}, which was not found in ${lib}, in "
+        "${root}/../nvidia or in a Python's nvidia packages.  "
         "Set BRIGADE_PYTHON to a Python with torch ${BRIGADE_TORCH_SUPPORTED}, or use LibTorch's CPU build.")
   endif()
   list(GET cudart 0 cudart)
@@ -258,8 +256,8 @@ function(brigade_import_torch)
     foreach(folder ${folders})
       target_link_options(Torch::cpu INTERFACE "LINKER:-rpath-link,${folder}")
       if(NOT nvidia STREQUAL beside)
-        # RPATH rather than RUNPATH: only the former also serves the libraries
-        # that LibTorch itself loads.
+        # RPATH, not RUNPATH: only RPATH applies to the libraries that LibTorch
+        # loads.
         target_link_options(Torch::cpu INTERFACE "LINKER:--disable-new-dtags,-rpath,${folder}")
       endif()
     endforeach()
@@ -300,22 +298,22 @@ set(BRIGADE_TORCH_VERSION "")
 set(BRIGADE_TORCH_CUDA_MAJOR "")
 if(NOT BRIGADE_TORCH_ROOT AND BRIGADE_PYTHON)
   set(BRIGADE_TORCH_MESSAGE
-      "BRIGADE_PYTHON, '${BRIGADE_PYTHON}', has no torch; install torch ${BRIGADE_TORCH_SUPPORTED} there or name another"
+      "BRIGADE_PYTHON, '${BRIGADE_PYTHON}', has no torch; install torch ${BRIGADE_TORCH_SUPPORTED} there or set another Python"
   )
 elseif(NOT BRIGADE_TORCH_ROOT)
   set(BRIGADE_TORCH_MESSAGE
-      "no Python with torch and no LibTorch was found; set BRIGADE_PYTHON or BRIGADE_LIBTORCH")
+      "found neither a Python with torch nor a LibTorch; set BRIGADE_PYTHON or BRIGADE_LIBTORCH")
 elseif(NOT EXISTS ${BRIGADE_TORCH_ROOT}/lib/libtorch_cpu.so OR NOT EXISTS
                                                                ${BRIGADE_TORCH_ROOT}/include/torch)
   set(BRIGADE_TORCH_MESSAGE
-      "'${BRIGADE_TORCH_ROOT}' is no LibTorch: it lacks include/torch or lib/libtorch_cpu.so")
+      "'${BRIGADE_TORCH_ROOT}' is not a LibTorch: it lacks include/torch or lib/libtorch_cpu.so")
 else()
   brigade_torch_version(${BRIGADE_TORCH_ROOT} BRIGADE_TORCH_VERSION)
-  brigade_judge_torch("${BRIGADE_TORCH_VERSION}" ${BRIGADE_TORCH_ROOT} BRIGADE_TORCH_MESSAGE)
+  brigade_check_torch("${BRIGADE_TORCH_VERSION}" ${BRIGADE_TORCH_ROOT} BRIGADE_TORCH_MESSAGE)
   if(NOT BRIGADE_TORCH_MESSAGE)
     set(BRIGADE_TORCH_FOUND ON)
     brigade_torch_cuda_major(${BRIGADE_TORCH_ROOT} BRIGADE_TORCH_CUDA_MAJOR)
-    if(NOT TARGET Torch::cpu) # of another folder's find_package(brigade)
+    if(NOT TARGET Torch::cpu) # another folder may have defined it
       brigade_import_torch()
     endif()
   endif()

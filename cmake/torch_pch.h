@@ -1,5 +1,5 @@
-// Precompiled once for what writes modules and training loops: tests, examples,
-// benchmarks and ddp/.  See c10d_pch.h, which the other folders use.
+// Precompiled header of targets that use modules and optimizers: tests,
+// examples, benchmarks and ddp/. Other targets use c10d_pch.h.
 #include <torch/script.h>
 #include <torch/torch.h>
 

@@ -17,7 +17,7 @@
 namespace brigade {
 namespace {
 
-// One text of a rank in an exchange; longer ones are cut.
+// Size of a text in an all-gather; longer texts are cut.
 constexpr size_t kTextBytes = 2048;
 
 using Numbers = std::vector<int64_t>;
@@ -28,12 +28,11 @@ class Comparison {
   Comparison(const c10::intrusive_ptr<c10d::ProcessGroup>& group,
              std::string_view item)
       : group_(group),
-        doing_(c10::str("could not compare its ", item,
-                        "s with the other ranks'")) {}
+        failure_(c10::str("could not compare its ", item,
+                          "s with the other ranks'")) {}
 
-  // Every rank's `own`, by rank.
   std::vector<Numbers> exchange(const Numbers& own) {
-    const Numbers all = numbers_of_ranks(group_, own, doing_);
+    const Numbers all = all_gather_ints(group_, own, failure_);
     std::vector<Numbers> by_rank;
     for (auto begin = all.begin(); begin != all.end(); begin += own.size()) {
       by_rank.emplace_back(begin, begin + own.size());
@@ -56,7 +55,7 @@ class Comparison {
 
  private:
   const c10::intrusive_ptr<c10d::ProcessGroup>& group_;
-  const std::string doing_;
+  const std::string failure_;
 };
 
 std::string describe_failures(const std::vector<std::string>& messages) {
@@ -65,19 +64,19 @@ std::string describe_failures(const std::vector<std::string>& messages) {
   if (groups.size() == 1) return groups.front().value;
   std::vector<std::string> parts;
   for (const RanksOfValue<std::string>& group : groups) {
-    if (group.value.empty()) continue;  // these ranks are fine
+    if (group.value.empty()) continue;  // ranks without a failure
     parts.push_back(
         absl::StrCat(describe_ranks(group.ranks), ": ", group.value));
   }
   return absl::StrJoin(parts, "\n");
 }
 
-// The same text on every rank; empty if all agree.
+// Returns the same text on every rank; empty if all agree.
 std::string find_disagreement(Comparison comparison, const std::string& item,
                               std::span<const std::string> items,
                               const absl::Status& local_status) {
   Numbers hashes;
-  uint64_t hash = 0;  // of all
+  uint64_t hash = 0;  // of all items
   for (const std::string& text : items) {
     hashes.push_back(static_cast<int64_t>(c10::get_hash(text)));
     hash = c10::hash_combine(hash, hashes.back());
@@ -118,12 +117,12 @@ std::string find_disagreement(Comparison comparison, const std::string& item,
 }  // namespace
 
 void require_agreement(const c10::intrusive_ptr<c10d::ProcessGroup>& group,
-                       std::string_view what,
+                       std::string_view item_name,
                        std::span<const std::string> items,
                        const absl::Status& local_status) {
   if (group->getSize() == 1) return throw_if_error(local_status);
-  const std::string disagreement =
-      find_disagreement({group, what}, std::string(what), items, local_status);
+  const std::string disagreement = find_disagreement(
+      {group, item_name}, std::string(item_name), items, local_status);
   TORCH_CHECK_VALUE(disagreement.empty(), disagreement);
 }
 

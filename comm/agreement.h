@@ -1,5 +1,5 @@
-// Checks that all ranks hold the same parameters or options: either every rank
-// goes on, or every rank throws the same error.
+// Comparison of parameters or options across ranks: either all ranks continue,
+// or all throw the same error.
 
 #ifndef BRIGADE_COMM_AGREEMENT_H_
 #define BRIGADE_COMM_AGREEMENT_H_
@@ -13,23 +13,22 @@
 
 namespace brigade {
 
-// Collective: all ranks call it with the same `what`, the name of one item
-// ("parameter"). `items` describes this rank's items in order. `local_status`
-// is the error that this rank has found by itself, so that its peers learn of
-// it.
+// Collective. Compares `items`, descriptions of this rank's items in order.
+// `item_name` ("parameter") is equal on all ranks. `local_status` is an error
+// that this rank has found by itself; its peers throw it too.
 //
-// One all-gather of 24 bytes per rank if all agree; otherwise one of a hash per
-// item, and one of a text. Communicates nothing in a world of 1. Ranks run the
-// same build.
+// Costs an all-gather of 24 bytes per rank if all ranks agree; otherwise also
+// one of a hash per item and one of a text. A world of 1 communicates nothing.
+// All ranks run the same build.
 //
 // Errors:
-//   c10::ValueError  the same text on every rank. If a rank's `local_status`
-//                    is not OK: its message, with the rank's number unless all
-//                    ranks have the same. If items differ: the first one that
-//                    does, and each rank's; counts, if they differ.
-//   PeerError        the exchange itself failed.
+//   c10::ValueError  with the same text on every rank: the messages of the
+//                    statuses that are not OK, with rank numbers unless all are
+//                    equal; or the first item that differs, its value on each
+//                    rank, and the counts if they differ.
+//   PeerError        an all-gather failed.
 void require_agreement(const c10::intrusive_ptr<c10d::ProcessGroup>& group,
-                       std::string_view what,
+                       std::string_view item_name,
                        std::span<const std::string> items,
                        const absl::Status& local_status);
 

@@ -4,21 +4,25 @@
 #include <c10/core/GradMode.h>
 #include <c10/util/Exception.h>
 #include <c10/util/ScopeExit.h>
+#include <pthread.h>
 
 #include <algorithm>
+#include <atomic>
 #include <exception>
+#include <stdexcept>
+#include <string_view>
 #include <tuple>
 #include <utility>
-#include <vector>
 
 #include "brigade/comm/errors/error_texts.h"
-#include "brigade/comm_hooks/gradient_layout.h"
+#include "brigade/comm/streams/streams.h"
 #include "brigade/comm_hooks/hook_traits.h"
 
 namespace brigade {
 namespace {
 
-using Future = c10::ivalue::Future;
+using c10::ivalue::Future;
+using std::chrono::milliseconds;
 
 class FunctionHook final : public c10d::CommHookInterface,
                            public CommHookExtension {
@@ -41,7 +45,7 @@ class FunctionHook final : public c10d::CommHookInterface,
   const std::string name_;
 };
 
-// Complex buckets may come back as pairs of reals.
+// The hook may return a complex bucket as pairs of reals.
 at::Tensor flat_result(const at::Tensor& result, const at::Tensor& parameter) {
   const at::Tensor flat = result.reshape({-1}).contiguous();
   if (!parameter.is_complex() || flat.is_complex()) return flat;
@@ -55,11 +59,14 @@ void step_all(const at::Tensor& result,
   const bool sparse = result.layout() != at::kStrided;
   const at::Tensor flat =
       sparse ? result : flat_result(result, parameters.front());
-  int64_t offset_numel = 0;
+  int64_t offset = sparse ? 0 : flat.storage_offset();
   for (const at::Tensor& parameter : parameters) {
+    at::DimVector strides;
     const at::Tensor gradient =
-        sparse ? result : gradient_in(flat, offset_numel, parameter);
-    offset_numel += parameter.numel();
+        sparse ? result
+               : flat.as_strided(parameter.sizes(),
+                                 gradient_strides(parameter, strides), offset);
+    offset += parameter.numel();
     parameter.mutable_grad() = gradient.to(parameter.scalar_type());
     const auto free_gradient = c10::make_scope_exit(
         [&parameter] { parameter.mutable_grad().reset(); });
@@ -67,16 +74,16 @@ void step_all(const at::Tensor& result,
   }
 }
 
-// None, or what went wrong, as text. An error in the future itself would look
-// like one of the network.
+// Returns None, or the text of an error. An error in the future itself would
+// count as a network failure.
 c10::IValue error_of_steps(const std::weak_ptr<c10d::CommHookInterface>& weak,
-                           const c10::IValue& arrived,
+                           const c10::IValue& reduced,
                            const std::vector<at::Tensor>& parameters,
                            const ParameterStep& step) {
   try {
     const std::shared_ptr<c10d::CommHookInterface> hook = weak.lock();
-    TORCH_CHECK(hook, "its hook is gone");
-    const at::Tensor result = hook->parseHookResult(arrived);
+    TORCH_CHECK(hook, "the comm hook was destroyed");
+    const at::Tensor result = hook->parseHookResult(reduced);
     if (result.defined()) step_all(result, parameters, step);
     return {};
   } catch (...) {
@@ -102,11 +109,12 @@ class SteppingHook final : public WrappingHook {
 
   HookFuturePtr runHook(c10d::GradBucket& bucket) override {
     const bool steps = steps_parameters_of(bucket);
-    const HookFuturePtr arrived = hook_->runHook(bucket);
-    if (!arrived || !has_data_ || !steps) return arrived;
-    // Whoever waits for the future also waits for what the steps wrote. The
-    // hook is not owned: it may own a group, and would end on its thread.
-    return arrived->then(
+    const HookFuturePtr reduced = hook_->runHook(bucket);
+    if (!reduced || !has_data_ || !steps) return reduced;
+    // The value names the parameters' storages, so that a wait for the future
+    // includes the steps' writes. The reference to the hook is weak: the hook
+    // may own a group, which would end on its own thread.
+    return reduced->then(
         [hook = std::weak_ptr(hook_), step = step_,
          parameters = bucket.getParameters()](Future& done) {
           c10::IValue error =
@@ -148,30 +156,136 @@ class SteppingHook final : public WrappingHook {
                                       return is_stepped_(parameter) == steps;
                                     }),
                 "step_in_backward: bucket ", bucket.getIndex(),
-                " holds parameters that are stepped and others.\nGive a "
-                "bucket_plan that keeps them apart.");
+                " holds parameters with and without a step.\nSet a bucket_plan "
+                "that separates them.");
     return steps;
   }
 
   const ParameterStep step_;
   const ParameterFilter is_stepped_;  // null: all are
-  bool has_data_ =
-      true;  // a rank that has joined is given the model at the end
+  bool has_data_ = true;  // false: a joined rank gets the model at the end
 };
+
+thread_local ChainedCollectives* current = nullptr;
+
+void complete_with(const HookFuturePtr& result, const HookFuturePtr& second) {
+  second->addCallback([result](Future& done) {
+    if (done.hasError()) {
+      result->setError(done.exception_ptr());
+    } else {
+      result->markCompleted(done.value(), done.storages());
+    }
+  });
+}
+
+std::atomic<int64_t> num_seen = 0;
+
+// LibTorch's thread name.
+constexpr std::string_view kGlooThread = "pt_gloo_runloop";
+constexpr std::string_view kCollectives = "c10d::";
+
+bool is_on_gloo_thread() {
+  char name[16] = {};  // the system's limit
+  pthread_getname_np(pthread_self(), name, sizeof(name));
+  return std::string_view(name) == kGlooThread.substr(0, sizeof(name) - 1);
+}
+
+std::unique_ptr<at::ObserverContext> count_collective(
+    const at::RecordFunction& call) {
+  if (std::string_view(call.name()).starts_with(kCollectives) &&
+      is_on_gloo_thread()) {
+    ++num_seen;
+  }
+  return nullptr;
+}
 
 }  // namespace
 
 CommHookPtr make_comm_hook(CommHookFunction function, std::string name) {
-  TORCH_CHECK_VALUE(function, "make_comm_hook needs a function, got none");
+  TORCH_CHECK_VALUE(function, "make_comm_hook: the function is empty.");
   return std::make_shared<FunctionHook>(std::move(function), std::move(name));
+}
+
+ChainedCollectives::Scope::Scope(ChainedCollectives& collectives)
+    : before_(std::exchange(current, &collectives)) {}
+
+ChainedCollectives::Scope::~Scope() { current = before_; }
+
+HookFuturePtr then_collective(HookFuturePtr first, NextCollective next) {
+  TORCH_CHECK_VALUE(first && next,
+                    "then_collective: expected a future and a function, found "
+                    "null or an empty function.");
+  if (current == nullptr) {
+    first->waitAndThrow();
+    return next(first->value());
+  }
+  auto result =
+      c10::make_intrusive<Future>(c10::AnyType::get(), first->devices());
+  current->chains_.push_back(
+      {.first = std::move(first), .next = std::move(next), .result = result});
+  return result;
+}
+
+void ChainedCollectives::launch(
+    milliseconds timeout,
+    const std::function<void(const std::function<void()>&)>& count) {
+  auto chains = std::exchange(chains_, {});
+  for (size_t i = 0; i < chains.size(); ++i) {
+    const Chain& chain = chains[i];
+    try {
+      TORCH_CHECK(
+          wait_for(*chain.first, timeout),
+          "then_collective: the first collective's future was not complete "
+          "within ",
+          timeout.count() / 1000.0,
+          " s, the group's timeout.\nComplete it on every rank.");
+      chain.first->wait();
+      if (chain.first->hasError()) {
+        chain.result->setError(chain.first->exception_ptr());
+        continue;
+      }
+      count([&] {
+        HookFuturePtr second = chain.next(chain.first->value());
+        TORCH_CHECK(second,
+                    "then_collective: expected the function to return the "
+                    "second collective's future, found null.");
+        complete_with(chain.result, second);
+      });
+    } catch (...) {
+      chains_.assign(chains.begin() + static_cast<std::ptrdiff_t>(i),
+                     chains.end());
+      cancel(milliseconds(0));
+      throw;
+    }
+  }
+}
+
+void ChainedCollectives::cancel(milliseconds timeout) {
+  for (const Chain& chain : std::exchange(chains_, {})) {
+    wait_for(*chain.first, timeout);
+    chain.result->setErrorIfNeeded(std::make_exception_ptr(std::runtime_error(
+        "the collective was not launched: its iteration was aborted")));
+  }
+}
+
+ContinuationWatch::ContinuationWatch()
+    : seen_before_(num_seen),
+      handle_(at::addGlobalCallback(at::RecordFunctionCallback(count_collective)
+                                        .scopes({at::RecordScope::FUNCTION}))) {
+}
+
+ContinuationWatch::~ContinuationWatch() { at::removeCallback(handle_); }
+
+bool ContinuationWatch::has_seen_any() const {
+  return num_seen != seen_before_;
 }
 
 CommHookPtr step_in_backward(CommHookPtr hook, ParameterStep step,
                              ParameterFilter is_stepped) {
   TORCH_CHECK_VALUE(hook,
-                    "step_in_backward needs a comm hook, got null.\nGive it "
+                    "step_in_backward: the comm hook is null.\nPass "
                     "all_reduce_hook(group).");
-  TORCH_CHECK_VALUE(step, "step_in_backward needs a step, got none");
+  TORCH_CHECK_VALUE(step, "step_in_backward: the step is empty.");
   return std::make_shared<SteppingHook>(std::move(hook), std::move(step),
                                         std::move(is_stepped));
 }

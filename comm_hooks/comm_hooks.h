@@ -1,5 +1,4 @@
-// Comm hooks: what carries a bucket's gradients between ranks, and averages
-// them. The built-in ones, and how to make one of a function.
+// Comm hooks, which reduce a bucket's gradients across ranks.
 //
 //   // Sums without averaging.
 //   auto hook = make_comm_hook([group](c10d::GradBucket& bucket) {
@@ -8,19 +7,23 @@
 //   });
 //   Reducer reducer(parameters, group, {.comm_hook = hook});
 //
-// Hooks do not keep their group alive.
+// Hooks do not own their group.
 
 #ifndef BRIGADE_COMM_HOOKS_COMM_HOOKS_H_
 #define BRIGADE_COMM_HOOKS_COMM_HOOKS_H_
 
 #include <ATen/core/Tensor.h>
 #include <ATen/core/ivalue.h>
+#include <ATen/record_function.h>
 
+#include <chrono>
+#include <cstdint>
 #include <functional>
 #include <memory>
 #include <string>
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 #include <torch/csrc/distributed/c10d/comm.hpp>
+#include <vector>
 
 namespace brigade {
 
@@ -30,60 +33,60 @@ using HookFuturePtr = c10::intrusive_ptr<c10::ivalue::Future>;
 // ---- Built-in hooks: averages over the ranks of `group`. Errors: ValueError
 // if it is null.
 
-// Gradients in their own dtype, by the group.
+// All-reduces gradients in their own dtype.
 CommHookPtr all_reduce_hook(
     const c10::intrusive_ptr<c10d::ProcessGroup>& group);
 
-// Half the bytes of float32; gradients above 65504 become infinite. Divides
-// before the cast (torch's fp16_compress_hook: after it), so that a sum
-// overflows only where the average does.
+// Sends half the bytes of float32; gradients above 65504 become infinite.
+// Divides before the cast (torch's fp16_compress_hook: after it), so that a sum
+// overflows only if the average does.
 CommHookPtr fp16_hook(const c10::intrusive_ptr<c10d::ProcessGroup>& group);
 
-// Half the bytes of float32, with its range and 8 bits of precision.
+// Sends half the bytes of float32, with its range and 8 bits of precision.
 CommHookPtr bf16_hook(const c10::intrusive_ptr<c10d::ProcessGroup>& group);
 
-// Sums in rank order, so that the bits do not depend on the buckets, as with
-// ReducerOptions::reproducible. Collective. Sparse gradients are a ValueError
+// Sums in rank order, so that the bits do not depend on the buckets, like
+// ReducerOptions::reproducible. Collective. A sparse gradient is a ValueError
 // in backward. Errors: as OrderedCollectives'.
 CommHookPtr ordered_hook(const c10::intrusive_ptr<c10d::ProcessGroup>& group);
 
-// ---- A hook of a function.
+// ---- A hook made of a function
 
-// The contract of a hook, ours or c10d's (docs/hooks.md):
+// The contract of every hook, brigade's or c10d's (docs/hooks.md):
 //
-// - The bucket's buffer holds this rank's gradients undivided (of several local
-//   replicas: their mean), in the parameters' dtype: 1D, [numel]; complex ones
-//   as pairs of reals, [2 * numel]; a sparse one as a COO tensor of the
-//   parameter's shape.
-// - The future holds the reduced buffer: the same number of elements on the
-//   same device (of a sparse one: its shape), in any floating-point dtype, or a
-//   list of one such tensor. It may be the bucket's own buffer. None: the hook
-//   has consumed the gradients, nothing is delivered.
-// - A rank that has run out of data, or whose backward has failed, calls the
-//   hook on zeros. State that follows the gradients must stand that
-//   (comm_hooks/hook_traits.h).
-// - Hooks run in plan order, identical on all ranks, with the engine's lock
-//   held: a hook must not call the reducer. Thread-local state is that of the
-//   thread that prepared the backward, but grad mode and autocast are off.
-// - Exceptions of the hook, and of continuations of its future, come out of
-//   backward(): on this rank with bucket, iteration and rank added, a
-//   c10::Error with its type and anything else as RuntimeError; on the others
-//   as an error that names this rank. Nobody delivers then. Training can go on
-//   unless the hook had launched something: see Reducer::can_continue().
+// - The bucket's buffer holds this rank's undivided gradients (with several
+//   local replicas: their mean) in the parameters' dtype: 1D, [numel]; complex
+//   gradients as pairs of reals, [2 * numel]; a sparse gradient as a COO tensor
+//   of the parameter's shape.
+// - The future holds the reduced buffer, or a list of it: the same number of
+//   elements (sparse: the same shape) on the same device, in any floating-point
+//   dtype. It may be the bucket's own buffer. None: the hook has consumed the
+//   gradients, and none are delivered.
+// - On a rank without more data, or whose backward has failed, the hook is
+// called
+//   on zeros. Its state must tolerate that (comm_hooks/hook_traits.h).
+// - Hooks run in plan order, equal on all ranks, with the engine's lock held: a
+//   hook must not call the reducer. Thread-local state is that of the thread
+//   that prepared the backward, with grad mode and autocast off.
+// - backward() throws the exceptions of the hook and of its future's callbacks,
+//   with bucket, iteration and rank added: a c10::Error keeps its type, others
+//   become RuntimeError. The other ranks throw an error that names this rank.
+//   No rank delivers gradients. Training can continue unless the hook had
+//   launched a collective: see Reducer::can_continue().
 using CommHookFunction = std::function<HookFuturePtr(c10d::GradBucket&)>;
 
-// `name`: for messages; ranks whose names differ are told so. Errors:
-// ValueError if `function` is empty.
+// `name`: for messages; must be equal on all ranks. Errors: ValueError if
+// `function` is empty.
 CommHookPtr make_comm_hook(CommHookFunction function, std::string name = "");
 
-// ---- A second collective after the first one of a hook.
+// ---- Second collectives of a hook
 
 // Launches the second collective, given the value of the first, and returns its
-// future. Its exceptions come out of backward, and end the group's use.
+// future. Its exceptions are thrown by backward() and make the group unusable.
 using NextCollective = std::function<HookFuturePtr(const c10::IValue&)>;
 
-// Returns a future of the value of `next`'s future. `next` is called in the
-// order of the buckets when backward ends: continuations of the first future
+// Returns a future for the value of `next`'s future. `next` is called at the
+// end of backward, in the order of the buckets: callbacks of the first future
 // would run in another order on each rank.
 //
 //   auto hook = make_comm_hook([group](c10d::GradBucket& bucket) {
@@ -93,21 +96,86 @@ using NextCollective = std::function<HookFuturePtr(const c10::IValue&)>;
 //     });
 //   });
 //
-// Called by a hook, on the thread that runs it. Outside of a reducer's comm
-// hook, waits for `first` and calls `next` at once.
+// Call it on the thread that runs the hook. Outside of a reducer's hook, waits
+// for `first` and calls `next` at once.
 HookFuturePtr then_collective(HookFuturePtr first, NextCollective next);
 
-// ---- An optimizer that steps in backward.
+// The then_collective() calls of one iteration. For reducers.
+//
+// Thread safety: none.
+class ChainedCollectives {
+ public:
+  // During the scope, then_collective() on this thread adds to `collectives`.
+  class Scope {
+   public:
+    explicit Scope(ChainedCollectives& collectives);
+    ~Scope();
+    Scope(const Scope&) = delete;
+    Scope& operator=(const Scope&) = delete;
+
+   private:
+    ChainedCollectives* const before_;
+  };
+
+  bool empty() const { return chains_.empty(); }
+
+  // Launches the second collectives in the order of their addition, each inside
+  // a call of `count`, which must call its argument. A failed first collective
+  // passes its error on.
+  //
+  // Throws the error of a launch, or RuntimeError if a first collective is not
+  // complete within `timeout`; the rest is cancelled then.
+  void launch(std::chrono::milliseconds timeout,
+              const std::function<void(const std::function<void()>&)>& count);
+
+  // Ends the futures of all second collectives with an error. Waits up to
+  // `timeout` for each first collective.
+  void cancel(std::chrono::milliseconds timeout);
+
+ private:
+  friend HookFuturePtr then_collective(HookFuturePtr first,
+                                       NextCollective next);
+
+  struct Chain {
+    HookFuturePtr first;
+    NextCollective next;
+    HookFuturePtr result;
+  };
+
+  std::vector<Chain> chains_;
+};
+
+// Detects collectives that callbacks of futures launch on Gloo's threads. For
+// reducers, in the first iterations of a hook only: it observes all operations
+// of the process, at about 100 ns each.
+//
+// Thread safety: made and destroyed by one thread.
+class ContinuationWatch {
+ public:
+  ContinuationWatch();
+  ~ContinuationWatch();
+  ContinuationWatch(const ContinuationWatch&) = delete;
+  ContinuationWatch& operator=(const ContinuationWatch&) = delete;
+
+  // Returns true if the process has launched any since construction.
+  bool has_seen_any() const;
+
+ private:
+  const int64_t seen_before_;
+  const at::CallbackHandle handle_;
+};
+
+// ---- An optimizer that steps in backward
 
 // Updates one parameter by its `.grad`, the reduced gradient in the parameter's
-// dtype. Called without recording gradients, once per parameter and reduced
-// backward, on the threads that complete buckets. With LibTorch's optimizers
-// make one per parameter.
+// dtype. Called with grad mode off, once per parameter and reduced backward, on
+// the threads that complete buckets. LibTorch's optimizers need one instance
+// per parameter.
 using ParameterStep = std::function<void(const at::Tensor& parameter)>;
 using ParameterFilter = std::function<bool(const at::Tensor& parameter)>;
 
-// Updates each parameter as soon as its bucket has arrived, and frees its
-// gradient.
+// Makes a hook that steps each parameter when its bucket has been reduced, and
+// frees its gradient.
 //
 //   auto step = [](const at::Tensor& parameter) {
 //     at::Tensor target = parameter;
@@ -116,17 +184,19 @@ using ParameterFilter = std::function<bool(const at::Tensor& parameter)>;
 //   ReducerOptions reducer = {
 //       .comm_hook = step_in_backward(all_reduce_hook(group), step)};
 //   DistributedDataParallel model(net, group, {.reducer = reducer});
-//   loss(model(input), target).backward();  // and that is the whole step
+//   loss(model(input), target).backward();  // includes the step
 //
-// `hook` carries the buckets. A parameter that no rank used is stepped by a
-// gradient of zeros. With several local replicas only the first is stepped. An
-// exception of `step` comes out of backward() as RuntimeError with its text;
-// later parameters of its bucket are not stepped. An iteration that fails
-// otherwise may have stepped some parameters, the same on all ranks. A rank
-// that has joined (join()) does not step; it is given the model in the end.
+// `hook` reduces the buckets. A parameter that no rank used is stepped with a
+// gradient of zeros. With several local replicas only the first is stepped. A
+// rank that has joined (join()) does not step; it receives the model at the
+// end.
 //
-// Parameters for which `is_stepped` is false get gradients as usual. A bucket
-// that holds both kinds is an error: give a bucket_plan that keeps them apart.
+// backward() throws an exception of `step` as RuntimeError with its text; later
+// parameters of its bucket are not stepped. An iteration that fails otherwise
+// may have stepped some parameters, the same on all ranks.
+//
+// Parameters for which `is_stepped` returns false get gradients as usual. A
+// bucket with both kinds is an error: separate them by a bucket_plan.
 //
 // Errors: ValueError if `hook` is null or `step` empty.
 CommHookPtr step_in_backward(CommHookPtr hook, ParameterStep step,

@@ -2,6 +2,8 @@
 
 #include <c10/util/Exception.h>
 
+#include <algorithm>
+#include <cstdint>
 #include <vector>
 
 #include "absl/strings/str_cat.h"
@@ -33,7 +35,7 @@ HookTraits WrappingHook::traits() const {
   HookTraits traits = traits_;
   traits.declares_wire_format = true;
   traits.takes_host_sums = false;
-  traits.lets_go_of_buffer = false;
+  traits.releases_buffer = false;
   return traits;
 }
 
@@ -41,6 +43,17 @@ WireFormat WrappingHook::wire_format(at::ScalarType gradient_dtype) const {
   return traits_.wire_format == nullptr
              ? WireFormat{.dtype = gradient_dtype}
              : traits_.wire_format->wire_format(gradient_dtype);
+}
+
+at::IntArrayRef gradient_strides(const at::Tensor& parameter,
+                                 at::DimVector& storage) {
+  if (parameter.is_non_overlapping_and_dense()) return parameter.strides();
+  const at::IntArrayRef sizes = parameter.sizes();
+  storage.assign(sizes.size(), 1);
+  for (auto d = static_cast<int64_t>(sizes.size()) - 2; d >= 0; --d) {
+    storage[d] = storage[d + 1] * std::max<int64_t>(sizes[d + 1], 1);
+  }
+  return storage;
 }
 
 at::Tensor tensor_of_hook_result(const c10::IValue& result) {
@@ -53,12 +66,12 @@ at::Tensor tensor_of_hook_result(const c10::IValue& result) {
   } else if (result.isPyObject()) {  // of a process group written in Python
     tensors = result.toPyObjectHolder()->extractTensors();
   } else {
-    TORCH_CHECK_TYPE(false, "a comm hook's future must hold a tensor, got ",
+    TORCH_CHECK_TYPE(false, "a comm hook's future: expected a tensor, found ",
                      result.tagKind(),
                      ".\nReturn a future of the reduced bucket.");
   }
   TORCH_CHECK_TYPE(tensors.size() == 1 && tensors.front().defined(),
-                   "a comm hook's future must hold one tensor, got ",
+                   "a comm hook's future: expected one tensor, found ",
                    tensors.size() == 1
                        ? "an undefined one"
                        : absl::StrCat(tensors.size(), " tensors"),

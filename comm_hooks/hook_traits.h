@@ -1,11 +1,12 @@
-// Properties of a comm hook beyond c10d::CommHookInterface, asked once, when
-// the hook is set.
+// Properties of a comm hook beyond c10d::CommHookInterface, and helpers for
+// hooks and their callers.
 //
-// Thread safety: const methods are as those of the hook.
+// Thread safety: const methods are as safe as those of the hook.
 
 #ifndef BRIGADE_COMM_HOOKS_HOOK_TRAITS_H_
 #define BRIGADE_COMM_HOOKS_HOOK_TRAITS_H_
 
+#include <ATen/core/DimVector.h>
 #include <ATen/core/Tensor.h>
 #include <ATen/core/ivalue.h>
 #include <c10/core/ScalarType.h>
@@ -22,7 +23,7 @@ namespace brigade {
 class HostSums;
 
 struct WireFormat {
-  at::ScalarType dtype;  // of the buffer that travels
+  at::ScalarType dtype;  // of the buffer that is reduced
   double scale = 1.0;    // multiplies every gradient before the cast
 
   friend bool operator==(const WireFormat&, const WireFormat&) = default;
@@ -30,57 +31,57 @@ struct WireFormat {
 
 class CommHookExtension;
 
-// The defaults are those of a user's hook.
+// The defaults are those of a user's hook. Read once, when the hook is set.
 struct HookTraits {
-  // Gets gradients scaled and cast, which packing does in the same pass. Other
-  // hooks get raw gradients in the parameters' dtype.
+  // The hook gets gradients that packing has scaled and cast (wire_format()).
+  // Other hooks get undivided gradients in the parameters' dtype.
   bool declares_wire_format = false;
-  // It, or a hook that it calls, uses HostSums in place of the group.
+  // The hook, or one that it wraps, may reduce with HostSums.
   bool takes_host_sums = false;
-  // No code of a user's runs in runHook() or its future.
+  // runHook() and its future run no user code.
   bool fails_by_network_only = false;
-  // The bucket's buffer is unused once the hook's future is complete: it may
+  // The bucket's buffer is unused after the hook's future is complete, and may
   // become the gradients' memory.
-  bool lets_go_of_buffer = false;
-  // Sums in rank order, however gradients are cut into buckets.
+  bool releases_buffer = false;
+  // Sums in rank order, so that bits do not depend on the buckets.
   bool sums_in_order = false;
-  // Its errors are not wrapped into one that names bucket, iteration and rank.
+  // Its errors are not wrapped with bucket, iteration and rank.
   bool throws_own_errors = false;
-  // It, or a hook that it calls, updates parameters while backward runs.
+  // The hook, or one that it wraps, updates parameters during backward.
   bool steps_parameters = false;
-  // For messages; ranks are compared by it. Empty: none.
+  // For messages; equal on all ranks. Empty: none.
   std::string name = {};
 
-  // Set by traits_of(). They point into the hook, which they do not own.
+  // Set by traits_of(). They point to the hook and do not own it.
   c10d::CommHookInterface* hook = nullptr;         // never null
-  const CommHookExtension* wire_format = nullptr;  // null: gets raw gradients
-  CommHookExtension* listener = nullptr;           // null: not interested
+  const CommHookExtension* wire_format = nullptr;  // null: no wire format
+  CommHookExtension* listener = nullptr;           // null: none
   CommHookExtension* host_sums = nullptr;          // null: takes none
 
-  // Of the buffer that travels.
+  // Returns the dtype of the buffer that is reduced.
   at::ScalarType wire_dtype(at::ScalarType gradient_dtype) const;
 };
 
-// A hook derives from this, too, to have other traits than a user's.
+// Second base class of hooks whose traits are not the defaults.
 class CommHookExtension {
  public:
-  // Does not change.
+  // Constant.
   virtual HookTraits traits() const = 0;
 
-  // The format for gradients of `gradient_dtype`, if it declares one. The dtype
-  // is asked for once, the scale for every bucket of every iteration.
+  // Returns the wire format, if the hook declares one. The dtype is read once,
+  // the scale for every bucket of every iteration.
   virtual WireFormat wire_format(at::ScalarType gradient_dtype) const {
     return {.dtype = gradient_dtype};
   }
 
   // Called before the first bucket of an iteration is packed. `has_data`: false
-  // on a rank that has run out of data and sends zeros; when such an iteration
-  // is over, called with true. Must not communicate: a rank that fails before
-  // this sends its zeros without having called it.
+  // on a rank without more data, which sends zeros; called with true after such
+  // an iteration. Must not communicate: a rank that fails before this call
+  // sends zeros without it.
   virtual void iteration_begins(bool /*has_data*/) {}
 
-  // The sums of the hook's group. On all ranks, before a bucket travels.
-  // REQUIRES: traits().takes_host_sums.
+  // Sets the HostSums of the hook's group, on all ranks, before the first
+  // bucket. REQUIRES: traits().takes_host_sums.
   virtual void take_host_sums(std::shared_ptr<HostSums> /*sums*/) {}
 
  protected:
@@ -92,9 +93,8 @@ HookTraits traits_of(c10d::CommHookInterface& hook);
 // "comm hook fp16", for errors.
 std::string describe(const HookTraits& hook);
 
-// A hook around another one. It packs as that one does (raw gradients if that
-// one has no wire format), and has its traits, but keeps buffers and takes no
-// host sums.
+// Base class of a hook that wraps another one. It has that hook's wire format
+// and traits, but keeps the bucket's buffer and takes no HostSums.
 class WrappingHook : public c10d::CommHookInterface, public CommHookExtension {
  public:
   // REQUIRES: `hook` is not null.
@@ -119,32 +119,39 @@ class WrappingHook : public c10d::CommHookInterface, public CommHookExtension {
   const HookTraits traits_;  // of hook_
 };
 
-// The tensor in a hook's future: a tensor, a list of one tensor, or a Python
-// object that holds one. None gives an undefined tensor. Errors: TypeError for
-// anything else.
+// Returns the tensor in a hook's future, which holds a tensor, a list of one
+// tensor, or a Python object with one. None gives an undefined tensor. Errors:
+// TypeError for any other value.
 at::Tensor tensor_of_hook_result(const c10::IValue& result);
 
-// A hook's weak reference to its group: a group whose last reference lay in a
-// continuation would end on its backend's thread, and wait there for itself.
+// Returns the strides of a parameter's gradient in a flat buffer. They are the
+// parameter's if it is non-overlapping and dense, otherwise contiguous ones in
+// `storage`.
+at::IntArrayRef gradient_strides(const at::Tensor& parameter,
+                                 at::DimVector& storage);
+
+// A hook's weak reference to its group. If a continuation held the last
+// reference, the group would end on its backend's thread and wait for itself.
 //
 // Thread safety: any thread.
 class GroupReference {
  public:
-  // Errors: ValueError if `group` is null; `user` names who wants it.
+  // `user` names the hook in errors. Errors: ValueError if `group` is null.
   GroupReference(const c10::intrusive_ptr<c10d::ProcessGroup>& group,
                  const char* user)
       : group_(group), user_(user) {
-    TORCH_CHECK_VALUE(group, user, " needs a process group, got null");
+    TORCH_CHECK_VALUE(group, user, ": the process group is null.");
     size_ = group->getSize();
   }
 
-  // Errors: ValueError if the group is gone, which is no fault of the network.
+  // Errors: ValueError if the group has been destroyed; not a PeerError, since
+  // the network is not at fault.
   c10::intrusive_ptr<c10d::ProcessGroup> lock() const {
     c10::intrusive_ptr<c10d::ProcessGroup> group = group_.lock();
-    TORCH_CHECK_VALUE(
-        group, user_,
-        ": its process group is gone.\nKeep the group, or the reducer that was "
-        "made with it, as long as the hook is used.");
+    TORCH_CHECK_VALUE(group, user_,
+                      ": its process group has been destroyed.\nKeep the "
+                      "group, or the reducer that was made with it, as long as "
+                      "the hook is used.");
     return group;
   }
 

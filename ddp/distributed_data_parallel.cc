@@ -18,7 +18,6 @@
 #include "brigade/comm/errors/peer_error.h"
 #include "brigade/comm/group/group_info.h"
 #include "brigade/comm_hooks/averaging_hook.h"
-#include "brigade/comm_hooks/ordered_all_reduce.h"
 #include "brigade/ddp/module_tensors.h"
 #include "brigade/hooks/parameter_casts.h"
 

@@ -1,4 +1,4 @@
-# The parts of the examples that tests use too.
+# Interface libraries of the examples, which tests use too.
 include_guard(GLOBAL)
 
 add_library(brigade_digits INTERFACE)

@@ -6,7 +6,7 @@
 #include <exception>
 #include <string>
 
-#include "brigade/comm/streams/futures.h"
+#include "brigade/comm/streams/streams.h"
 #include "brigade/fsdp/sharded_model.h"
 
 namespace brigade {

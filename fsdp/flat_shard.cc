@@ -460,7 +460,7 @@ void FlatShard::set_gradients(at::Tensor bytes, StreamPoint last_use) {
 }
 
 void FlatShard::begin_write() {
-  if (writers_.note()) last_use_.wait();
+  if (writers_.add_current()) last_use_.wait();
 }
 
 void FlatShard::accumulate(size_t parameter, const at::Tensor& gradient) {
@@ -471,7 +471,7 @@ void FlatShard::accumulate(size_t parameter, const at::Tensor& gradient) {
                            gradient.const_data_ptr() == slot.const_data_ptr() &&
                            gradient.strides() == slot.strides();
   begin_write();
-  if (before != Slot::kEmpty) writers_.join();
+  if (before != Slot::kEmpty) writers_.wait();
   if (before == Slot::kWritten) {
     slot.add_(gradient);
   } else if (!is_in_place) {
@@ -488,7 +488,7 @@ at::Tensor FlatShard::gradient_slot(size_t parameter) {
 
 at::Tensor FlatShard::take_gradients() {
   const at::NoGradGuard no_grad;
-  writers_.join();
+  writers_.wait();
   int64_t end = 0;  // all elements before it are written
   const auto zero_to = [&](int64_t begin) {
     if (begin <= end) return;
@@ -507,7 +507,7 @@ at::Tensor FlatShard::take_gradients() {
 void FlatShard::drop_gradients() {
   if (!gradients_.defined()) return;
   begin_write();
-  writers_.join();
+  writers_.wait();
   gradients_.reset();
 }
 

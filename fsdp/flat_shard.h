@@ -143,7 +143,7 @@ class FlatShard {
   // Copies the shard into this rank's chunk of `whole`.
   void write_own_slice(const at::Tensor& whole);
   // Records a use of the shard by the current stream, for the allocator.
-  void note_use() { shard_uses_.note(); }
+  void note_use() { shard_uses_.add_current(); }
   // Makes the parameters views into `whole` until unbind().
   void bind(const at::Tensor& whole);
   void unbind();

@@ -11,7 +11,7 @@
 #include "absl/strings/str_cat.h"
 #include "brigade/comm/agreement.h"
 #include "brigade/comm/group/group_info.h"
-#include "brigade/comm/subgroup.h"
+#include "brigade/comm/process_group.h"
 #include "brigade/fsdp/segmented_model.h"
 #include "brigade/fsdp/sharded_unit.h"
 

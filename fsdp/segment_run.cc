@@ -155,7 +155,7 @@ ShardedUnit::Gathered SegmentRun::gather_into(size_t number, Lease lease) {
 
 void SegmentRun::wait_for(size_t number) {
   ShardedUnit& unit = model_.units[number];
-  const bool is_new_stream = unit.uses->note();
+  const bool is_new_stream = unit.uses->add_current();
   if (unit.is_bound && !is_new_stream) return;
   if (is_new_stream) {
     for (const auto& flat : unit.flats) flat->note_use();
@@ -205,7 +205,7 @@ void SegmentRun::release(size_t number) {
       is_broken_ |= future->hasError();
     }
     if (keeps) keep_slices(unit);
-    unit.uses->note();
+    unit.uses->add_current();
   }
   const StreamPoint last_use = unit.uses->end();
   unit.unbind();

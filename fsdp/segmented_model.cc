@@ -212,7 +212,7 @@ ParameterState SegmentedModel::use(std::span<const Shard* const> parameters) {
     if (!are_held) return ParameterState::kSharded;
     for (const Shard* const shard : parameters) {
       ShardedUnit& unit = units_[shard->unit];
-      if (!unit.uses->note()) continue;
+      if (!unit.uses->add_current()) continue;
       for (const auto& future : unit.gathered->futures) future->wait();
     }
     return may_write_ ? ParameterState::kWritable : ParameterState::kUnsharded;
@@ -300,7 +300,7 @@ void SegmentedModel::reshard(const std::vector<size_t>& units,
     ShardedUnit& unit = units_.at(number);
     const bool was_by_hand = std::exchange(unit.is_by_hand, false);
     if (was_by_hand && may_write_ && !drop_writes) {
-      unit.uses->note();
+      unit.uses->add_current();
       try {
         for (const auto& flat : unit.flats) flat->read_own_slice();
       } catch (...) {

@@ -6,8 +6,8 @@
 #include <bit>
 #include <utility>
 
-#include "brigade/comm/close_group.h"
 #include "brigade/comm/errors/error_texts.h"
+#include "brigade/comm/process_group.h"
 #include "brigade/fsdp/backward_hooks.h"
 #include "brigade/fsdp/flat_shard.h"
 #include "brigade/fsdp/segmented_model.h"
@@ -213,7 +213,7 @@ void SegmentedModel::close_groups() noexcept {
   try {
     if (const auto error = std::current_exception()) {
       broken_reason_ = message_of(error);
-      exchange_.channel().give_up(error);
+      exchange_.channel().abort(error);
     }
   } catch (...) {
   }

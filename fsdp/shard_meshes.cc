@@ -15,8 +15,8 @@
 #include "brigade/comm/agreement.h"
 #include "brigade/comm/group/group_collectives.h"
 #include "brigade/comm/group/group_info.h"
+#include "brigade/comm/process_group.h"
 #include "brigade/comm/streams/streams.h"
-#include "brigade/comm/subgroup.h"
 
 namespace brigade {
 namespace {
@@ -165,7 +165,7 @@ void number_meshes(const Group& group, std::span<MeshRequest> units) {
   require_agreement(group, "sharded unit", described, status);
   const size_t stride = hashes.size();
   if (has_peers(*group)) {
-    hashes = numbers_of_ranks(group, hashes, "could not compare its meshes");
+    hashes = all_gather_ints(group, hashes, "could not compare its meshes");
     for (size_t i = 0; i < meshed.size(); ++i) {
       status.Update(check_peers(*meshed[i], rank,
                                 std::span(hashes).subspan(2 * i), stride));

@@ -14,8 +14,7 @@
 #include "brigade/comm/ordered/ordered_collectives.h"
 #include "brigade/comm/ordered/ordered_sum.h"
 #include "brigade/comm/process_group.h"
-#include "brigade/comm/streams/futures.h"
-#include "brigade/comm/subgroup.h"
+#include "brigade/comm/streams/streams.h"
 
 namespace brigade {
 namespace {
@@ -176,8 +175,8 @@ class DeviceTransport final : public ShardTransport {
   FuturePtr launch_all_gather(const at::Tensor& whole, int num_ranks) override {
     const Group& group = gathers_.at(num_ranks)->group();
     const int64_t numel = whole.numel() / num_ranks;
-    return gather_into(*group, whole,
-                       whole.narrow(0, group->getRank() * numel, numel))
+    return all_gather_into(*group, whole,
+                           whole.narrow(0, group->getRank() * numel, numel))
         ->getFuture();
   }
 
@@ -189,11 +188,12 @@ class DeviceTransport final : public ShardTransport {
     if (is_over_gloo_) {  // its reduce-scatter has no future: the host waits
       const at::NoGradGuard no_grad;
       std::vector<at::Tensor> tensors = {whole};
-      join_current_stream(shard_group_.group()->allreduce(tensors));
+      wait_on_current_stream(shard_group_.group()->allreduce(tensors));
       shard.copy_(whole.narrow(0, shard_rank() * shard.numel(), shard.numel()));
       partial = completed_future({shard});
     } else {
-      partial = reduce_into(*shard_group_.group(), shard, whole)->getFuture();
+      partial =
+          reduce_scatter_into(*shard_group_.group(), shard, whole)->getFuture();
     }
     if (!options.over_replicas) return partial;
     return reduce_over_replicas(partial, shard, options.partial_sum);
@@ -214,14 +214,15 @@ class DeviceTransport final : public ShardTransport {
             ? at::empty({num_replicas() * shard.numel()}, shard.options())
             : at::Tensor();
     if (num_shards() > 1) {
-      join_current_stream(exchange_parts(*shard_group_.group(), parts, whole));
+      wait_on_current_stream(
+          all_to_all_into(*shard_group_.group(), parts, whole));
     }
     sum_in_order(parts, num_shards(), total);
     if (has_replicas) {
       shard.copy_(total);
       if (options.partial_sum.defined()) shard.add_(options.partial_sum);
-      join_current_stream(
-          gather_into(*replica_group_.group(), of_replicas, shard));
+      wait_on_current_stream(
+          all_gather_into(*replica_group_.group(), of_replicas, shard));
       sum_in_order(of_replicas, num_replicas(), total);
     }
     if (options.scale != 1) total.mul_(options.scale);

@@ -18,7 +18,7 @@
 #include "brigade/comm/errors/error_texts.h"
 #include "brigade/comm/group/group_collectives.h"
 #include "brigade/comm/group/group_info.h"
-#include "brigade/comm/subgroup.h"
+#include "brigade/comm/process_group.h"
 #include "brigade/fsdp/shard_transport.h"
 
 namespace brigade {

@@ -16,7 +16,7 @@
 #include <utility>
 #include <vector>
 
-#include "brigade/comm_hooks/chained_collectives.h"
+#include "brigade/comm_hooks/comm_hooks.h"
 #include "brigade/observing/timeline.h"
 #include "brigade/observing/timeline_recorder.h"
 #include "brigade/python_bindings/python_hooks.h"
@@ -184,7 +184,7 @@ FuturePtr chain(const torch::jit::PythonFutureWrapper& first,
 
 void register_reducer(py::module_& module) {
   py::class_<TorchReducer, std::shared_ptr<TorchReducer>> reducer(
-      module, "Reducer",
+      module, "Reducer", py::release_gil_before_calling_cpp_dtor(),
       "Averages gradients over a process group during backward; replaces "
       "torch.distributed.Reducer.\n\n"
       "The constructor takes the arguments of torch's, of which "

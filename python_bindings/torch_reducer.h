@@ -25,7 +25,6 @@
 
 #include "brigade/comm_hooks/averaging_hook.h"
 #include "brigade/comm_hooks/comm_hooks.h"
-#include "brigade/comm_hooks/ordered_all_reduce.h"
 #include "brigade/python_bindings/python_hooks.h"
 #include "brigade/reducer/reducer.h"
 

@@ -53,7 +53,7 @@ DenseReplica::Delivery delivery_of(bool gradients_as_views,
                                    const HookTraits& hook) {
   using enum DenseReplica::Delivery;
   if (gradients_as_views) return kViews;
-  return hook.lets_go_of_buffer ? kDonationOrCopy : kCopies;
+  return hook.releases_buffer ? kDonationOrCopy : kCopies;
 }
 
 }  // namespace
@@ -114,8 +114,7 @@ bool Bucket::is_empty() const {
 
 bool Bucket::fits(const HookTraits& hook) const {
   return hook.wire_dtype(dtype_) == wire_dtype_ &&
-         (gradients_as_views_ ||
-          hook.lets_go_of_buffer == hook_.lets_go_of_buffer);
+         (gradients_as_views_ || hook.releases_buffer == hook_.releases_buffer);
 }
 
 std::string Bucket::describe() const {
@@ -150,7 +149,7 @@ void Bucket::pack() {
 
 void Bucket::pack_replica(size_t replica) {
   const c10::DeviceGuard on_device(device_of(replica));
-  if (streams_[replica].join()) {
+  if (streams_[replica].wait()) {
     // The allocator reuses freed gradients on the streams that produced them,
     // while this stream may still read them.
     replicas_[replica]->record_stream(current_stream(device_of(replica)));

@@ -57,7 +57,7 @@ class Bucket final : public Collective {
   void restart();
 
   // Records that the current stream has produced one of its gradients.
-  void gradient_produced(size_t replica) { streams_[replica].note(); }
+  void gradient_produced(size_t replica) { streams_[replica].add_current(); }
 
   // Errors: those of BucketReplica::pack().
   void pack() override;

@@ -121,7 +121,7 @@ void DataParallelPolicy::set_hooks(const GradientHooks& hooks) {
 }
 
 // Ranks agree that every hook declares a wire format, but not that every rank
-// uses the default hook, so HostSums::meet() compares `wants`.
+// uses the default hook, so HostSums::get_or_make() compares `wants`.
 void DataParallelPolicy::connect_on_host() {
   if (options_.reproducible || !hook_.wire_format) return;
   const bool wants =
@@ -129,7 +129,7 @@ void DataParallelPolicy::connect_on_host() {
       std::ranges::any_of(table_.tensors(), [](const at::Tensor& parameter) {
         return parameter.is_cpu();
       });
-  host_sums_ = HostSums::meet(group_, wants);
+  host_sums_ = HostSums::get_or_make(group_, wants);
   if (host_sums_) hook_.host_sums->take_host_sums(host_sums_);
 }
 

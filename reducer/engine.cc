@@ -5,6 +5,7 @@
 
 #include <exception>
 #include <functional>
+#include <iostream>
 #include <thread>
 #include <utility>
 
@@ -37,6 +38,7 @@ Engine::Engine(ReducerSetup setup)
 }
 
 Engine::~Engine() {
+  confirm_at_destruction();
   stall_watch_ = nullptr;  // calls describe_progress()
 
   // A failed backward may run its callbacks late, on another thread.
@@ -45,6 +47,18 @@ Engine::~Engine() {
   while (!callbacks.expired()) std::this_thread::yield();
 
   if (iteration_) end_.release_in_flight(*iteration_);
+}
+
+// On devices the last iterations may have failed on a peer: parameters that
+// were stepped with their gradients must not be saved without a word.
+void Engine::confirm_at_destruction() noexcept {
+  try {
+    if (!peers_.is_closed() && peers_.can_continue()) end_.confirm_ends();
+  } catch (const std::exception& error) {
+    std::cerr << "Reducer: a failure became known when the reducer was "
+                 "destroyed.\n"
+              << error.what() << std::endl;
+  }
 }
 
 // Ranks have compared parameters and options, which determine the plan.

@@ -112,6 +112,7 @@ class Engine {
 
   // ---- Between iterations.
   void connect_ranks();
+  void confirm_at_destruction() noexcept;
   void barrier(std::string_view action);
   void start_iteration();
   bool replan_if_due();

@@ -26,7 +26,7 @@
 #include <utility>
 #include <vector>
 
-#include "brigade/comm_hooks/chained_collectives.h"
+#include "brigade/comm_hooks/comm_hooks.h"
 #include "brigade/comm_hooks/hook_traits.h"
 #include "brigade/observing/stall_watch.h"
 #include "brigade/observing/timeline_recorder.h"

@@ -13,10 +13,8 @@
 
 #include "absl/strings/str_cat.h"
 #include "brigade/comm/errors/error_texts.h"
-#include "brigade/comm/errors/liveness_probe.h"
 #include "brigade/comm/errors/peer_error.h"
 #include "brigade/comm/group/group_info.h"
-#include "brigade/comm/streams/futures.h"
 #include "brigade/comm/streams/streams.h"
 
 namespace brigade {

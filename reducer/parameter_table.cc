@@ -13,7 +13,7 @@
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_join.h"
 #include "brigade/comm/errors/error_texts.h"
-#include "brigade/comm_hooks/gradient_layout.h"
+#include "brigade/comm_hooks/hook_traits.h"
 
 namespace brigade {
 namespace {

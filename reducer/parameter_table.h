@@ -99,7 +99,7 @@ class ParameterTable {
   // assign `data` of lower precision for a forward.
   at::ScalarType dtype(size_t i) const { return dtypes_[i]; }
 
-  // At construction; comm_hooks/gradient_layout.h defines gradient strides.
+  // At construction; comm_hooks/hook_traits.h defines gradient strides.
   at::IntArrayRef shape(size_t i) const { return shapes_[i]; }
   at::IntArrayRef gradient_strides(size_t i) const {
     return gradient_strides_[i];

@@ -8,10 +8,10 @@
 #include <utility>
 
 #include "absl/strings/str_cat.h"
-#include "brigade/comm/close_group.h"
 #include "brigade/comm/errors/peer_error.h"
 #include "brigade/comm/group/group_info.h"
 #include "brigade/comm/ordered/host_sums.h"
+#include "brigade/comm/process_group.h"
 
 namespace brigade {
 

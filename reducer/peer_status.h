@@ -16,7 +16,7 @@
 #include <vector>
 
 #include "absl/status/status.h"
-#include "brigade/comm/errors/liveness_probe.h"
+#include "brigade/comm/errors/peer_error.h"
 #include "brigade/comm/status/rank_status.h"
 #include "brigade/comm/status/status_channel.h"
 

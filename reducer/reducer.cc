@@ -16,7 +16,6 @@
 #include "brigade/comm/group/group_info.h"
 #include "brigade/comm_hooks/averaging_hook.h"
 #include "brigade/comm_hooks/hook_traits.h"
-#include "brigade/comm_hooks/ordered_all_reduce.h"
 #include "brigade/hooks/autograd_hooks.h"
 #include "brigade/reducer/engine.h"
 

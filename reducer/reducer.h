@@ -79,8 +79,10 @@ class Reducer {
           ReducerOptions options = {},
           const std::vector<std::vector<size_t>>& first_buckets = {});
 
-  // Does not wait for collectives in flight. Gradients that are views of
-  // buckets stay valid. REQUIRES: no backward through the parameters runs.
+  // On devices awaits outstanding statuses (max_unconfirmed_iterations) and
+  // prints a failure to stderr. Does not wait for collectives in flight.
+  // Gradients that are views of buckets stay valid. REQUIRES: no backward
+  // through the parameters runs.
   ~Reducer();
   Reducer(const Reducer&) = delete;
   Reducer& operator=(const Reducer&) = delete;

@@ -88,7 +88,7 @@ struct ReducerOptions {
   // replicas. Adds float16 and bfloat16 in float32. For dense gradients, and
   // comm hooks that sum in rank order. CPU tensors go through shared memory on
   // one host, otherwise by the group's all-to-all and all-gather
-  // (comm_hooks/ordered_all_reduce.h).
+  // (comm_hooks/averaging_hook.h).
   bool reproducible = false;
 };
 

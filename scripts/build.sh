@@ -1,10 +1,9 @@
 #!/usr/bin/env bash
-# build.sh <preset> [target ...]: configures a preset and builds all of it or
-# the named targets, with as many jobs as cores and memory allow.  Quiet unless
-# something fails or takes long.  With BRIGADE_TORCH=2.12, for instance, into
-# build/2.12-<preset> and against the torch that scripts/setup.sh made of that.
-# With BRIGADE_UNITY=OFF every file is compiled apart: less to build again after
-# an edit, twice as long from the start.
+# build.sh <preset> [target ...]: configures a preset and builds all targets or
+# the named ones, with as many jobs as cores and memory allow.
+# BRIGADE_TORCH=2.12 builds in build/2.12-<preset> against the torch that
+# scripts/setup.sh installed for it. BRIGADE_UNITY=OFF turns unity builds off:
+# less to rebuild after an edit, twice the time of a full build.
 set -euo pipefail
 cd "$(dirname "$(readlink -f "${BASH_SOURCE[0]}")")/.."
 source scripts/torch_choice.sh
@@ -14,7 +13,7 @@ shift
 targets=()
 (($# == 0)) || targets=(--target "$@")
 
-# A translation unit with LibTorch's headers takes up to 4 GiB.
+# Compiling a translation unit with LibTorch's headers takes up to 4 GiB.
 cores=$(nproc)
 memory_gib=$(awk '/MemAvailable/ {print int($2 / 1048576)}' /proc/meminfo)
 jobs=$((memory_gib / 4 < cores ? memory_gib / 4 : cores))

@@ -1,14 +1,13 @@
-"""Checks the syntax of brigade's library and bindings against another torch's headers.
+"""Syntax check of brigade's library and bindings against another torch's headers.
 
     .venv/bin/python scripts/check_headers.py [VERSION]
 
-VERSION: such as 2.12 or 2.12.1; default the oldest that cmake/torch_versions.json
-supports. Compiles no code and links nothing: it finds what a version's interface
-lacks or names otherwise, and not what behaves otherwise (`scripts/test.sh --torch`
-does). What is built on the library, tests too, and CUDA's files are left out.
+VERSION: 2.12 or 2.12.1, for example; default: the oldest in cmake/torch_versions.json. Finds
+missing or renamed interfaces; `scripts/test.sh --torch` finds different behaviour. Does not check
+tests, examples, benchmarks or CUDA files.
 
-The headers come from torch's wheel for macOS, which has them as Linux's wheel has,
-in 90 MB instead of 500, and are kept in .cache/.
+The headers come from torch's wheel for macOS, which has the same headers as Linux's in 90 MB
+instead of 500. They are cached in .cache/.
 """
 
 from __future__ import annotations
@@ -29,12 +28,12 @@ SETTINGS = ("PCH", "CUDA", "BUILD_TESTS", "BUILD_BENCHMARKS", "BUILD_EXAMPLES")
 
 
 def fetch_headers(version: str) -> pathlib.Path:
-    """Returns the include folder of torch's wheel, from .cache/ if it is there."""
+    """Returns the include folder of torch's wheel, downloading it if it is not in .cache/."""
     folder = ROOT / ".cache" / f"torch-headers-{version}"
     if not folder.exists():
         folder.parent.mkdir(exist_ok=True)
         requirement = f"torch=={version}" + (".*" if version.count(".") == 1 else "")
-        print(f"headers: fetching those of {requirement}", flush=True)
+        print(f"headers: downloading {requirement}", flush=True)
         with tempfile.TemporaryDirectory(dir=folder.parent) as download:
             choice = ["--no-deps", "--only-binary=:all:", "--platform=macosx_15_0_arm64"]
             choice += ["--python-version=3.11", f"--dest={download}", requirement]
@@ -49,7 +48,7 @@ def fetch_headers(version: str) -> pathlib.Path:
 
 
 def compile_commands(include: pathlib.Path) -> dict[str, list[str]]:
-    """By file, as CMake would compile it, for the syntax only and with `include`."""
+    """Returns each file's command of CMake, changed to check the syntax with `include`."""
     folder = ROOT / "build" / "headers"
     off = [f"-DBRIGADE_{name}=OFF" for name in SETTINGS]
     configure = ["cmake", "--preset", "release", "-B", folder, *off]
@@ -72,7 +71,7 @@ def main() -> None:
     with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool:
         good = list(pool.map(compiles, commands.values()))
     wrong = [file for file, is_good in zip(commands, good, strict=True) if not is_good]
-    print(f"headers: {len(commands)} files read against torch {version}'s; {len(wrong)} failed")
+    print(f"headers: {len(commands)} files checked against torch {version}, {len(wrong)} failed")
     sys.exit("\n".join(wrong) or None)
 
 

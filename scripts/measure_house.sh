@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
-# Prints a table of the tree's size and reach, and what the tests took last.
-# --reach: also the files that run for a gradient and for a unit, which callgrind
-#   counts over the backward of examples/minimal (DDP) and over the steps of
-#   examples/gpt (FSDP) on two ranks, built into build/reach.
+# Prints a table of the tree's size and the last test results.
+# --reach: also counts the source files that run for a DDP gradient (backward of
+#   examples/minimal) and for an FSDP unit (steps of examples/gpt), with callgrind
+#   on two ranks. Builds in build/reach.
 set -euo pipefail
 cd "$(dirname "$(readlink -f "${BASH_SOURCE[0]}")")/.."
 
@@ -13,7 +13,7 @@ lines() { git ls-files -z -- "$@" | xargs -0 -r cat | wc -l; }
 code=('*.h' '*.cc' '*.cu' '*.hpp' '*.cuh' '*.py' '*.pyi' '*.sh')
 under_tests=("${code[@]/#/tests/}")
 
-# Fields of the library's structs called ...Options.
+# Counts the fields of the library's structs named ...Options.
 count_options() {
   git ls-files -z -- '*.h' ':!tests' ':!examples' ':!benchmarks' | xargs -0 perl -0777 -ne '
     while (/^struct \w*Options \{(.*?)^\};/msg) {
@@ -27,7 +27,8 @@ count_options() {
     END { print $sum }'
 }
 
-# brigade.h, and what it leads to: cmake/BrigadeInstall.cmake installs these.
+# Counts brigade.h and the headers it includes, which
+# cmake/BrigadeInstall.cmake installs.
 public_headers() {
   local found=brigade.h before=
   while [[ $found != "$before" ]]; do
@@ -37,7 +38,7 @@ public_headers() {
   wc -w <<<"$found"
 }
 
-# The last run of each stage, from scripts/test.sh.
+# Prints the last result of each stage of scripts/test.sh.
 stages() {
   local stamp tree p f s seconds built
   for stamp in build/stamps/*; do
@@ -54,7 +55,8 @@ on_two_ranks() {
     --callgrind-out-file=build/reach/rank.%q{RANK} "$@" >build/reach/log 2>&1
 }
 
-# Our files in rank 0's profile: those whose lines ran, inlined ones too.
+# Counts brigade's files in rank 0's profile, inlined code included. Lists them
+# in build/reach/<name>.
 files_that_ran() {
   { grep -ohE '^f[lie]=.*' build/reach/rank.0* || true; } | grep -oE '[^ ]+/brigade/[^ ]+|[^ ]+\.(h|cc)$' |
     sed -E "s#^$PWD/##; s#.*/include/brigade/##" | sort -u |
@@ -67,13 +69,13 @@ reach() {
   cmake --preset release -B build/reach -DCMAKE_BUILD_TYPE=None -DCMAKE_CXX_FLAGS='-O1 -g' \
     -DBRIGADE_CUDA=OFF -DBRIGADE_BUILD_TESTS=OFF -DBRIGADE_PYTHON_BINDINGS=OFF >/dev/null
   cmake --build build/reach --target minimal gpt >/dev/null
-  # execute() calls functions of like names, which would end the collection.
+  # Not execute(): a nested call of a matching name would end the collection.
   collect=('torch::autograd::Engine::evaluate_function*' 'torch::autograd::GraphTask::exec_post_processing*')
   on_two_ranks build/reach/examples/minimal/minimal
-  row "files that a DDP gradient passes" "$(files_that_ran gradient_files)"
+  row "files that run for a DDP gradient" "$(files_that_ran gradient_files)"
   collect=('*Training::step*')
   on_two_ranks build/reach/examples/gpt/gpt --steps 3 --blocks 2 --width 32 --sample 0
-  row "files that a unit passes" "$(files_that_ran unit_files)"
+  row "files that run for an FSDP unit" "$(files_that_ran unit_files)"
 }
 
 row measure "$(git describe --always --dirty)"

@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
-# Runs what needs a GPU, in at most 8 minutes, and prints a report in Markdown:
-#   scripts/on_gpu.sh [FOLDER]   # FOLDER gets the profiler's trace
-# Builds first if the build folder lacks the programs. BRIGADE_PYTHON names a python3 that
-# has torch with CUDA; otherwise it is that of scripts/setup.sh.
+# Runs the GPU tests and benchmarks, in at most 8 minutes, and prints a Markdown report:
+#   scripts/on_gpu.sh [FOLDER]   # writes the profiler's trace to FOLDER
+# Builds the programs if they are missing. BRIGADE_PYTHON: a python3 that has torch with CUDA;
+# default: that of scripts/setup.sh.
 set -uo pipefail
 cd "$(dirname "$(readlink -f "${BASH_SOURCE[0]}")")/.."
 source scripts/torch_choice.sh
@@ -14,11 +14,11 @@ readonly limit=480
 
 [[ -x $build/tests/gpu/gpu_test ]] || scripts/build.sh release gpu_test brigade_python || exit 1
 "$python" -c 'import torch; assert torch.cuda.is_available()' || {
-  echo "on_gpu: torch sees no CUDA device" >&2
+  echo "on_gpu: torch found no CUDA device" >&2
   exit 1
 }
 
-# section <title> <command ...>: within what is left of the time.
+# section <title> <command ...>: runs a command within the remaining time.
 failed=0
 section() {
   echo
@@ -43,5 +43,5 @@ section "2 ranks on one device" "${ranks[@]}" --nproc-per-node 2 benchmarks/cuda
 section "4 ranks on one device" "${ranks[@]}" --nproc-per-node 4 benchmarks/cuda_steps.py \
   --models narrow --rounds 10
 section "test_on_cuda.py" "$python" -m pytest -q -p no:cacheprovider tests/python/test_on_cuda.py
-section "steps beside torch's" "$python" benchmarks/cuda_steps.py
+section "steps of brigade and torch" "$python" benchmarks/cuda_steps.py
 exit $failed

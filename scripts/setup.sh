@@ -1,10 +1,12 @@
 #!/usr/bin/env bash
-# Brings a bare Debian 12 (git, python3, apt, pip) to where brigade builds:
-# missing Debian packages, .venv with the pinned requirements, and an nvcc in
-# .venv where the machine has none.  Takes a moment when all is there.
-# Environment: BRIGADE_CUDA=OFF leaves nvcc out; PYTHON names the Python to use;
-# BRIGADE_TORCH names another torch than the pinned one, which gets a virtual
-# environment of its own (BRIGADE_TORCH=2.12: .venv-2.12).
+# Installs everything that brigade's build needs on Debian 12 with git, python3
+# and apt: Debian packages, .venv with the pinned requirements, and an nvcc in
+# .venv if the machine has none. Installs nothing twice.
+# Environment:
+#   BRIGADE_CUDA=OFF    does not install nvcc
+#   PYTHON              the Python to use
+#   BRIGADE_TORCH=2.12  uses this torch in place of the pinned one, in its own
+#                       virtual environment .venv-2.12
 set -euo pipefail
 cd "$(dirname "$(readlink -f "${BASH_SOURCE[0]}")")/.."
 source scripts/torch_choice.sh
@@ -21,7 +23,7 @@ readonly packages=(
   libgtest-dev libgmock-dev
 )
 
-# The first Python of a version that torch has wheels for, or nothing.
+# Prints the first Python for which torch has wheels, or nothing.
 find_python() {
   local candidate
   for candidate in ${PYTHON:-} python3 /usr/bin/python3 python3.{14,13,12,11,10}; do
@@ -44,22 +46,22 @@ install_packages() {
   local as_root=() line="apt-get install -y --no-install-recommends $*"
   if [[ $(id -u) != 0 ]]; then
     if ! command -v sudo >/dev/null || ! sudo -n true 2>/dev/null; then
-      fail "these Debian packages are missing; run as root, then start again:
+      fail "Debian packages are missing. Run this as root, then start setup again:
     apt-get update && $line"
     fi
     as_root=(sudo -n)
   fi
   say "installing Debian packages: $*"
   "${as_root[@]}" apt-get update -qq ||
-    say "apt-get update failed; going on with the package lists that are here"
+    say "apt-get update failed; using the present package lists"
   "${as_root[@]}" env DEBIAN_FRONTEND=noninteractive $line ||
-    fail "apt could not install them; see its message above, then start again"
+    fail "apt-get could not install them. Resolve its error above, then start setup again."
 }
 
-# Debian packages; python3-venv and python3-dev only for a Python that needs them.
+# Debian packages. python3-venv and python3-dev only if this Python needs them.
 python=$(find_python)
 [[ -n $python ]] ||
-  fail "no Python from 3.10 to 3.14 was found; torch has wheels for these.  Set PYTHON to one."
+  fail "found no Python from 3.10 to 3.14, for which torch has wheels. Set PYTHON to one."
 missing=()
 if command -v dpkg-query >/dev/null; then
   installed=$(dpkg-query -W -f '${Package} ${db:Status-Status}\n' "${packages[@]}" 2>/dev/null || true)
@@ -71,41 +73,41 @@ if command -v dpkg-query >/dev/null; then
   fi
   has_headers "$python" || missing+=(python3-dev)
 else
-  say "no dpkg here: please see that these (Debian's names) are there: ${packages[*]}"
+  say "this is not Debian; install the equivalents of: ${packages[*]}"
 fi
 ((${#missing[@]} == 0)) || install_packages "${missing[@]}"
 
 # The virtual environment.
 if ! "$venv/bin/python" -m pip --version >/dev/null 2>&1; then
-  [[ ! -e $venv ]] || say "$venv has no working Python and pip; making it anew"
-  can_make_venv "$python" || fail "$python cannot make virtual environments (no ensurepip).
+  [[ ! -e $venv ]] || say "$venv has no working Python and pip; creating it again"
+  can_make_venv "$python" || fail "$python cannot create virtual environments (no ensurepip).
     Install python3-venv, or set PYTHON to another Python."
-  say "making $venv with $python"
+  say "creating $venv with $python"
   "$python" -m venv --clear "$venv"
 fi
 
-# install <name> <what to say> <argument of pip install> ...: unless the same was
-# installed under that name, by the same files, already.
+# install <name> <description> <argument of pip install> ...: runs pip unless the
+# last run of this name had the same arguments and requirement files.
 install() {
-  local name=$1 what=$2 stamp="$venv/$1.installed" wanted file
+  local name=$1 description=$2 stamp="$venv/$1.installed" wanted file
   shift 2
   wanted="$*"
   for file in "$@"; do
     [[ ! -f $file ]] || wanted+=$'\n'$(<"$file")
   done
   if [[ ! -f $stamp || $wanted != "$(<"$stamp")" ]]; then
-    say "installing $what into $venv"
+    say "installing $description in $venv"
     "$venv/bin/python" -m pip install --disable-pip-version-check "$@" ||
-      fail "pip could not install $name; see its message above, then start again"
+      fail "pip could not install $name. Resolve its error above, then start setup again."
     printf '%s\n' "$wanted" >"$stamp"
   fi
 }
 install torch "$torch_requirement and numpy (torch with CUDA's libraries is about 3 GB)" \
   "$torch_requirement" -r requirements.txt
-install tools "what builds and tests the Python package" -r requirements-python.txt
+install tools "build and test tools of the Python package" -r requirements-python.txt
 
-# A CUDA compiler of torch's major version: the machine's own, or one of exactly
-# torch's version beside torch.
+# CUDA compiler: the machine's, if it has torch's major version; otherwise one of
+# torch's exact version, in .venv.
 has_nvcc() {
   local candidate
   for candidate in ${CUDACXX:-} ${CUDA_HOME:+$CUDA_HOME/bin/nvcc} nvcc /usr/local/cuda/bin/nvcc; do
@@ -115,18 +117,18 @@ has_nvcc() {
   done
   return 1
 }
-# The toolkit that torch's wheel requires parts of, 13.2.2 for instance.
+# Version of the CUDA toolkit that torch's wheel requires, for example 13.2.2.
 cuda=$("$venv/bin/python" -c 'import importlib.metadata, re
 required = " ".join(importlib.metadata.requires("torch") or ())
 print(*re.findall(r"cuda-toolkit\s*(?:\[[^]]*\])?\s*==\s*(\d+(?:\.\d+)*)", required)[:1])')
 if [[ ${BRIGADE_CUDA:-} == OFF ]]; then
-  say "BRIGADE_CUDA is OFF: no CUDA compiler is looked for"
+  say "BRIGADE_CUDA is OFF: not installing a CUDA compiler"
 elif [[ -z $cuda ]]; then
-  say "this torch's wheel asks for no CUDA toolkit: no CUDA compiler is looked for"
+  say "this torch was built without CUDA: not installing a CUDA compiler"
 elif ! has_nvcc "${cuda%%.*}"; then
-  # Parts of different versions cannot compile: all four are named.
+  # All four packages must have the same version.
   install nvcc "nvcc $cuda, since this machine has no CUDA toolkit ${cuda%%.*}," \
     "cuda-toolkit[nvcc,cccl,nvvm,crt]==$cuda"
 fi
 
-say "everything is there"
+say "done"

@@ -1,19 +1,18 @@
 #!/usr/bin/env bash
 # Runs brigade's tests in stages:
-#   release   the library and the Python package: tests of the package, the README,
-#             docs/, the programs, an installed tree, the source tree
+#   release   Python package, README, docs/, example programs, installation, source tree
 #   asan      C++ tests under AddressSanitizer and UndefinedBehaviorSanitizer
 # and with --all:
 #   tsan      comm/ and reducer/ under ThreadSanitizer
-#   cpp       C++ tests of the release build, the long ones too
+#   cpp       C++ tests of the release build, long ones included
 #   oldest    the library's syntax against the headers of the oldest supported torch
-#   suites    torch's own tests with our classes
-#   slow      the slow tests of the Python package
-# --stage NAME: only this one; may be repeated.
-# --torch VERSION: on that torch (2.12, or 2.12.1), with a virtual environment and
-# build folders of its own: .venv-2.12, build/2.12-release.
-# A stage that passed leaves build/stamps/NAME, and is skipped as long as the tree is
-# that of the same commit, without changes.
+#   suites    torch's own tests with brigade's classes
+#   slow      slow tests of the Python package
+# --stage NAME: runs only this stage; may be repeated.
+# --torch VERSION: uses this torch (2.12 or 2.12.1), with its own virtual environment and build
+# folders (.venv-2.12, build/2.12-release).
+# A stage that passes on an unmodified commit writes build/stamps/NAME. It is not run again on the
+# same tree.
 set -euo pipefail
 cd "$(dirname "$(readlink -f "${BASH_SOURCE[0]}")")/.."
 
@@ -42,15 +41,16 @@ done
 ((${#stages[@]} > 0)) || stages=("${default[@]}")
 source scripts/torch_choice.sh
 
-export GTEST_BRIEF=1 # of a test with hundreds of cases, only the failures
+export GTEST_BRIEF=1 # print failures only
 tree=changed
 [[ -n $(git status --porcelain) ]] || tree=$(git rev-parse 'HEAD^{tree}')
 stamps=build/stamps/$build_prefix
 mkdir -p "$stamps"
 
-# build <preset> [target ...]; run_tests <preset> <ctest argument> ...: prints the
-# report's numbers of passed, failed and skipped tests into $stamps/numbers.
+# build <preset> [target ...]
 build() { scripts/build.sh "$@" && built=$SECONDS; }
+# run_tests <preset> <ctest argument> ...: writes the numbers of passed, failed and
+# skipped tests to $stamps/numbers.
 run_tests() {
   local folder="$PWD/build/$build_prefix$1" rc=0
   shift
@@ -68,7 +68,7 @@ print(total - failed - skipped - disabled, failed, skipped + disabled)
 PY
 }
 
-# What the tests of stage release run.
+# Targets of stage release.
 programs=(brigade_bucket_sweep brigade_python digits docs_blocks gpt minimal)
 run_stage() {
   launcher=()
@@ -76,16 +76,16 @@ run_stage() {
     release) build release "${programs[@]}" && run_tests release -LE '^(cpp|gpu|all)$' ;;
     asan) build asan && run_tests asan -L '^cpp$' ;;
     tsan)
-      # ThreadSanitizer of GCC 12 cannot start where addresses are randomised more.
+      # GCC 12's ThreadSanitizer does not start with more than 28 bits of address randomization.
       (($(cat /proc/sys/vm/mmap_rnd_bits 2>/dev/null || echo 28) <= 28)) || launcher=(setarch -R)
-      # Distributed autograd hands objects from thread to thread inside LibTorch,
-      # where ThreadSanitizer does not see it.
+      # Excluded: distributed autograd passes objects between threads inside LibTorch, which
+      # ThreadSanitizer does not see.
       build tsan comm_test reducer_test &&
         GTEST_FILTER='-*ContextGradients*' run_tests tsan -R '^(comm|reducer)_test$'
       ;;
     cpp) BRIGADE_ALL_TESTS=ON build release && run_tests release -L '^(cpp|gpu)$' ;;
     oldest)
-      if [[ -n $build_prefix ]]; then # its own headers have been compiled
+      if [[ -n $build_prefix ]]; then # --torch: the other stages compile its headers
         echo 0 0 1 >"$stamps/numbers"
       else
         "$venv/bin/python" scripts/check_headers.py && echo 1 0 0 >"$stamps/numbers"
@@ -102,7 +102,7 @@ for stage in "${stages[@]}"; do
   stamp=$stamps/$stage note=""
   if [[ -f $stamp && $(cut -d' ' -f1 "$stamp") == "$tree" ]]; then
     read -r _ p f s seconds built <"$stamp"
-    note=", on this tree already"
+    note=", from an earlier run on this tree"
   else
     printf '\ntest: stage %s with %s\n' "$stage" "$torch_requirement"
     rm -f "$stamp" "$stamps/numbers"
@@ -110,7 +110,7 @@ for stage in "${stages[@]}"; do
     run_stage "$stage" || note=", FAILED"
     seconds=$((SECONDS - begin)) built=$((built - begin))
     read -r p f s <<<"$(cat "$stamps/numbers" 2>/dev/null || echo 0 0 0)"
-    # Of a build that failed, or tests that did not start, nothing was counted.
+    # A failed build counts as one failed test.
     [[ -z $note ]] || ((f > 0)) || f=1
     [[ -n $note ]] || echo "$tree $p $f $s $seconds $built" >"$stamp"
   fi

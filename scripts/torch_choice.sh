@@ -1,8 +1,7 @@
-# Sourced by the other scripts: which torch they use.  Decides where its virtual
-# environment lies and how its build folders are named, so that several versions
-# live side by side; installs and builds nothing.
-# In:  BRIGADE_TORCH  a version, such as 2.12 (the newest of these) or 2.12.1;
-#                     empty means the pinned one.
+# Chooses the torch of the scripts that source this, its virtual environment and
+# the names of its build folders. Installs and builds nothing.
+# In:  BRIGADE_TORCH  a version: 2.12 (its newest patch) or 2.12.1; default: the
+#                     pinned one.
 # Out: torch_requirement, venv, build_prefix
 # shellcheck shell=bash disable=SC2034
 
@@ -17,8 +16,8 @@ case "${BRIGADE_TORCH:-$pinned}" in
   *)
     minor=$(grep -oE '^[0-9]+\.[0-9]+' <<<"$BRIGADE_TORCH" || true)
     if [[ " $supported " != *" $minor "* || ! $BRIGADE_TORCH =~ ^[0-9]+(\.[0-9]+){1,2}$ ]]; then
-      echo "torch '$BRIGADE_TORCH' was asked for, but brigade supports ${supported// /, }." \
-        "Name one of these, or one of its patches as in $pinned." >&2
+      echo "BRIGADE_TORCH is '$BRIGADE_TORCH', but brigade supports ${supported// /, }." \
+        "Set it to one of these or to a patch version, for example $pinned." >&2
       exit 2
     fi
     torch_requirement="torch==$BRIGADE_TORCH"

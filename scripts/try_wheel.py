@@ -1,6 +1,6 @@
-"""Trains with an installed brigade under torchrun; scripts/wheel.sh runs it.
+"""Training with an installed wheel, run by scripts/wheel.sh under torchrun.
 
-The only argument is the folder that brigade must have been installed into.
+usage: try_wheel.py FOLDER, which brigade must be installed in
 """
 
 import pathlib
@@ -12,7 +12,7 @@ import torch.distributed as dist
 import brigade
 
 installed = pathlib.Path(brigade.__file__)
-assert installed.is_relative_to(sys.argv[1]), f"brigade is that of {installed}"
+assert installed.is_relative_to(sys.argv[1]), f"imported brigade from {installed}"
 assert (installed.parent / "py.typed").exists()
 dist.init_process_group("gloo")
 rank, world_size = dist.get_rank(), dist.get_world_size()

@@ -1,14 +1,15 @@
 #!/usr/bin/env bash
-# wheel.sh [VERSION ...]: builds a wheel against each of these versions of torch
-# (2.15, or 2.15.0; default: all that are supported) into dist/torch-VERSION, and
-# trains with it on two ranks, in a virtual environment that has nothing else but
-# that torch.  A wheel fits the minor version of torch that it was built against.
+# wheel.sh [VERSION ...]: for each version of torch (2.15 or 2.15.0; default: all
+# supported), builds a wheel in dist/torch-VERSION and trains with it on two ranks,
+# in a virtual environment that has only that torch. A wheel requires the minor
+# version of torch that it was built against.
 set -euo pipefail
 cd "$(dirname "$(readlink -f "${BASH_SOURCE[0]}")")/.."
 
 say() { echo "wheel: $*"; }
 
-# Its own virtual environment, with the torch of the one given, by path.
+# Trains with a wheel in a new virtual environment, which sees the torch of
+# `with_torch` through a .pth file.
 try_in_clean_venv() {
   local wheel=$1 with_torch=$2 clean
   clean=$(mktemp -d)
@@ -17,7 +18,7 @@ try_in_clean_venv() {
     >"$clean/torch.pth"
   mv "$clean/torch.pth" "$("$clean/bin/python" -c \
     'import sysconfig; print(sysconfig.get_path("purelib"))')"
-  # Refuses a wheel for another torch than this one, and must not fetch another.
+  # Fails for a wheel of another torch; --no-index: must not download one.
   "$with_torch/bin/python" -m pip --python "$clean/bin/python" install --quiet --no-index "$wheel"
   (cd "$clean" && env -u PYTHONPATH GLOO_SOCKET_IFNAME=lo \
     "$clean/bin/python" -m torch.distributed.run --standalone --nproc-per-node 2 \
@@ -41,5 +42,5 @@ build() {
 (($# > 0)) || set -- $(sed -n 's/.*"supported": \[\(.*\)\].*/\1/p' cmake/torch_versions.json |
   tr -d '",')
 for version in "$@"; do
-  (build "$version") # what one version exports is not the next one's
+  (build "$version") # in a subshell, so that exports do not reach the next version
 done

@@ -1,5 +1,4 @@
-// Shared by the benchmarks: the set-up that a figure depends on, times and
-// their quartiles.
+// Helpers of the C++ benchmarks: a line about the machine, and times.
 
 #ifndef BRIGADE_BENCHMARKS_SUPPORT_SET_UP_H_
 #define BRIGADE_BENCHMARKS_SUPPORT_SET_UP_H_
@@ -37,7 +36,6 @@ double microseconds(const Work& work) {
       .count();
 }
 
-// Median and quartiles.
 inline std::string spread(const Samples& samples, int digits) {
   const Quartiles of = quartiles(samples);
   return fmt::format("{:.{}f} [{:.{}f}, {:.{}f}]", of.median, digits, of.p25,

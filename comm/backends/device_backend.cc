@@ -20,15 +20,16 @@ void select_device(c10::DeviceType type, int local_rank) {
   if (type == c10::kCPU) return;
   if (type == c10::kCUDA) return select_cuda_device(local_rank);
   TORCH_CHECK_VALUE(c10::impl::hasDeviceGuardImpl(type),
-                    "ProcessGroupOptions::device_type: expected devices that "
-                    "this program has, found ",
+                    "ProcessGroupOptions::device_type: expected a type whose "
+                    "library is linked into this program, found ",
                     type, ".\nLink the vendor's library.");
   const c10::impl::VirtualGuardImpl devices(type);
   TORCH_CHECK_VALUE(local_rank >= 0 && local_rank < devices.deviceCount(),
-                    "local rank ", local_rank, " needs ", type, " device ",
-                    local_rank, ", but this machine shows ",
+                    "local rank ", local_rank, ": expected ", type, " device ",
+                    local_rank, ", found ",
                     static_cast<int>(devices.deviceCount()),
-                    " of them.\nStart at most one rank per device.");
+                    " devices on this machine.\nStart at most one rank per "
+                    "device.");
   devices.setDevice({type, static_cast<c10::DeviceIndex>(local_rank)});
 }
 
@@ -38,12 +39,12 @@ c10::intrusive_ptr<c10d::Backend> make_device_backend(
   TORCH_CHECK_VALUE(
       backend && backend->getRank() == place.rank &&
           backend->getSize() == place.world_size,
-      "ProcessGroupOptions::make_backend: expected a backend of rank ",
+      "ProcessGroupOptions::make_backend: expected a backend for rank ",
       place.rank, " of ", place.world_size, ", found ",
-      backend ? c10::str("one of rank ", backend->getRank(), " of ",
+      backend ? c10::str("one for rank ", backend->getRank(), " of ",
                          backend->getSize())
               : std::string("none"),
-      ".\nMake it of the place that it is given.");
+      ".\nConstruct it from the BackendPlace argument.");
   return backend;
 }
 

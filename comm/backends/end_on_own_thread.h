@@ -1,8 +1,6 @@
-// A shared value that is destroyed on a thread made for that, whichever thread
-// drops it last.
-//
-// A process group that ended on a backend's thread, which drops what a future's
-// callback holds, would wait for that very thread.
+// Shared pointer whose value is destroyed on a new thread. A process group
+// needs it: its last owner may be a callback on its backend's thread, where the
+// destructor would wait for itself.
 //
 // Thread safety: as std::shared_ptr.
 
@@ -20,15 +18,15 @@
 
 namespace brigade {
 
-// Values of this process that are being destroyed.
+// Number of values that are being destroyed.
 inline std::atomic<int> num_ending_values = 0;
 
-// Waits for them at the end of the program, 10 s at most: their threads use
-// what ends with it. A forked child has none of these threads.
+// Waits at process exit, at most 10 s, for the threads that destroy values:
+// they use static objects. A forked child does not have these threads.
 class WaitForEndingValues {
  public:
   ~WaitForEndingValues() {
-    const auto end = std::chrono::steady_clock::now() + kPatience;
+    const auto end = std::chrono::steady_clock::now() + kExitTimeout;
     while (getpid() == process_ && num_ending_values > 0 &&
            std::chrono::steady_clock::now() < end) {
       std::this_thread::sleep_for(std::chrono::milliseconds(1));
@@ -36,7 +34,7 @@ class WaitForEndingValues {
   }
 
  private:
-  static constexpr std::chrono::seconds kPatience{10};
+  static constexpr std::chrono::seconds kExitTimeout{10};
   const pid_t process_ = getpid();
 };
 
@@ -55,7 +53,7 @@ std::shared_ptr<T> end_on_own_thread(T value) {
                 --num_ending_values;
               }).detach();
             } catch (const std::system_error&) {
-              // There is no thread: leaks the value.
+              // No thread can be started: leaks the value.
               --num_ending_values;
             }
           }};

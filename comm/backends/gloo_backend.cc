@@ -1,5 +1,6 @@
 #include "brigade/comm/backends/gloo_backend.h"
 
+#include <ATen/record_function.h>
 #include <gloo/context.h>
 #include <gloo/transport/unbound_buffer.h>
 #include <pthread.h>
@@ -15,7 +16,7 @@ namespace {
 
 using c10d::ProcessGroupGloo;
 
-// Names a member that only derived classes may name.
+// Gives access to a protected member.
 struct OpenGloo : ProcessGroupGloo {
   static constexpr auto kContexts = &OpenGloo::contexts_;
 };
@@ -37,28 +38,37 @@ bool is_sigpipe_pending() {
   return sigismember(&pending, SIGPIPE) == 1;
 }
 
+c10::intrusive_ptr<c10d::Backend> connect(
+    const c10::intrusive_ptr<c10d::Store>& store, int rank, int world_size,
+    const c10::intrusive_ptr<ProcessGroupGloo::Options>& options) {
+  const SigpipeBlock inherited_by_its_threads;
+  auto backend =
+      c10::make_intrusive<ProcessGroupGloo>(store, rank, world_size, options);
+  // A profiler that sees the barrier begin may be gone when it ends.
+  const at::DisableRecordFunctionGuard not_profiled;
+  // Without it, a peer that is still connecting fails if this rank ends now.
+  backend->barrier()->wait();
+  return backend;
+}
+
 }  // namespace
 
 c10::intrusive_ptr<c10d::Backend> make_gloo_backend(
     const c10::intrusive_ptr<c10d::Store>& store, int rank, int world_size,
     std::chrono::milliseconds timeout) {
-  const SigpipeBlock inherited_by_its_threads;
-  return c10::make_intrusive<ProcessGroupGloo>(
-      store, rank, world_size,
-      ProcessGroupGloo::Options::create_default(timeout));
+  return connect(store, rank, world_size,
+                 ProcessGroupGloo::Options::create_default(timeout));
 }
 
-c10::intrusive_ptr<c10d::Backend> make_gloo_backend_beside(
+c10::intrusive_ptr<c10d::Backend> make_second_gloo_backend(
     c10d::ProcessGroup& group, const c10::intrusive_ptr<c10d::Store>& store,
     std::chrono::milliseconds timeout) {
-  const SigpipeBlock inherited_by_its_threads;
   ProcessGroupGloo* const gloo = find_gloo(group);
   auto options =
       gloo ? c10::make_intrusive<ProcessGroupGloo::Options>(*gloo->getOptions())
            : ProcessGroupGloo::Options::create_default(timeout);
   options->timeout = timeout;
-  return c10::make_intrusive<ProcessGroupGloo>(store, group.getRank(),
-                                               group.getSize(), options);
+  return connect(store, group.getRank(), group.getSize(), options);
 }
 
 bool has_gloo_backend(c10d::ProcessGroup& group) {

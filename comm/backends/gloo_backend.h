@@ -1,8 +1,4 @@
 // The Gloo backend for CPU tensors.
-//
-// Gloo listens on the network interfaces that GLOO_SOCKET_IFNAME lists,
-// separated by commas; by default on the address of this machine's host name,
-// or else on loopback.
 
 #ifndef BRIGADE_COMM_BACKENDS_GLOO_BACKEND_H_
 #define BRIGADE_COMM_BACKENDS_GLOO_BACKEND_H_
@@ -16,37 +12,38 @@
 
 namespace brigade {
 
-// Collective: connects to every other rank through `store`. Its threads get no
-// SIGPIPE, so that a peer's death is an error.
+// Collective. Connects to every other rank through `store`, and returns when
+// all ranks are connected: each of them may then destroy its backend. SIGPIPE
+// is blocked on the backend's threads, so that a peer's death is an error.
 //
-// Errors: Gloo's, when an interface or a peer can't be found.
+// Errors: Gloo's, if an interface or a peer can't be found.
 c10::intrusive_ptr<c10d::Backend> make_gloo_backend(
     const c10::intrusive_ptr<c10d::Store>& store, int rank, int world_size,
     std::chrono::milliseconds timeout);
 
-// The same among the ranks of `group`, with connections of its own, over the
-// network devices (and the threads) of the group's own Gloo backend if it has
-// one.
-c10::intrusive_ptr<c10d::Backend> make_gloo_backend_beside(
+// Makes another backend for the ranks of `group`, with its own connections. It
+// uses the network devices and the number of threads of the group's own Gloo
+// backend, if there is one.
+c10::intrusive_ptr<c10d::Backend> make_second_gloo_backend(
     c10d::ProcessGroup& group, const c10::intrusive_ptr<c10d::Store>& store,
     std::chrono::milliseconds timeout);
 
-// Returns true if the group's backend for the CPU is Gloo's, or derived from
-// it.
+// Returns true if the group's CPU backend is Gloo's or derived from it.
 bool has_gloo_backend(c10d::ProcessGroup& group);
 
-// If the backend is Gloo's, ends all operations in flight with an error, here
-// and at the peers, and later ones: lets a wait time out, so that the error
-// speaks of an "application timeout". (A message of which a part has arrived is
-// still waited for here.) Otherwise returns false.
+// Returns false if the backend is not Gloo's. Otherwise ends its operations in
+// flight and all later ones with an error, here and on the peers.
+//
+// It forces a timeout, so the error mentions an "application timeout". An
+// operation that has received a part of its message still waits for the rest.
 bool end_gloo_operations_of(c10d::Backend& backend);
 
-// Blocks SIGPIPE for the calling thread and for threads that it starts
-// meanwhile.
+// Blocks SIGPIPE for the calling thread, and for threads that it starts during
+// the scope.
 //
-// Gloo's writes to a connection that a peer has closed raise SIGPIPE, which
-// ends a C++ program (Python ignores it). With the signal blocked, the write
-// fails with an error; a SIGPIPE raised meanwhile is discarded at the end.
+// A write to a connection that a peer has closed raises SIGPIPE, which ends a
+// C++ program (Python ignores it). With the signal blocked, the write fails
+// with an error. The destructor discards a SIGPIPE raised during the scope.
 class SigpipeBlock {
  public:
   SigpipeBlock();

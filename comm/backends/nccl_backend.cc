@@ -1,5 +1,3 @@
-// The NCCL backend, in builds with CUDA.
-
 #include <c10/cuda/CUDAFunctions.h>
 #include <c10/util/Exception.h>
 #include <torch/version.h>
@@ -20,23 +18,23 @@ void select_cuda_device(int local_rank) {
   const int num_devices = c10::cuda::device_count();
   TORCH_CHECK_VALUE(
       local_rank >= 0 && local_rank < num_devices, "local rank ", local_rank,
-      " needs CUDA device ", local_rank, ", but this machine shows ",
-      num_devices,
-      " of them. Start at most one rank per GPU, check CUDA_VISIBLE_DEVICES, "
-      "or use ProcessGroupOptions{.device_type = at::kCPU}.");
+      ": expected CUDA device ", local_rank, ", found ", num_devices,
+      " devices on this machine.\nStart at most one rank per GPU, check "
+      "CUDA_VISIBLE_DEVICES, or use "
+      "ProcessGroupOptions{.device_type = at::kCPU}.");
   c10::cuda::set_device(static_cast<c10::DeviceIndex>(local_rank));
 }
 
 c10::intrusive_ptr<c10d::Backend> make_nccl_backend(const BackendPlace& place) {
   TORCH_CHECK(c10::cuda::device_count() > 0,
-              "a process group for CUDA tensors needs a GPU, and this machine "
-              "shows none. Check CUDA_VISIBLE_DEVICES, or use "
+              "a process group for CUDA tensors needs a GPU, found none on "
+              "this machine.\nCheck CUDA_VISIBLE_DEVICES, or use "
               "ProcessGroupOptions{.device_type = at::kCPU}.");
   auto options = c10d::ProcessGroupNCCL::Options::create();
   options->timeout = place.timeout;
   options->group_name = place.group_name;
 #ifdef BRIGADE_HAS_NCCL2
-  // As torch's Python chooses for "nccl".
+  // The choice of torch's Python for "nccl".
   const char* const choice = std::getenv("TORCH_DIST_USE_NCCL2");
   if (choice == nullptr || std::string_view(choice) != "0") {
     options->lazy_init = true;

@@ -4,7 +4,7 @@
 #include <vector>
 
 #include "brigade/comm/backends/device_backend.h"
-#include "brigade/comm/streams/futures.h"
+#include "brigade/comm/streams/streams.h"
 
 namespace brigade {
 namespace {
@@ -38,8 +38,8 @@ WorkPtr done(const Tensors& outputs) {
 
 WorkPtr copied(const Tensors& outputs, const Tensors& inputs) {
   TORCH_CHECK_VALUE(outputs.size() == inputs.size(), "expected ", inputs.size(),
-                    " outputs, got ", outputs.size(), ".");
-  // As a real backend does: autograd neither records the write nor counts it.
+                    " outputs, found ", outputs.size(), ".");
+  // Like a real backend: autograd does not record the write.
   const at::AutoDispatchBelowADInplaceOrView below_autograd;
   for (size_t i = 0; i < inputs.size(); ++i) {
     outputs[i].copy_(inputs[i].reshape(outputs[i].sizes()));

@@ -1,5 +1,5 @@
-// Parts of error messages: what an exception says, which ranks, which tensor,
-// which of many names.
+// Parts of error messages: an exception's text, rank lists, tensor
+// descriptions, shortened lists.
 //
 // Thread safety: pure functions.
 
@@ -22,7 +22,7 @@
 
 namespace brigade {
 
-// The exception's text, of whatever type, without a backtrace.
+// Returns the text of an exception of any type, without a backtrace.
 std::string message_of(const std::exception_ptr& error);
 
 // "rank 3", "ranks 0, 2, 5-9".
@@ -31,11 +31,11 @@ std::string describe_ranks(std::span<const int> ranks);
 // "0.25 s"
 std::string describe_seconds(std::chrono::milliseconds time);
 
-// "'head.bias' Float [10] strides [1] on cpu"; without the name if it is empty.
-// Without the device's index, since ranks use different ones.
+// "'head.bias' Float [10] strides [1] on cpu"; an empty name is omitted. The
+// device has no index, because ranks use different ones.
 std::string describe_tensor(std::string_view name, const at::Tensor& tensor);
 
-// "a, b, c, d, e and 7 more": five at most. `name_of(i)`, i < count.
+// "a, b, c, d, e and 7 more": lists name_of(i) for the first five i < count.
 template <typename NameOf>
 std::string shortened_list(size_t count, const NameOf& name_of,
                            const char* separator = ", ") {

@@ -16,9 +16,9 @@
 
 namespace brigade {
 
-std::vector<int64_t> numbers_of_ranks(
+std::vector<int64_t> all_gather_ints(
     const c10::intrusive_ptr<c10d::ProcessGroup>& group,
-    const std::vector<int64_t>& own, const std::string& doing) {
+    const std::vector<int64_t>& own, const std::string& failure) {
   if (group->getSize() == 1) return own;
   std::vector<at::Tensor> inputs = {at::tensor(own).to(control_device(*group))};
   std::vector<std::vector<at::Tensor>> outputs(1);  // by rank
@@ -26,11 +26,11 @@ std::vector<int64_t> numbers_of_ranks(
     outputs.front().push_back(at::empty_like(inputs.front()));
   }
   try {
-    // Not into one tensor: groups written in Python can't override that.
+    // Groups written in Python can't override the variant with one output.
     group->allgather(outputs, inputs)->wait();
   } catch (...) {
     throw_peer_error(c10::str("rank ", group->getRank(), " of ",
-                              group->getSize(), " ", doing),
+                              group->getSize(), " ", failure),
                      std::current_exception());
   }
   std::vector<int64_t> numbers;
@@ -43,9 +43,10 @@ std::vector<int64_t> numbers_of_ranks(
 }
 
 int64_t channel_number(const c10::intrusive_ptr<c10d::ProcessGroup>& group) {
-  // Of this rank; rank 0's is that of all.
+  // Ranks may count differently; all of them use rank 0's number.
   const int64_t own = ++*per_group<std::atomic<int64_t>>(group);
-  return numbers_of_ranks(group, {own}, "could not number a channel").front();
+  return all_gather_ints(group, {own}, "could not exchange channel numbers")
+      .front();
 }
 
 void broadcast_tensors(const c10::intrusive_ptr<c10d::ProcessGroup>& group,
@@ -73,10 +74,10 @@ void throw_if_not_supported(const c10::Error& error, c10::Device device) {
   }
   TORCH_CHECK_NOT_IMPLEMENTED(
       false,
-      "sums in the order of the ranks: expected a process group with an "
-      "all-to-all for tensors on ",
+      "reproducible reduction: expected a process group with an all-to-all "
+      "for tensors on ",
       device, ", found none (", text,
-      ").\nUse a group over Gloo for the CPU or NCCL for CUDA, or leave out "
+      ").\nUse Gloo for CPU tensors or NCCL for CUDA tensors, or turn off "
       "`reproducible`.");
 }
 

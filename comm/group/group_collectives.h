@@ -1,5 +1,5 @@
-// Collectives of a process group under one name for all versions of torch, and
-// collectives of small numbers and of many tensors.
+// Helpers for collectives of a process group: one name for all versions of
+// torch, all-gathers of integers, broadcasts of many tensors.
 //
 // Thread safety: as the group's collectives.
 
@@ -18,24 +18,24 @@
 
 namespace brigade {
 
-// Collective. Returns the `own` numbers of all ranks, in rank order: the same
-// count on each. `doing`: for errors, "could not tell the others its host".
-// Throws PeerError if ranks don't meet.
-std::vector<int64_t> numbers_of_ranks(
+// All-gather of integers. Returns the `own` of all ranks, concatenated in rank
+// order; their sizes are equal. Throws PeerError "rank 1 of 4 <failure>: ...";
+// `failure` reads "could not exchange host ids".
+std::vector<int64_t> all_gather_ints(
     const c10::intrusive_ptr<c10d::ProcessGroup>& group,
-    const std::vector<int64_t>& own, const std::string& doing);
+    const std::vector<int64_t>& own, const std::string& failure);
 
-// Collective. Returns a number, equal on all ranks, that the group's earlier
-// calls have not returned: for keys in its store. Throws PeerError.
+// Collective. Returns a number that is equal on all ranks and new for this
+// group, for keys in its store. Throws PeerError.
 int64_t channel_number(const c10::intrusive_ptr<c10d::ProcessGroup>& group);
 
 // Collective. Copies the tensors of rank `source`, complex ones too, into every
-// rank's, in pieces of at most 250 MiB. Ends before it returns where the
-// backend blocks the host, otherwise in the order of the current streams.
-// Communicates nothing in a world of 1.
+// rank's, in pieces of at most 250 MiB. If the backend does not block the host,
+// the copies are ordered on the current streams. A world of 1 communicates
+// nothing.
 //
-// REQUIRES: the same numbers of elements, dtypes and devices, in the same
-// order, on all ranks.
+// REQUIRES: equal numbers of elements, dtypes and devices, in the same order,
+// on all ranks.
 void broadcast_tensors(const c10::intrusive_ptr<c10d::ProcessGroup>& group,
                        const std::vector<at::Tensor>& tensors, int source);
 
@@ -43,12 +43,12 @@ void broadcast_tensors(const c10::intrusive_ptr<c10d::ProcessGroup>& group,
 // for tensors of this device.
 void throw_if_not_supported(const c10::Error& error, c10::Device device);
 
-// All-gather: [W * S] from [S] of each rank; `input` may be its own part of
-// `output`.
+// All-gather: output [W * S] from each rank's input [S]. `input` may be this
+// rank's slice of `output`.
 template <typename ProcessGroup>
-c10::intrusive_ptr<c10d::Work> gather_into(ProcessGroup& group,
-                                           at::Tensor output,
-                                           at::Tensor input) {
+c10::intrusive_ptr<c10d::Work> all_gather_into(ProcessGroup& group,
+                                               at::Tensor output,
+                                               at::Tensor input) {
   if constexpr (requires { group.all_gather_single(output, input); }) {
     return group.all_gather_single(output, input);
   } else {
@@ -56,11 +56,11 @@ c10::intrusive_ptr<c10d::Work> gather_into(ProcessGroup& group,
   }
 }
 
-// Reduce-scatter: [S] of the sum of [W * S] of each rank.
+// Reduce-scatter: output [S] of the sum of each rank's input [W * S].
 template <typename ProcessGroup>
-c10::intrusive_ptr<c10d::Work> reduce_into(ProcessGroup& group,
-                                           at::Tensor output,
-                                           at::Tensor input) {
+c10::intrusive_ptr<c10d::Work> reduce_scatter_into(ProcessGroup& group,
+                                                   at::Tensor output,
+                                                   at::Tensor input) {
   if constexpr (requires { group.reduce_scatter_single(output, input); }) {
     return group.reduce_scatter_single(output, input);
   } else {
@@ -68,12 +68,12 @@ c10::intrusive_ptr<c10d::Work> reduce_into(ProcessGroup& group,
   }
 }
 
-// All-to-all of slices of equal lengths, by rank. Throws NotImplementedError if
-// the group has none.
+// All-to-all of W slices of equal size. Throws NotImplementedError if the group
+// has none.
 template <typename ProcessGroup>
-c10::intrusive_ptr<c10d::Work> exchange_parts(ProcessGroup& group,
-                                              at::Tensor output,
-                                              at::Tensor input) {
+c10::intrusive_ptr<c10d::Work> all_to_all_into(ProcessGroup& group,
+                                               at::Tensor output,
+                                               at::Tensor input) {
   std::vector<int64_t> equal;
   try {
     if constexpr (requires {
@@ -89,9 +89,9 @@ c10::intrusive_ptr<c10d::Work> exchange_parts(ProcessGroup& group,
   }
 }
 
-// Makes the current stream wait for the collective; does not block the host,
-// whatever Work::wait() does. Throws the collective's error.
-inline void join_current_stream(const c10::intrusive_ptr<c10d::Work>& work) {
+// Makes the current stream wait for the collective. Does not block the host,
+// even if Work::wait() does. Throws the collective's error.
+inline void wait_on_current_stream(const c10::intrusive_ptr<c10d::Work>& work) {
   work->getFuture()->waitAndThrow();
 }
 

@@ -82,11 +82,10 @@ std::chrono::milliseconds group_timeout(c10d::ProcessGroup& group) {
   std::chrono::milliseconds shortest = kBackendDefaultTimeout;
   for (const c10::Device device : group.getDeviceTypes()) {
     try {
-      shortest = std::min(
-          shortest,
-          group.getBackend(device.type())->getBackendOptions()->timeout);
+      const auto options = group.getBackend(device.type())->getBackendOptions();
+      if (options) shortest = std::min(shortest, options->timeout);
     } catch (const std::exception&) {
-      // This backend has no options to tell.
+      // This backend has no options.
     }
   }
   return shortest;
@@ -115,10 +114,9 @@ std::string RankNames::describe(int rank, int num_ranks) const {
                                      [this](size_t i) { return numbers_[i]; }));
 }
 
-AnswersForAllRanks* find_answers(c10d::ProcessGroup& group,
-                                 c10::DeviceType device_type) {
-  return dynamic_cast<AnswersForAllRanks*>(
-      find_backend(group, device_type).get());
+SimulatesPeers* find_simulated_peers(c10d::ProcessGroup& group,
+                                     c10::DeviceType device_type) {
+  return dynamic_cast<SimulatesPeers*>(find_backend(group, device_type).get());
 }
 
 }  // namespace brigade

@@ -1,5 +1,5 @@
-// Facts about a process group: its backends, peers, timeout, store, the device
-// and the rank numbers to use; and values that brigade keeps for each group.
+// Properties of a process group (backends, peers, timeout, store, device, rank
+// numbers in errors), and values that brigade stores per group.
 //
 // Thread safety: any thread.
 
@@ -18,45 +18,43 @@
 
 namespace brigade {
 
-// Returns null where the group serves no tensors of this device type, and where
-// it is written in Python and so has no backends.
+// Returns null if the group does not support the device type or, because it is
+// written in Python, has no backends.
 c10::intrusive_ptr<c10d::Backend> find_backend(c10d::ProcessGroup& group,
                                                c10::DeviceType device_type);
 
-// Returns true if tensors of the device travel over Gloo, through the host: for
-// instance where ranks share a device, which NCCL refuses.
+// Returns true if Gloo carries tensors of the device, through the host. Ranks
+// that share a GPU need this: NCCL refuses them.
 bool is_over_gloo(c10d::ProcessGroup& group, c10::DeviceType device_type);
 
-// Returns false for a group of one, one without a store, and torch's `fake`
-// one, whose ranks are taken to be identical.
+// Returns false for a world of 1, a group without a store, and torch's `fake`
+// backend, whose ranks are assumed to be identical.
 bool has_peers(c10d::ProcessGroup& group);
 
-// Returns true if the group can move tensors of this type, as far as it tells.
+// Returns true if the group supports the device type or does not tell.
 bool supports_device(const c10d::ProcessGroup& group, c10::DeviceType type);
 
-// The device of small tensors that ranks exchange about their work: the CPU if
-// the group has a backend for it (or registers no backends at all), else the
-// group's own device, with the index that the group is bound to, that was
-// suggested, or the current one. Its kind depends on the group alone, so that
-// it is the same on all ranks.
+// Returns the device of small tensors that ranks exchange about their state. It
+// is the CPU if the group supports it (or registers no backends). Otherwise it
+// is the bound device, the suggested one, or the current one. The type depends
+// on the group alone and is equal on all ranks.
 c10::Device control_device(const c10d::ProcessGroup& group);
 
-// Suggests the model's device for a group that is bound to no device, before
-// the first collective: two ranks that give NCCL tensors of one device fail.
-// The first suggestion of a type that the group serves stands.
+// Suggests the model's device as the control device of a group without a bound
+// device. Call it before the first collective: two ranks that pass NCCL tensors
+// of one device fail. The first suggestion of a supported type wins.
 void suggest_control_device(const c10::intrusive_ptr<c10d::ProcessGroup>& group,
                             c10::Device device);
 
-// The group's store, over a connection of its own if it is a TCPStore's client,
-// which holds a lock while a thread waits for a key. Null if the group has
-// none.
+// Returns the group's store, or null. A TCPStore's client is cloned, because it
+// holds a lock while a thread waits for a key.
 c10::intrusive_ptr<c10d::Store> control_store(c10d::ProcessGroup& group);
 
-// The shortest timeout among the group's backends; c10d's default, 30 minutes,
-// if none tells its own.
+// Returns the shortest timeout of the group's backends; c10d's default, 30
+// minutes, if none reports one.
 std::chrono::milliseconds group_timeout(c10d::ProcessGroup& group);
 
-// Values of type T of this process's groups, for as long as a group lives.
+// One value of type T for each living process group of this process.
 template <typename T>
 struct ValuesByGroup {
   struct Kept {
@@ -76,7 +74,7 @@ struct ValuesByGroup {
   std::map<const c10d::ProcessGroup*, Kept> kept;  // guarded by mutex
 };
 
-// The group's value of type T, made at the first call.
+// Returns the group's value of type T; the first call makes it.
 template <typename T>
 std::shared_ptr<T> per_group(
     const c10::intrusive_ptr<c10d::ProcessGroup>& group) {
@@ -87,7 +85,7 @@ std::shared_ptr<T> per_group(
   return all.kept.try_emplace(group.get(), group).first->second.value;
 }
 
-// Null if there was no such call.
+// Returns null before the first per_group().
 template <typename T>
 std::shared_ptr<T> find_per_group(const c10d::ProcessGroup& group) {
   auto& all = ValuesByGroup<T>::of_process();
@@ -98,15 +96,15 @@ std::shared_ptr<T> find_per_group(const c10d::ProcessGroup& group) {
   return found->second.value;
 }
 
-// Numbers of a group's ranks in errors: a subgroup's ranks have the numbers of
-// the whole group, which are those that users know.
+// Rank numbers for error texts. A subgroup's ranks are named by their numbers
+// in the whole group, which users know.
 class RankNames {
  public:
-  RankNames() = default;  // a rank's own number
+  RankNames() = default;  // a rank's name is its number
 
   static RankNames of(const c10d::ProcessGroup& group);
 
-  // Names of some of the ranks, in rising order.
+  // Returns the names of a subgroup of `ranks`, which are in rising order.
   RankNames of_some(const std::vector<int>& ranks) const;
 
   // Gives `group` these names.
@@ -120,28 +118,27 @@ class RankNames {
   std::string describe(int rank, int num_ranks) const;
 
  private:
-  std::vector<int> numbers_;  // by rank; empty: their own
+  std::vector<int> numbers_;  // by rank; empty: the rank itself
 };
 
 class StatusTransport;
 
-// A backend that answers for all ranks by itself, because its peers do not
-// exist: that of tests/support/recording_group.h.
-class AnswersForAllRanks {
+// Interface of a backend that simulates all peers
+// (tests/support/recording_group.h).
+class SimulatesPeers {
  public:
-  // A group of `world_size` of the ranks, in which this one has number `rank`.
   virtual c10::intrusive_ptr<c10d::ProcessGroup> make_subgroup(
       int rank, int world_size) = 0;
 
   virtual std::unique_ptr<StatusTransport> make_status_transport() = 0;
 
  protected:
-  ~AnswersForAllRanks() = default;
+  ~SimulatesPeers() = default;
 };
 
-// Null if the group's backend for this device is not of that kind.
-AnswersForAllRanks* find_answers(c10d::ProcessGroup& group,
-                                 c10::DeviceType device_type);
+// Returns null if the group's backend for this device is another one.
+SimulatesPeers* find_simulated_peers(c10d::ProcessGroup& group,
+                                     c10::DeviceType device_type);
 
 }  // namespace brigade
 

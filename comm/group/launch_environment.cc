@@ -39,8 +39,7 @@ class EnvironmentReader {
   explicit EnvironmentReader(const Launcher& launcher)
       : launcher_(launcher),
         assumed_(c10::str(
-            "; ", launcher.name,
-            " was assumed to have started this process because ",
+            "; ", launcher.name, " is the assumed launcher because ",
             variable(launcher.rank) ? launcher.rank : launcher.world_size,
             " is set.")) {}
 
@@ -78,22 +77,23 @@ class EnvironmentReader {
   }
 
   int number(const char* name, int min, int max) const {
-    const std::string text = required(name, c10::str("a number >= ", min));
+    const std::string text = required(name, c10::str("an integer >= ", min));
     int value = 0;
     TORCH_CHECK_VALUE(
         absl::SimpleAtoi(text, &value) && value >= min && value <= max,
-        "environment variable ", name, " must be a whole number from ", min,
-        max == kMaxRanks ? " on" : c10::str(" to ", max), ", got '", text, "'",
-        assumed_);
+        "environment variable ", name, ": expected an integer ",
+        max == kMaxRanks ? c10::str(">= ", min)
+                         : c10::str("from ", min, " to ", max),
+        ", found '", text, "'", assumed_);
     return value;
   }
 
   int rank_below(int world_size, const char* name) const {
     const int rank = number(name, 0, kMaxRanks);
     TORCH_CHECK_VALUE(rank < world_size, "environment variable ", name,
-                      " must be below ", launcher_.world_size, ", got ", name,
-                      "=", rank, " and ", launcher_.world_size, "=", world_size,
-                      assumed_);
+                      ": expected a rank below ", launcher_.world_size,
+                      ", found ", name, "=", rank, " and ",
+                      launcher_.world_size, "=", world_size, assumed_);
     return rank;
   }
 
@@ -112,8 +112,9 @@ LaunchEnvironment read_launch_environment() {
   TORCH_CHECK_VALUE(
       false,
       "expected a launcher's environment variables, found none of RANK "
-      "(torchrun), OMPI_COMM_WORLD_RANK (Open MPI), SLURM_PROCID (Slurm). "
-      "Start with 'torchrun --nproc-per-node 2 --no-python ./program', or call "
+      "(torchrun), OMPI_COMM_WORLD_RANK (Open MPI), SLURM_PROCID "
+      "(Slurm).\nStart with 'torchrun --nproc-per-node 2 --no-python "
+      "./program', or call "
       "single_process_group() to train in one process.");
 }
 

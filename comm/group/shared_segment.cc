@@ -30,8 +30,7 @@ namespace {
 
 using std::chrono::steady_clock;
 
-// Between two looks at the peers' processes.
-constexpr std::chrono::milliseconds kLookInterval{100};
+constexpr std::chrono::milliseconds kLivenessInterval{100};
 
 constexpr size_t kAlignment = 64;
 
@@ -39,7 +38,7 @@ constexpr size_t aligned(size_t bytes) {
   return (bytes + kAlignment - 1) / kAlignment * kAlignment;
 }
 
-// std::atomic::wait() uses futexes that other processes don't see.
+// std::atomic::wait() uses futexes that are private to a process.
 void futex(std::atomic<uint32_t>& word, int operation, uint32_t value,
            const timespec* timeout) {
   static_assert(std::atomic<uint32_t>::is_always_lock_free);
@@ -95,8 +94,8 @@ struct SharedSegment::Layout {
   }
 };
 
-// This process's view of the memory and of its peers. A forked child has the
-// descriptors, but neither the memory nor a place among the ranks.
+// This process's mapping of the memory, and pidfds of its peers. A forked child
+// has the descriptors but not the memory (MADV_DONTFORK).
 struct SharedSegment::Mapping {
   std::byte* data = nullptr;
   size_t bytes = 0;
@@ -112,12 +111,12 @@ struct SharedSegment::Mapping {
     }
   }
 
-  // Maps the memory that `owner` has made. Containers that look alike may have
-  // another process of this number: its name tells.
-  bool map(int64_t owner, int64_t its_descriptor, int64_t nonce,
+  // Maps the memfd of process `owner`. In another container this PID may be
+  // another process: the memfd's name tells them apart.
+  bool map(int64_t owner, int64_t owner_descriptor, int64_t nonce,
            size_t bytes_to_map) {
     const std::string path =
-        absl::StrCat("/proc/", owner, "/fd/", its_descriptor);
+        absl::StrCat("/proc/", owner, "/fd/", owner_descriptor);
     if (target_of(path) !=
         absl::StrCat("/memfd:", memory_name(nonce), " (deleted)")) {
       return false;
@@ -152,7 +151,7 @@ struct SharedSegment::Mapping {
     return true;
   }
 
-  // Ranks whose processes have ended. poll() skips descriptors below 0.
+  // poll() skips negative descriptors.
   std::vector<int> ended_ranks() const {
     std::vector<pollfd> peers = pidfds;
     std::vector<int> dead;
@@ -186,10 +185,10 @@ std::shared_ptr<SharedSegment> SharedSegment::make(
   const absl::Cleanup close_it = [&] {
     if (descriptor >= 0) ::close(descriptor);
   };
-  const std::vector<int64_t> numbers = numbers_of_ranks(
+  const std::vector<int64_t> numbers = all_gather_ints(
       group,
       {host, getpid(), static_cast<int64_t>(bytes_per_rank), descriptor, nonce},
-      "could not tell the others its host");
+      "could not exchange host ids");
   std::vector<int64_t> processes;
   for (int rank = 0; rank < size; ++rank) {
     const int64_t* const of_rank = &numbers[rank * 5];
@@ -203,10 +202,10 @@ std::shared_ptr<SharedSegment> SharedSegment::make(
   auto map = std::make_unique<Mapping>();
   const bool is_ready = map->map(processes[0], numbers[3], numbers[4], bytes) &&
                         map->watch(processes);
-  // A peer that takes part was alive when watch() found its process.
+  // A rank that joins this all-gather was alive when watch() opened its pidfd.
   const std::vector<int64_t> ready =
-      numbers_of_ranks(group, {is_ready ? 1 : 0},
-                       "could not tell the others that it shares memory");
+      all_gather_ints(group, {is_ready ? 1 : 0},
+                      "could not exchange the result of mapping memory");
   if (std::ranges::find(ready, 0) != ready.end()) return nullptr;
   return std::shared_ptr<SharedSegment>(
       new SharedSegment(*group, std::move(map), bytes_per_rank));
@@ -278,6 +277,7 @@ SharedSegment::Seen SharedSegment::look(int rank) const {
                .left = -1,
                .is_closed = all.is_closed()};
   for (int other = 0; other < size_; ++other) {
+    // A wait on the own region is a wait for any peer to read it.
     const bool is_awaited = rank == rank_ ? other != rank_ : other == rank;
     if (is_awaited && all.of(other).has_left.load() != 0) seen.left = other;
   }
@@ -291,7 +291,7 @@ bool SharedSegment::sleep(int rank, const Seen& seen, Deadline deadline) {
   const auto now = steady_clock::now();
   if (now >= deadline) return false;
   const std::chrono::nanoseconds left =
-      std::min<steady_clock::duration>(deadline - now, kLookInterval);
+      std::min<steady_clock::duration>(deadline - now, kLivenessInterval);
   const timespec timeout = {.tv_sec = 0, .tv_nsec = left.count()};
   Layout::Rank& of_rank = layout().of(rank);
   of_rank.num_waiting.fetch_add(1);
@@ -314,7 +314,7 @@ void SharedSegment::close_if_a_rank_is_dead() {
         absl::StrCat("rank ", names_[rank], " (process ", map_->processes[rank],
                      ") has ended");
     close(reason, rank);
-    // A rank that died in close() has left it half done.
+    // A rank that died inside close() leaves the segment half closed.
     TORCH_CHECK(is_closed(), reason);
   }
 }

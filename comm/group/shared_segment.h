@@ -1,8 +1,8 @@
-// Memory that all ranks of a process group map, if all of them are on one host,
-// with waits that notice within a second that a rank has died.
+// Memory shared by all ranks of a process group on one host, with waits that
+// detect a dead rank within a second.
 //
 //   const auto segment = SharedSegment::make(group, sizeof(Record));
-//   if (!segment) ...                          // on all ranks: use the group
+//   if (!segment) ...                          // null on all ranks
 //   record_of(segment->rank()).sequence.store(7, std::memory_order_release);
 //   segment->notify();
 //   ...
@@ -10,11 +10,9 @@
 //     return record_of(2).sequence.load(std::memory_order_acquire) >= 7;
 //   });
 //
-// Liveness: each rank holds a pidfd of every peer, and a wait polls all of them
-// ten times per second. The first rank that finds a dead peer closes the
-// segment with its number, which ends all waits on all ranks.
-//
-// The system frees the memory when the last rank has unmapped it or ended.
+// A wait polls the pidfds of all peers ten times per second. The first rank
+// that finds a dead peer closes the segment, which ends all waits on all ranks.
+// The memory is a memfd: it is freed when the last rank unmaps it or ends.
 //
 // Thread safety: any thread of any rank.
 
@@ -38,18 +36,18 @@ class SharedSegment {
  public:
   using Deadline = std::chrono::steady_clock::time_point;
 
-  // Identifies the host, its network namespace and its PID namespace. Equal for
+  // Returns a hash of the host and its network and PID namespaces. Equal for
   // processes that can share memory; 0: unknown.
   static int64_t host();
 
-  // Collective. Maps one region of `bytes_per_rank` zero bytes per rank; memory
-  // is taken only for pages that are written. Returns null on all ranks unless
-  // every rank passes the same `host` other than 0 (a rank that wants none
-  // passes 0) and can map the memory.
+  // Collective. Maps one region of `bytes_per_rank` zero bytes per rank; only
+  // written pages occupy memory. Returns null on all ranks unless every rank
+  // passes the same nonzero `host` and can map the memory. A rank passes 0 to
+  // decline.
   //
-  // One all-gather of 40 bytes on the group's control device, and one of 8
-  // bytes if all hosts are equal; none for a group of one rank, which gets
-  // null. Errors: PeerError.
+  // Costs an all-gather of 40 bytes on the group's control device, and one of 8
+  // bytes if all hosts are equal. A world of 1 gets null without communication.
+  // Errors: PeerError.
   static std::shared_ptr<SharedSegment> make(
       const c10::intrusive_ptr<c10d::ProcessGroup>& group,
       size_t bytes_per_rank, int64_t host = SharedSegment::host());
@@ -65,20 +63,18 @@ class SharedSegment {
   int size() const { return size_; }
   int name_of(int rank) const { return names_[rank]; }  // in errors
 
-  // Aligned to 64 bytes. Zero when make() returns.
+  // Aligned to 64 bytes.
   std::byte* region(int rank) const;
 
-  // Wakes the threads that wait for this rank. Pairs with the waiting thread's
-  // next evaluation of its condition.
+  // Wakes the threads that wait for `rank`. Call it for this rank after a write
+  // to its region, for another one after reading that rank's region.
   void notify() { notify(rank_); }
-
-  // Wakes the threads that wait for `rank`: this rank has read its region.
   void notify(int rank);
 
-  // Blocks until condition() is true, or the deadline: returns whether it is.
-  // Evaluates it first, and again after each notify(rank). Errors: RuntimeError
-  // that names a rank, if condition() is false and the segment is closed, a
-  // rank has died, or `rank` (any other, if it is this one) has left.
+  // Blocks until condition() is true, or until the deadline; returns its value.
+  // Evaluates it first, and after each notify(rank). If it is false, throws
+  // RuntimeError for a closed segment, a dead rank, or if `rank` has left; a
+  // wait for this rank fails if any other rank has left.
   template <typename Condition>
   bool wait_for(int rank, Deadline deadline, const Condition& condition) {
     while (true) {
@@ -88,20 +84,20 @@ class SharedSegment {
     }
   }
 
-  // Whether the process of `rank` exists and has not destroyed its segment.
+  // Returns true if the process of `rank` exists and holds its segment.
   bool is_alive(int rank) const;
 
-  // Ranks whose processes have ended before they destroyed their segment.
+  // Returns the ranks whose processes ended without destroying the segment.
   std::vector<int> dead_ranks() const;
 
-  // Ends all waits whose condition is false, on all ranks, now and later. The
-  // first reason (at most 500 bytes are kept) is the one that all ranks report.
-  // `lost`: the rank that has died, -1: none.
+  // Ends all present and future waits whose condition is false, on all ranks.
+  // All ranks report the first reason, cut to 500 bytes. `lost`: the dead rank,
+  // -1: none.
   void close(std::string_view reason, int lost = -1);
   bool is_closed() const;
   // "rank 2 (process 4711) has ended"; empty while open.
   std::string close_reason() const;
-  // The rank that has died; -1: none.
+  // Returns the dead rank; -1: none.
   int lost_rank() const;
 
  private:
@@ -109,7 +105,7 @@ class SharedSegment {
   struct Mapping;
   struct Seen {
     uint32_t count;  // of notify() calls
-    int left;        // a rank that has left, -1: none
+    int left;        // a rank that has left; -1: none
     bool is_closed;
   };
 
@@ -118,8 +114,8 @@ class SharedSegment {
 
   Layout& layout() const;
   Seen look(int rank) const;
-  // Returns false after the deadline. Throws if `seen` says that nothing more
-  // will come.
+  // Returns false after the deadline. Throws if `seen` says that the wait can't
+  // succeed.
   bool sleep(int rank, const Seen& seen, Deadline deadline);
   void close_if_a_rank_is_dead();
 

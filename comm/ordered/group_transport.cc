@@ -23,19 +23,17 @@ using std::chrono::milliseconds;
 using WorkPtr = c10::intrusive_ptr<c10d::Work>;
 
 constexpr int kGoodbyeTag = 0;
-constexpr milliseconds kGoodbyePatience = std::chrono::seconds(1);
-// A message, a failure or an abort ends the wait.
-constexpr milliseconds kForEver = std::chrono::hours(24 * 365);
+constexpr milliseconds kGoodbyeTimeout = std::chrono::seconds(1);
+constexpr milliseconds kForever = std::chrono::hours(24 * 365);
 
 // All-to-alls and all-gathers by the backend's sends and receives, receives
-// first. Gloo's own all-to-all sends before it receives: the notice of a
-// receive then follows the data on the same connection, so that one direction
+// first. Gloo's all-to-all sends first, so that one direction of a connection
 // is always idle.
 //
-// Gloo does not end a message of which a part has been sent when the peer dies.
-// So each rank waits for a goodbye message from the next one. A death ends that
-// wait with an error: the rank then aborts all of its operations and closes its
-// connections, which the previous rank notices, and so on around.
+// Gloo does not fail a partly sent message when the peer dies. Therefore each
+// rank waits for a goodbye message from the next rank. After a death that wait
+// fails, and the rank aborts its operations and closes its connections. The
+// previous rank notices, and so on around the ring.
 class GroupTransport final : public OrderedTransport {
  public:
   GroupTransport(c10::intrusive_ptr<c10d::Backend> backend,
@@ -68,24 +66,24 @@ class GroupTransport final : public OrderedTransport {
 
   void watch() {
     try {
-      departure_->wait(kForEver);
+      departure_->wait(kForever);
     } catch (const std::exception&) {
       if (!is_aborted_) {
         abort(c10::str("the connection to rank ", ranks_.names[next()],
-                       " is closed: it is lost, or has lost another one"));
+                       " is closed: that rank, or one after it, has died"));
       }
     }
   }
 
-  // Afterwards the previous rank takes a closed connection for no failure.
+  // Makes the previous rank accept a closed connection from now on.
   void say_goodbye() {
     const SigpipeBlock writes_to_peer;
     std::vector<at::Tensor> byte = {at::zeros({1}, at::kByte)};
     const int watcher = (ranks_.rank + ranks_.size - 1) % ranks_.size;
     try {
-      backend_->send(byte, watcher, kGoodbyeTag)->wait(kGoodbyePatience);
+      backend_->send(byte, watcher, kGoodbyeTag)->wait(kGoodbyeTimeout);
     } catch (const std::exception&) {
-      // It has left before.
+      // The previous rank has left already.
     }
   }
 
@@ -104,7 +102,7 @@ class GroupTransport final : public OrderedTransport {
 
 class GroupTransport::Operation final : public OrderedOperation {
  public:
-  // `number`: of the calls, equal on all ranks.
+  // `number`: of the call, equal on all ranks.
   Operation(GroupTransport& transport, const OrderedCall& call, uint32_t number)
       : transport_(transport),
         ranks_(transport.ranks_),
@@ -151,7 +149,7 @@ class GroupTransport::Operation final : public OrderedOperation {
                     : elements_of(call_.output, ranks_.rank));
   }
 
-  // The output's slices, in place.
+  // All-gathers the output's slices in place.
   void gather() {
     std::vector<at::Tensor> received;
     for (int rank = 0; rank < ranks_.size; ++rank) {
@@ -160,12 +158,11 @@ class GroupTransport::Operation final : public OrderedOperation {
     exchange(1, received, std::vector(ranks_.size, received[ranks_.rank]));
   }
 
-  // With each peer, by rank.
+  // Receives from and sends to each peer; the arguments are by rank.
   void exchange(uint32_t phase, const std::vector<at::Tensor>& received,
                 const std::vector<at::Tensor>& sent) {
     const SigpipeBlock writes_to_peers;
-    // Messages end on other threads, perhaps after the profiler that has seen
-    // them begin.
+    // A profiler that sees a message begin here may be gone when it ends.
     const at::DisableRecordFunctionGuard not_profiled;
     const int tag = static_cast<int>((2 * number_ + phase) % kTags) + 1;
     c10d::Backend& backend = *transport_.backend_;
@@ -217,7 +214,7 @@ class GroupTransport::Operation final : public OrderedOperation {
     transport_.messages_.erase(this);
   }
 
-  // Two ranks send each other everything, and need no second exchange.
+  // Two ranks send each other all elements and need no all-gather.
   bool is_of_two() const {
     return call_.kind == OrderedKind::kAllReduce && ranks_.size == 2;
   }

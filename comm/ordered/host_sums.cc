@@ -20,9 +20,8 @@ namespace brigade {
 
 namespace {
 
-// Opens a profiler range under the name of Gloo's, from a sum's launch to its
-// end. Returns the function that closes it, on any thread; empty: no profiler
-// is active.
+// Opens a profiler range with the name of Gloo's. Returns the function that
+// closes it, on any thread; empty if no profiler is active.
 std::function<void()> begin_range(const at::Tensor& tensor) {
   auto callbacks = at::getStepCallbacksUnlessEmpty(at::RecordScope::USER_SCOPE);
   if (!callbacks) return nullptr;
@@ -47,7 +46,7 @@ HostSums::HostSums(const c10::intrusive_ptr<c10d::ProcessGroup>& group)
       number_(channel_number(group)),
       collectives_(group) {}
 
-std::shared_ptr<HostSums> HostSums::meet(
+std::shared_ptr<HostSums> HostSums::get_or_make(
     const c10::intrusive_ptr<c10d::ProcessGroup>& group, bool wants) {
   if (group->getSize() == 1 || !has_gloo_backend(*group)) return nullptr;
   const std::shared_ptr<OfGroup> of_group = per_group<OfGroup>(group);
@@ -58,16 +57,15 @@ std::shared_ptr<HostSums> HostSums::meet(
   }
   if (sums && sums->collectives_.has_failed()) sums = nullptr;
   const int64_t host = wants && group->getStore() ? SharedSegment::host() : 0;
-  const std::vector<int64_t> offers =
-      numbers_of_ranks(group, {host, sums ? sums->number_ : 0},
-                       "could not tell the others its host");
-  bool all_have_it = offers[1] != 0;
+  const std::vector<int64_t> offers = all_gather_ints(
+      group, {host, sums ? sums->number_ : 0}, "could not exchange host ids");
+  bool all_have_one = offers[1] != 0;
   for (size_t i = 0; i < offers.size(); i += 2) {
     if (offers[i] == 0 || offers[i] != offers[0]) return nullptr;
-    // A peer may have let go of the previous one.
-    all_have_it = all_have_it && offers[i + 1] == offers[1];
+    // A peer may have destroyed the previous instance.
+    all_have_one = all_have_one && offers[i + 1] == offers[1];
   }
-  if (all_have_it) return sums;
+  if (all_have_one) return sums;
   sums.reset(new HostSums(group));
   if (!sums->collectives_.is_on_one_host()) return nullptr;
   const std::lock_guard<std::mutex> lock(of_group->mutex);

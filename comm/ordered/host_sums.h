@@ -1,8 +1,8 @@
-// The all-reduce of a group whose ranks are all on one host, through memory
-// that they share: a third to a half of the time of Gloo's own. And the number
-// of a group's collectives.
+// All-reduce through shared memory for a group whose ranks are on one host, in
+// a third to a half of the time of Gloo's; and the count of a group's
+// collectives.
 //
-//   if (const auto sums = HostSums::meet(group, /*wants=*/true)) {
+//   if (const auto sums = HostSums::get_or_make(group, /*wants=*/true)) {
 //     sums->all_reduce(bucket)->wait();
 //   } else ...
 //
@@ -23,28 +23,26 @@
 
 namespace brigade {
 
-// Each group has at most one at a time, for all its users: its sums count as
-// the group's collectives, closing the group ends them, and profilers see them
-// as "gloo:all_reduce".
+// All users of a group share one instance. Its sums count as the group's
+// collectives, close_group() ends them, and profilers see "gloo:all_reduce".
 class HostSums {
  public:
-  // Collective: all ranks call it at the same place of their programs. Returns
-  // null on all ranks unless all want it and share memory, and null without
-  // communication if the group has one rank or another CPU backend than Gloo: a
-  // user's own backend sees all traffic.
+  // Collective. Returns null on all ranks unless all want it and share memory.
+  // Returns null without communication in a world of 1, and if the CPU backend
+  // is not Gloo: a user's backend sees all traffic.
   //
-  // Errors: PeerError if ranks don't meet.
-  static std::shared_ptr<HostSums> meet(
+  // Errors: PeerError.
+  static std::shared_ptr<HostSums> get_or_make(
       const c10::intrusive_ptr<c10d::ProcessGroup>& group, bool wants);
 
-  // Whether it adds up tensors like this one: dense numbers on the CPU.
+  // Returns true for dense contiguous CPU tensors of a dtype that can_add().
   static bool can_reduce(const at::Tensor& tensor);
 
-  // OrderedCollectives::all_reduce(), but the future ends with an error as the
-  // group's would: the caller says whose sum it was.
+  // OrderedCollectives::all_reduce(), but the future's error is a RuntimeError,
+  // like that of Gloo: the caller adds the context.
   OrderedCollectives::FuturePtr all_reduce(const at::Tensor& tensor);
 
-  // Sums of the group on this rank so far.
+  // Returns the number of the group's all_reduce() calls on this rank.
   static int64_t num_launches(const c10d::ProcessGroup& group);
 
  private:
@@ -57,9 +55,9 @@ class HostSums {
   OrderedCollectives collectives_;
 };
 
-// Returns the number of collectives that a group has launched on this rank, in
-// shared memory too, for comparison with a later one. Nothing, slowly, if a
-// backend does not count; Gloo and NCCL do.
+// Returns the number of collectives that a group has launched on this rank,
+// including those of HostSums. Returns nullopt, slowly, if a backend does not
+// count them; Gloo and NCCL do.
 std::optional<int64_t> count_collectives(c10d::ProcessGroup& group);
 
 }  // namespace brigade

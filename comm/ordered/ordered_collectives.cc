@@ -25,7 +25,7 @@ using c10::ivalue::Future;
 
 constexpr int kNumThreads = 2;
 
-// Bytes of a region at least: pieces of a call have 4 elements of each rank.
+// Smallest region per rank, for pieces of 4 elements of each rank.
 constexpr int64_t kLeastBytesPerRank = 256;
 
 c10::intrusive_ptr<Future> make_future() {
@@ -55,18 +55,14 @@ const char* name_of(OrderedKind kind) {
   return "";
 }
 
-// Collective. Makes a backend beside the group's own.
 c10::intrusive_ptr<c10d::Backend> make_backend(
     const c10::intrusive_ptr<c10d::ProcessGroup>& group) {
   const int64_t number = channel_number(group);
-  const SigpipeBlock inherited_by_its_threads;
-  auto backend = make_gloo_backend_beside(
+  return make_second_gloo_backend(
       *group,
       c10::make_intrusive<c10d::PrefixStore>(
           c10::str("brigade/ordered/", number), control_store(*group)),
       group_timeout(*group));
-  backend->barrier()->wait();
-  return backend;
 }
 
 void check_layout(std::string_view name, const at::Tensor& tensor) {
@@ -74,26 +70,27 @@ void check_layout(std::string_view name, const at::Tensor& tensor) {
       tensor.defined() && tensor.layout() == at::kStrided && tensor.is_cpu() &&
           tensor.is_contiguous() && !tensor.is_conj() && !tensor.is_neg(),
       "ordered collectives: expected ", name,
-      " to be a dense contiguous CPU tensor with values of its "
-      "own, found ",
+      " to be a dense contiguous CPU tensor without lazy "
+      "conjugation or negation, found ",
       tensor.defined() ? tensor.toString() : "an undefined one",
       tensor.defined() && tensor.layout() == at::kStrided
           ? c10::str(" of sizes ", tensor.sizes(), " and strides ",
                      tensor.strides(), " on ", tensor.device())
           : "",
-      ".\nGive its contiguous() or resolve_conj() copy.");
+      ".\nPass its contiguous(), resolve_conj() or resolve_neg() copy.");
 }
 
 void check_tensor(std::string_view name, const at::Tensor& tensor) {
   check_layout(name, tensor);
   TORCH_CHECK_TYPE(can_add(tensor.scalar_type()),
-                   "ordered collectives: can't add ", tensor.scalar_type(),
-                   ".\nReduce a copy in a dtype that can be added.");
+                   "ordered collectives: expected ", name,
+                   " in an integer, floating-point or complex dtype, found ",
+                   tensor.scalar_type(), ".\nReduce a copy in such a dtype.");
 }
 
 }  // namespace
 
-// The ordered collectives of a group in this process.
+// All instances for one group in this process.
 struct OrderedCollectives::OfGroup {
   std::mutex mutex;
   std::set<OrderedCollectives*> all;  // guarded by mutex
@@ -110,11 +107,10 @@ OrderedCollectives::OrderedCollectives(
       process_(getpid()),
       of_group_(per_group<OfGroup>(group)) {
   if (ranks_.size == 1) return;
-  TORCH_CHECK_VALUE(group->getStore(), "ordered collectives: the group of ",
-                    ranks_.size,
-                    " ranks has no store to connect them by.\nUse a group made "
-                    "by init_process_group().");
-  // What a profiler would see begin here may end when it is gone.
+  TORCH_CHECK_VALUE(
+      group->getStore(), "ordered collectives: the group of ", ranks_.size,
+      " ranks has no store.\nUse a group of init_process_group().");
+  // A profiler that sees an event begin here may be gone when it ends.
   const at::DisableRecordFunctionGuard not_profiled;
   try {
     const auto room = static_cast<size_t>(
@@ -129,7 +125,7 @@ OrderedCollectives::OrderedCollectives(
   } catch (...) {
     throw_peer_error(c10::str("ordered collectives: ",
                               names_.describe(ranks_.rank, ranks_.size),
-                              " could not connect to the others"),
+                              " could not connect to the other ranks"),
                      std::current_exception());
   }
   for (int i = 0; i < kNumThreads; ++i) {
@@ -142,7 +138,8 @@ OrderedCollectives::OrderedCollectives(
 OrderedCollectives::~OrderedCollectives() {
   if (!transport_) return;
   if (getpid() != process_) {
-    // Connections and threads are the parent's; to wait for them is for ever.
+    // The parent owns connections and threads: leaks them, since waiting for
+    // them would never end.
     new auto(std::move(transport_));
     new auto(std::move(queue_));
     new auto(std::move(threads_));
@@ -158,10 +155,10 @@ OrderedCollectives::~OrderedCollectives() {
     const std::lock_guard<std::mutex> lock(mutex_);
     is_ending_ = true;
     is_idle = num_in_flight_ == 0 && !failure_;
-    // Of what callbacks launch that still run.
+    // For calls that running callbacks still make.
     if (is_idle) failure_ = failure_of("it has ended", nullptr);
   }
-  if (!is_idle) fail("it ended with reductions in flight", nullptr);
+  if (!is_idle) fail("it ended with collectives in flight", nullptr);
   changed_->notify_all();
   for (std::thread& thread : threads_) thread.join();
 }
@@ -279,7 +276,7 @@ void OrderedCollectives::finish(InFlight launched) {
       error = fail(describe(launched), std::current_exception());
     }
   }
-  // Nobody else sees the result's memory when it is there.
+  // When the future is complete, it holds the only reference to the result.
   launched.operation = nullptr;
   launched.call = {};
   {
@@ -321,7 +318,7 @@ std::exception_ptr OrderedCollectives::fail(
         "rank ", names_[ranks_.rank],
         " has failed: ", cause ? message_of(cause) : std::string(context)));
   } catch (const std::exception&) {
-    // Peers wait for their timeout.
+    // Peers then wait for their timeout.
   }
   return failure;
 }
@@ -355,10 +352,11 @@ std::exception_ptr OrderedCollectives::failure() const {
 }
 
 void OrderedCollectives::check_process() const {
-  TORCH_CHECK(getpid() == process_, "OrderedCollectives: made in process ",
-              process_, ", it can't be used in process ", getpid(),
-              ", which was forked from that.\nMake the group and what uses it "
-              "after the fork.");
+  TORCH_CHECK(getpid() == process_,
+              "OrderedCollectives: expected use in process ", process_,
+              ", which made it, found process ", getpid(),
+              ", which was forked from it.\nMake the group and its users after "
+              "the fork.");
 }
 
 }  // namespace brigade

@@ -1,26 +1,23 @@
-// Asynchronous collectives of CPU tensors whose sums have reproducible bits:
-// each element is summed in rank order, wherever it lies in a tensor, so cuts
-// between buckets, shards and strategies don't show.
+// Asynchronous collectives of CPU tensors that sum each element in rank order.
+// The bits do not depend on buckets or shards.
 //
 //   OrderedCollectives collectives(group);
 //   auto reduced = collectives.all_reduce(bucket, 1.0 / world_size);
-//   ...                                  // computes meanwhile
+//   ...                                  // overlapped computation
 //   reduced->wait();
 //
-// `scale` multiplies the sum once. float16 and bfloat16 are added in float32
+// `scale` multiplies the sum once. float16 and bfloat16 are summed in float32
 // and rounded once.
 //
-// If all ranks are on one host, data go through memory that they share
-// (shared_transport.cc); otherwise by an all-to-all of slices, a local sum, and
-// an all-gather, on a Gloo backend beside the group's (group_transport.cc).
+// Data go through shared memory if all ranks are on one host, otherwise through
+// a second Gloo backend.
 //
-// *Failure.*  A peer that dies, leaves, stops for longer than the group's
-// timeout or, on one host, launches something else ends all calls in flight on
-// all ranks with one PeerError, and later ones; so does close_group(). The
-// group stays usable.
+// *Failure.*  All calls in flight and later ones end on all ranks with one
+// PeerError if a peer dies, leaves, stops for longer than the group's timeout
+// or, on one host, makes another call; and after close_group(). The group stays
+// usable.
 //
-// Thread safety: any thread may call; the calls come in the same order on all
-// ranks.
+// Thread safety: any thread; all ranks make the same calls in the same order.
 
 #ifndef BRIGADE_COMM_ORDERED_ORDERED_COLLECTIVES_H_
 #define BRIGADE_COMM_ORDERED_ORDERED_COLLECTIVES_H_
@@ -54,32 +51,30 @@ class OrderedCollectives {
 
   static constexpr int64_t kSharedBytes = int64_t{1} << 28;
 
-  // Collective. Calls time out as the group's.
+  // Collective. The timeout is the group's.
   //
-  // `shared_bytes`: limit of the memory that a rank's unread data take on a
-  // host; a call that finds none starts when earlier ones have been read. 0:
-  // share no memory. `host`: ranks with another number count as ranks of
-  // another host, for tests.
+  // `shared_bytes`: limit of a rank's data in shared memory that peers have not
+  // read; later calls wait for room. 0: no shared memory. `host`, for tests:
+  // ranks with different values count as different hosts.
   //
   // Errors: ValueError if the group has several ranks and no store; PeerError
-  // if ranks don't meet.
+  // if ranks do not connect.
   explicit OrderedCollectives(
       const c10::intrusive_ptr<c10d::ProcessGroup>& group,
       int64_t shared_bytes = kSharedBytes, int64_t host = 0);
 
-  // Calls in flight end with an error, here and on the other ranks. REQUIRES:
-  // not from a callback of one of its futures. In a forked child, leaves
-  // everything to the parent.
+  // Ends calls in flight with an error on all ranks. In a forked child, does
+  // nothing. REQUIRES: not called by a callback of one of its futures.
   ~OrderedCollectives();
 
   OrderedCollectives(const OrderedCollectives&) = delete;
   OrderedCollectives& operator=(const OrderedCollectives&) = delete;
 
-  // Replaces `tensor` [any shape] by the sum over ranks, times `scale`; no
-  // scale for integers. The future holds a list of the tensor, as c10d's do, or
-  // ends with PeerError; its callbacks run on a thread that later calls need.
-  // Starts when `after` is complete, if given, and fails with it; so do later
-  // calls.
+  // Replaces `tensor` [any shape] by the sum over ranks, times `scale` (not for
+  // integers). The future holds a list of the tensor, like c10d's, or a
+  // PeerError. Its callbacks run on a thread that later calls need. If `after`
+  // is given, starts when that is complete; its failure fails this call and
+  // later ones.
   //
   // Errors: ValueError for a tensor that is not contiguous, not on the CPU or
   // lazily conjugated; TypeError for a dtype that can't be added; RuntimeError
@@ -88,41 +83,40 @@ class OrderedCollectives {
                        std::optional<double> scale = std::nullopt,
                        const FuturePtr& after = {});
 
-  // Writes into `output` the sum over ranks of this rank's slice of `input`
-  // [any shape]: elements slice(input.numel()). `output` may be that part of
-  // `input`, which is otherwise left unchanged, and overlaps no other. The
-  // future holds a list of the output. Errors: as all_reduce().
+  // Sums elements slice(input.numel()) of `input` [any shape] over ranks into
+  // `output`, which may be that slice and overlaps no other part of `input`.
+  // The rest of `input` is unchanged. The future holds a list of the output.
+  // Errors: as all_reduce().
   FuturePtr reduce_scatter(const at::Tensor& input, const at::Tensor& output,
                            std::optional<double> scale = std::nullopt);
 
-  // Copies each rank's slice of `whole` [any shape, any dtype], elements
-  // slice(whole.numel()), to the other ranks. The future holds a list of the
-  // tensor. Errors: as all_reduce().
+  // Copies elements slice(whole.numel()) of each rank's `whole` [any shape, any
+  // dtype] to the other ranks. The future holds a list of the tensor. Errors:
+  // as all_reduce().
   FuturePtr all_gather(const at::Tensor& whole);
 
-  // Ends calls in flight and later ones with an error that contains the cause,
-  // here and on the other ranks.
+  // Ends calls in flight and later ones on all ranks with an error that
+  // contains the cause.
   void abort(const std::exception_ptr& cause) noexcept;
 
-  // Aborts all ordered collectives of the group in this process.
+  // Aborts all instances of the group in this process.
   static void abort_all_of(const c10d::ProcessGroup& group,
                            const std::exception_ptr& cause);
 
-  // This rank's slice of n elements.
+  // Returns this rank's slice of `numel` elements.
   RankSlice slice(int64_t numel) const {
     return slice_of_rank(numel, ranks_.rank, ranks_.size);
   }
 
-  // Whether an error ends all calls from here on.
   bool has_failed() const { return failure() != nullptr; }
 
-  // Whether all ranks share memory. The same on all ranks.
+  // Returns true, on all ranks, if all ranks share memory.
   bool is_on_one_host() const { return is_on_one_host_; }
 
  private:
   struct OfGroup;
   struct InFlight {
-    int64_t number;  // of the calls
+    int64_t number;  // of the call, from 1
     OrderedCall call;
     std::unique_ptr<OrderedOperation> operation;
     at::Tensor result;
@@ -135,10 +129,10 @@ class OrderedCollectives {
   std::string describe(const InFlight& launched) const;
   std::exception_ptr failure() const;
   void check_process() const;
-  // Without a cause, the context is the whole story.
+  // Without a cause, the context is the complete text.
   std::exception_ptr failure_of(std::string_view context,
                                 const std::exception_ptr& cause) const noexcept;
-  // The one that all calls get from here on: that of the first failure.
+  // Returns the first failure, which all later calls get too.
   std::exception_ptr fail(std::string_view context,
                           const std::exception_ptr& cause) noexcept;
 
@@ -148,7 +142,7 @@ class OrderedCollectives {
   const pid_t process_;
   const std::shared_ptr<OfGroup> of_group_;
   bool is_on_one_host_ = true;
-  std::unique_ptr<OrderedTransport> transport_;  // null: a world of 1
+  std::unique_ptr<OrderedTransport> transport_;  // null in a world of 1
 
   mutable std::mutex mutex_;
   std::unique_ptr<std::condition_variable> changed_ =

@@ -14,10 +14,10 @@
 namespace brigade {
 namespace {
 
-constexpr int64_t kBlock = 1024;  // elements: what is added stays in the cache
+constexpr int64_t kBlock = 1024;  // elements that fit into the cache
 
-// In what T is added: without overflow that C++ leaves undefined, and without
-// rounding after each term.
+// The type in which T is summed: unsigned for integers, because signed overflow
+// is undefined; wider for float16, so that it is rounded once.
 template <typename T, typename = void>
 struct Accumulated {
   using Type = at::opmath_type<T>;
@@ -87,10 +87,10 @@ at::Tensor empty_sum(int64_t numel, const at::Tensor& like) {
                    like.options().dtype(is_short ? at::kFloat : dtype));
 }
 
-void sum_in_order(const at::Tensor& parts, int count, const at::Tensor& sum) {
+void sum_in_order(const at::Tensor& terms, int count, const at::Tensor& sum) {
   const int64_t numel = sum.numel();
-  sum.copy_(parts.narrow(0, 0, numel));
-  for (int i = 1; i < count; ++i) sum.add_(parts.narrow(0, i * numel, numel));
+  sum.copy_(terms.narrow(0, 0, numel));
+  for (int i = 1; i < count; ++i) sum.add_(terms.narrow(0, i * numel, numel));
 }
 
 }  // namespace brigade

@@ -1,5 +1,5 @@
-// Moves and adds the tensors of ordered collectives: through memory that all
-// ranks share, or by messages of a c10d backend. Internal to comm/.
+// Transports of ordered collectives: shared memory, or messages of a c10d
+// backend. Internal to comm/.
 
 #ifndef BRIGADE_COMM_ORDERED_ORDERED_TRANSPORT_H_
 #define BRIGADE_COMM_ORDERED_ORDERED_TRANSPORT_H_
@@ -29,9 +29,9 @@ struct OrderedCall {
 
   OrderedKind kind = OrderedKind::kAllReduce;
   at::Tensor input;   // [n], n > 0
-  at::Tensor output;  // [n], the input itself; of a reduce-scatter: the slice
+  at::Tensor output;  // [n], the input itself; reduce-scatter: the slice
   std::optional<double> scale;
-  FuturePtr after;  // fills `input`; null: it is filled
+  FuturePtr after;  // start after this future; null: at once
 };
 
 struct OrderedRanks {
@@ -41,45 +41,46 @@ struct OrderedRanks {
   RankNames names = {};  // in errors
 };
 
-// A call in flight. Its destructor waits for nobody.
+// A call in flight. Its destructor does not block.
 class OrderedOperation {
  public:
   virtual ~OrderedOperation() = default;
 
-  // Blocks until the output is complete. Errors: RuntimeError, and the
-  // backend's.
+  // Blocks until the output is complete. Throws RuntimeError, and the backend's
+  // errors.
   virtual void finish() = 0;
 
-  // The rank that finish() waits for, -1: not known. Any thread.
+  // Returns the rank that finish() waits for; -1: unknown. Any thread.
   virtual int awaited() const { return -1; }
 };
 
-// Thread safety: start() is called in the same order on all ranks, one call at
-// a time; each operation's finish() by one of several threads, which begin them
-// in the order of start(); abort() from any thread.
+// Thread safety: start() is called by one thread at a time, in the same order
+// on all ranks. Several threads call finish(), each for one operation, and
+// begin them in the order of start(). Any thread calls abort().
 class OrderedTransport {
  public:
   virtual ~OrderedTransport() = default;
 
-  // Waits for no peer.
+  // Does not wait for peers.
   virtual std::unique_ptr<OrderedOperation> start(const OrderedCall& call) = 0;
 
   // Ends all operations with an error, here and on the other ranks.
   virtual void abort(std::string_view reason) = 0;
 };
 
-// Size of each rank's region in the segment, for `room` bytes of posts.
+// Returns the size of a rank's region in the segment for `room` bytes of posts.
 size_t shared_bytes_per_rank(size_t room);
 
-// Each rank copies its terms into its region at start, or as soon as there is
-// room, adds up what the peers have posted there, and posts the sums. REQUIRES:
-// the room fits 4 elements of each rank.
+// Makes the transport through shared memory. Each rank posts its terms in its
+// region, sums its slice, and posts the sum. REQUIRES: `room` fits 4 elements
+// of each rank.
 std::unique_ptr<OrderedTransport> make_shared_transport(
     std::shared_ptr<SharedSegment> segment, size_t room,
     const OrderedRanks& ranks);
 
-// An all-to-all of the terms' bytes, a sum, and an all-gather of the sums.
-// Nothing else uses the backend, whose ranks are connected.
+// Makes the transport by messages: an all-to-all of the terms, a sum, and an
+// all-gather of the sums. REQUIRES: all ranks of `backend` are connected, and
+// it has no other users.
 std::unique_ptr<OrderedTransport> make_group_transport(
     c10::intrusive_ptr<c10d::Backend> backend, const OrderedRanks& ranks);
 

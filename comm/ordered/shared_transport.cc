@@ -20,33 +20,33 @@ namespace {
 using std::chrono::steady_clock;
 
 constexpr size_t kCacheLine = 64;
-constexpr size_t kNumPlaces = 1024;
+constexpr size_t kNumSlots = 1024;
 
-// Bytes to send in one phase up to which saving the other phase is worth the
-// bytes and additions, of which there are W/2 times as many.
+// Up to this many bytes from one rank, a single phase is faster than two,
+// although it copies and sums W/2 times as much.
 constexpr int64_t kOnePhaseBytes = int64_t{1} << 15;
 
-// Bytes that are added before the sums are copied: a part of the cache.
+// Bytes that are summed before they are copied: a part of the cache.
 constexpr int64_t kBlockBytes = int64_t{1} << 19;
 
 constexpr size_t padded(size_t bytes) {
   return (bytes + kCacheLine - 1) / kCacheLine * kCacheLine;
 }
 
-// A post of a rank: terms, to which it may add its own slice's sum later.
-struct Place {
+// A post of a rank: its terms, and later the sum of its own slice.
+struct Slot {
   std::atomic<uint64_t> progress;  // 2 * number, + 1 with the sums
   std::atomic<int32_t> num_unread;
   uint64_t tag;
-  uint64_t offset;  // of the data, from the region's begin
+  uint64_t offset;  // of the data in the region
 };
 struct Head {
-  // The first post of the first call that has failed here; 0: none has.
+  // The first post of the first call that failed on this rank; 0: none.
   std::atomic<uint64_t> first_failed;
-  std::array<Place, kNumPlaces> places;
+  std::array<Slot, kNumSlots> slots;
 };
 
-// What a rank has posted for the others, in a region of the segment.
+// The posts of all ranks, each rank's in its region of the segment.
 class SharedPosts {
  public:
   enum class Phase : uint64_t { kTerms = 0, kSums = 1 };
@@ -56,7 +56,8 @@ class SharedPosts {
 
   SharedSegment& segment() const { return *segment_; }
 
-  // Memory for a post, or null while there is none. Posts come in rising order.
+  // Allocates memory for a post of this rank; null if there is none now. Posts
+  // are allocated in rising order.
   std::byte* take(uint64_t number, size_t bytes, uint64_t tag) {
     if (!has_been_read(number)) return nullptr;
     std::erase_if(blocks_, [&](const auto& block) {
@@ -66,7 +67,7 @@ class SharedPosts {
     const std::optional<size_t> offset = find_room(block_bytes);
     if (!offset) return nullptr;
     blocks_.emplace(*offset, Block{.bytes = block_bytes, .number = number});
-    Place& taken = place(own(), number);
+    Slot& taken = slot(own(), number);
     taken.offset = *offset;
     taken.tag = tag;
     taken.num_unread = segment_->size() - 1;
@@ -74,45 +75,46 @@ class SharedPosts {
   }
 
   void publish(uint64_t number, Phase phase) {
-    place(own(), number)
+    slot(own(), number)
         .progress.store(2 * number + static_cast<uint64_t>(phase),
                         std::memory_order_release);
     segment_->notify();
   }
 
   std::byte* own_post(uint64_t number) const {
-    return segment_->region(own()) + place(own(), number).offset;
+    return segment_->region(own()) + slot(own(), number).offset;
   }
 
-  // The posts from `number` on have failed on this rank: so they do on all
-  // ranks once the segment is closed.
+  // Records that the posts from `number` on failed on this rank. They fail on
+  // all ranks once the segment is closed.
   void fail_from(uint64_t number) {
     std::atomic<uint64_t>& first = head(own()).first_failed;
     if (first.load() == 0 || number < first.load()) first = number;
   }
   bool has_failed() const { return head(own()).first_failed.load() != 0; }
 
-  // Blocks until the peer's post has come to the phase. Null after the
-  // deadline. Errors: as SharedSegment::wait_for(); RuntimeError for another
-  // tag, and for a post that has failed on any rank.
+  // Blocks until the peer's post has reached the phase. Returns its data, or
+  // null after the deadline. Errors: as SharedSegment::wait_for(); RuntimeError
+  // for a different tag, or for a post that failed on any rank.
   const std::byte* await(int peer, uint64_t number, uint64_t tag, Phase phase,
                          SharedSegment::Deadline deadline) const {
-    const Place& posted = place(peer, number);
+    const Slot& posted = slot(peer, number);
     const uint64_t wanted = 2 * number + static_cast<uint64_t>(phase);
-    const bool is_there = segment_->wait_for(peer, deadline, [&] {
+    const bool is_posted = segment_->wait_for(peer, deadline, [&] {
       const uint64_t found = posted.progress.load(std::memory_order_acquire);
       return found / 2 == number && (found >= wanted || posted.tag != tag);
     });
     TORCH_CHECK(!segment_->is_closed() || number < first_failed(),
                 segment_->close_reason());
-    if (!is_there) return nullptr;
+    if (!is_posted) return nullptr;
     TORCH_CHECK(posted.tag == tag, "rank ", segment_->name_of(peer),
-                " has launched something else");
+                " made another call: expected the same collectives in the same "
+                "order on every rank, with equal shapes, dtypes and scales");
     return segment_->region(peer) + posted.offset;
   }
 
   void release(int peer, uint64_t number) {
-    Place& read = place(peer, number);
+    Slot& read = slot(peer, number);
     if (read.num_unread.fetch_sub(1, std::memory_order_acq_rel) == 1) {
       segment_->notify(peer);
     }
@@ -128,22 +130,23 @@ class SharedPosts {
   Head& head(int rank) const {
     return *reinterpret_cast<Head*>(segment_->region(rank));
   }
-  Place& place(int rank, uint64_t number) const {
-    return head(rank).places[number % kNumPlaces];
+  Slot& slot(int rank, uint64_t number) const {
+    return head(rank).slots[number % kNumSlots];
   }
 
-  // By all peers: the memory and the place of this own post are free.
+  // Returns true if all peers have read the own post: its memory and slot are
+  // free.
   bool has_been_read(uint64_t number) const {
-    const Place& posted = place(own(), number);
+    const Slot& posted = slot(own(), number);
     const bool is_read = posted.num_unread.load(std::memory_order_acquire) == 0;
-    // The peers' loads and stores lie between the sums and this; what a tool
-    // sees of it, since each rank maps the memory elsewhere, is `progress`.
+    // Orders this after the sums for thread sanitizers too, which see separate
+    // mappings of the memory in ranks that are threads.
     posted.progress.load(std::memory_order_acquire);
     return is_read;
   }
 
-  // Of all ranks. A rank may have posted before it failed, so that others would
-  // complete what has failed there.
+  // Returns the lowest failed post of all ranks. A rank may post before it
+  // fails: without this, its peers would complete a call that failed there.
   uint64_t first_failed() const {
     if (segment_->lost_rank() >= 0) return 0;
     uint64_t first = std::numeric_limits<uint64_t>::max();
@@ -154,7 +157,8 @@ class SharedPosts {
     return first;
   }
 
-  // The lowest, so that memory is used again while it is in the cache.
+  // Returns the lowest free offset, so that memory is reused while it is
+  // cached.
   std::optional<size_t> find_room(size_t bytes) const {
     size_t offset = padded(sizeof(Head));
     for (const auto& [begin, block] : blocks_) {
@@ -168,14 +172,14 @@ class SharedPosts {
 
   const std::shared_ptr<SharedSegment> segment_;
   const size_t room_;
-  std::map<size_t, Block> blocks_;  // by offset; of take()
+  std::map<size_t, Block> blocks_;  // in use, by offset
 };
 
-// How a call's elements are cut: each rank adds up its slice, in pieces that
-// fit into the region. Equal on all ranks.
-class Cut {
+// Partition of a call's elements: each rank sums its slice, in pieces that fit
+// into the region. Equal on all ranks.
+class Partition {
  public:
-  Cut(const OrderedCall& call, int size, size_t room)
+  Partition(const OrderedCall& call, int size, size_t room)
       : numel_(call.input.numel()),
         size_(size),
         is_one_phase_(call.kind == OrderedKind::kAllReduce &&
@@ -189,19 +193,19 @@ class Cut {
     num_pieces_ = (slice(0).numel + piece_numel_ - 1) / piece_numel_;
   }
 
-  // Every rank adds up everything.
+  // Returns true if every rank sums all elements.
   bool is_one_phase() const { return is_one_phase_; }
   int64_t num_pieces() const { return num_pieces_; }
 
-  // Of `rank`'s slice, from the call's first element.
+  // Returns a piece of `rank`'s slice; its offset is in the call's elements.
   RankSlice piece(int rank, int64_t index) const {
-    const RankSlice whole = slice(rank);
-    const int64_t offset = std::min(whole.numel, index * piece_numel_);
-    return {.offset = whole.offset + offset,
-            .numel = std::min(piece_numel_, whole.numel - offset)};
+    const RankSlice of_rank = slice(rank);
+    const int64_t offset = std::min(of_rank.numel, index * piece_numel_);
+    return {.offset = of_rank.offset + offset,
+            .numel = std::min(piece_numel_, of_rank.numel - offset)};
   }
 
-  // Of the rank's piece, from the first element of a post of all ranks' pieces.
+  // Returns the offset of the rank's piece in a post of all ranks' pieces.
   int64_t offset_in_post(int rank, int64_t index) const {
     if (is_one_phase_) return 0;
     int64_t offset = 0;
@@ -254,7 +258,7 @@ class SharedTransport final : public OrderedTransport {
  private:
   class Operation;
 
-  // As much as there is room for. A later call goes on. Needs post_mutex_.
+  // Posts pending pieces while there is room. REQUIRES: post_mutex_ is held.
   void post_all();
 
   const OrderedRanks ranks_;
@@ -269,19 +273,19 @@ class SharedTransport final : public OrderedTransport {
 
 class SharedTransport::Operation final : public OrderedOperation {
  public:
-  // `first_post`: of as many as the cut has pieces.
+  // `first_post`: number of the first piece's post.
   Operation(SharedTransport& transport, const OrderedCall& call,
             uint64_t first_post)
       : transport_(transport),
         ranks_(transport.ranks_),
         posts_(transport.posts_),
         call_(call),
-        cut_(call, ranks_.size, transport.room_),
+        partition_(call, ranks_.size, transport.room_),
         first_post_(first_post),
         tag_(c10::get_hash(static_cast<int>(call.kind), call.input.numel(),
                            static_cast<int>(call.input.scalar_type()),
                            call.scale.has_value(), call.scale.value_or(0),
-                           cut_.num_pieces(), first_post)),
+                           partition_.num_pieces(), first_post)),
         element_size_(call.input.element_size()) {}
 
   ~Operation() override {
@@ -289,28 +293,29 @@ class SharedTransport::Operation final : public OrderedOperation {
     std::erase(transport_.unposted_, this);
   }
 
-  int64_t num_pieces() const { return cut_.num_pieces(); }
-  bool is_posted() const { return num_posted_ == cut_.num_pieces(); }
+  int64_t num_pieces() const { return partition_.num_pieces(); }
+  bool is_posted() const { return num_posted_ == partition_.num_pieces(); }
   int awaited() const override { return awaited_; }
 
-  // The next piece. Returns false while there is no room for it.
+  // Posts the next piece. Returns false if there is no room now.
   bool post() {
     if (call_.after && (!call_.after->completed() || call_.after->hasError())) {
       return false;
     }
     const int64_t index = num_posted_;
-    const RankSlice own = cut_.piece(ranks_.rank, index);
-    const int64_t numel = is_gather() ? own.numel : cut_.post_numel(index);
+    const RankSlice own = partition_.piece(ranks_.rank, index);
+    const int64_t numel =
+        is_gather() ? own.numel : partition_.post_numel(index);
     std::byte* const to = posts_.take(
         number(index), static_cast<size_t>(numel * element_size_), tag_);
     if (to == nullptr) return false;
-    if (is_gather() || cut_.is_one_phase()) {
+    if (is_gather() || partition_.is_one_phase()) {
       copy(call_.input.narrow(0, own.offset, own.numel), to);
     } else {
       for_each_peer([&](int peer) {
-        const RankSlice term = cut_.piece(peer, index);
+        const RankSlice term = partition_.piece(peer, index);
         copy(call_.input.narrow(0, term.offset, term.numel),
-             to + cut_.offset_in_post(peer, index) * element_size_);
+             to + partition_.offset_in_post(peer, index) * element_size_);
       });
     }
     posts_.publish(number(index), is_gather() ? Phase::kSums : Phase::kTerms);
@@ -321,7 +326,7 @@ class SharedTransport::Operation final : public OrderedOperation {
   void finish() override {
     try {
       if (call_.after) call_.after->waitAndThrow();
-      for (int64_t i = 0; i < cut_.num_pieces(); ++i) finish(i);
+      for (int64_t i = 0; i < partition_.num_pieces(); ++i) finish(i);
     } catch (...) {
       const std::lock_guard<std::mutex> lock(transport_.post_mutex_);
       posts_.fail_from(first_post_);
@@ -343,8 +348,9 @@ class SharedTransport::Operation final : public OrderedOperation {
     if (!is_gather()) {
       std::vector<const std::byte*> terms(ranks_.size);
       for_each_peer([&](int peer) {
-        terms[peer] = await(peer, index, Phase::kTerms) +
-                      cut_.offset_in_post(ranks_.rank, index) * element_size_;
+        terms[peer] =
+            await(peer, index, Phase::kTerms) +
+            partition_.offset_in_post(ranks_.rank, index) * element_size_;
       });
       add(index, terms);
     }
@@ -352,8 +358,8 @@ class SharedTransport::Operation final : public OrderedOperation {
       if (is_gather() || posts_sums()) {
         const std::byte* const posted = await(peer, index, Phase::kSums);
         const int64_t offset =
-            is_gather() ? 0 : cut_.offset_in_post(peer, index);
-        const RankSlice sum = cut_.piece(peer, index);
+            is_gather() ? 0 : partition_.offset_in_post(peer, index);
+        const RankSlice sum = partition_.piece(peer, index);
         copy(posted + offset * element_size_,
              call_.output.narrow(0, sum.offset, sum.numel));
       }
@@ -361,19 +367,20 @@ class SharedTransport::Operation final : public OrderedOperation {
     });
   }
 
-  // `terms`: of this rank's piece, by rank; its own is in the input. Writes the
-  // sum into the output and, of two phases, into the own post.
+  // Sums this rank's piece. `terms`: by rank; the own term is in the input.
+  // Writes the sum to the output and, with two phases, to the own post.
   void add(int64_t index, const std::vector<const std::byte*>& terms) {
-    const RankSlice own = cut_.piece(ranks_.rank, index);
+    const RankSlice own = partition_.piece(ranks_.rank, index);
     const int64_t output_offset =
         call_.kind == OrderedKind::kReduceScatter
-            ? own.offset - cut_.piece(ranks_.rank, 0).offset
+            ? own.offset - partition_.piece(ranks_.rank, 0).offset
             : own.offset;
-    // Peers hold it until they have the sums; without sums it may be gone.
+    // Peers release the own post after they have read the sums. Without sums it
+    // may be free already.
     std::byte* const own_post =
         posts_sums()
             ? posts_.own_post(number(index)) +
-                  cut_.offset_in_post(ranks_.rank, index) * element_size_
+                  partition_.offset_in_post(ranks_.rank, index) * element_size_
             : nullptr;
     const int64_t most = std::max<int64_t>(1, kBlockBytes / element_size_);
     for (int64_t begin = 0; begin < own.numel; begin += most) {
@@ -382,7 +389,7 @@ class SharedTransport::Operation final : public OrderedOperation {
       for (int rank = 0; rank < ranks_.size; ++rank) {
         if (rank == ranks_.rank) {
           blocks.push_back(call_.input.narrow(0, own.offset + begin, numel));
-        } else {  // it is read only
+        } else {  // only read
           blocks.push_back(at::from_blob(
               const_cast<std::byte*>(terms[rank] + begin * element_size_),
               {numel}, call_.input.options()));
@@ -405,7 +412,7 @@ class SharedTransport::Operation final : public OrderedOperation {
   }
 
   static void check_in_time(bool is_in_time) {
-    TORCH_CHECK(is_in_time, "nothing came within the group's timeout");
+    TORCH_CHECK(is_in_time, "no data within the group's timeout");
   }
 
   template <typename Function>
@@ -420,14 +427,14 @@ class SharedTransport::Operation final : public OrderedOperation {
   }
   bool is_gather() const { return call_.kind == OrderedKind::kAllGather; }
   bool posts_sums() const {
-    return call_.kind == OrderedKind::kAllReduce && !cut_.is_one_phase();
+    return call_.kind == OrderedKind::kAllReduce && !partition_.is_one_phase();
   }
 
   SharedTransport& transport_;
   const OrderedRanks& ranks_;
   SharedPosts& posts_;
   const OrderedCall call_;
-  const Cut cut_;
+  const Partition partition_;
   const uint64_t first_post_;
   const uint64_t tag_;
   const int64_t element_size_;

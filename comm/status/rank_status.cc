@@ -36,10 +36,10 @@ bool all_equal(std::span<const RankStatus> by_rank, auto part) {
 }
 
 // "rank 0 ended iteration 7, ranks 1, 2 began iteration 8"
-std::string describe_deeds(const std::vector<std::string>& deeds,
-                           std::string_view separator) {
+std::string describe_actions(const std::vector<std::string>& actions,
+                             std::string_view separator) {
   std::vector<std::string> parts;
-  for (const RanksOfValue<std::string>& group : ranks_by_value(deeds)) {
+  for (const RanksOfValue<std::string>& group : ranks_by_value(actions)) {
     if (group.value.empty()) continue;
     parts.push_back(
         absl::StrCat(describe_ranks(group.ranks), " ", group.value));
@@ -111,17 +111,17 @@ absl::Status check_statuses(std::span<const RankStatus> by_rank) {
       by_rank_of(by_rank, [](const RankStatus& s) -> std::string {
         return s.kind == StatusKind::kFailed ? describe_status(s) : "";
       });
-  if (std::string text = describe_deeds(failures, "\n"); !text.empty()) {
+  if (std::string text = describe_actions(failures, "\n"); !text.empty()) {
     return absl::AbortedError(text);
   }
 
   const RankStatus& first = by_rank.front();
   if (!all_equal(by_rank, place_of)) {
     return absl::FailedPreconditionError(absl::StrCat(
-        "expected every rank in the same place: ",
-        describe_deeds(by_rank_of(by_rank, describe_status), ", "),
-        ".\nRun forward and backward equally often on every rank, and forwards "
-        "without backward under no_grad."));
+        "expected the same state on every rank: ",
+        describe_actions(by_rank_of(by_rank, describe_status), ", "),
+        ".\nRun the same number of forwards and backwards on every rank, and "
+        "forwards without backward under no_grad."));
   }
   const std::string iteration = absl::StrCat("iteration ", first.iteration);
   if (!all_equal(by_rank, &RankStatus::fingerprint)) {
@@ -130,9 +130,9 @@ absl::Status check_statuses(std::span<const RankStatus> by_rank) {
     };
     if (!all_equal(by_rank, question)) {
       return absl::FailedPreconditionError(absl::StrCat(
-          "expected the same of every rank after ", iteration, ": ",
-          describe_deeds(by_rank_of(by_rank, question), ", "),
-          ".\nCall the same on all ranks, in the same order."));
+          "expected the same call on every rank after ", iteration, ": ",
+          describe_actions(by_rank_of(by_rank, question), ", "),
+          ".\nMake the same calls on all ranks, in the same order."));
     }
     return absl::FailedPreconditionError(absl::StrCat(
         "expected the same plan and options on every rank in ", iteration, ": ",
@@ -141,13 +141,14 @@ absl::Status check_statuses(std::span<const RankStatus> by_rank) {
   }
   if (!all_equal(by_rank, &RankStatus::others)) {
     return absl::FailedPreconditionError(absl::StrCat(
-        "expected the group's other collectives at the same places between "
-        "those of ",
+        "expected the program's own collectives on this group at the same "
+        "positions in ",
         iteration,
-        " on every rank, they were not; results may be wrong.\nIf comm hook ",
+        " on every rank, found other positions; results may be wrong.\nIf comm "
+        "hook ",
         std::string(words_of(first.text)),
-        " launches collectives in a continuation of its future, let it do so "
-        "by then_collective()."));
+        " launches collectives in a callback of its future, launch them with "
+        "then_collective()."));
   }
   return absl::OkStatus();
 }
@@ -157,7 +158,7 @@ bool must_close_groups(std::span<const RankStatus> by_rank) {
   bool has_ended = false;
   bool has_failed = false;
   bool has_others = false;
-  std::set<uint64_t> others;  // of the ranks that have ended
+  std::set<uint64_t> others;  // of ranks with kEnd
   for (const RankStatus& s : by_rank) {
     if (s.cannot_continue != 0) return true;
     has_begun |= s.kind == StatusKind::kBegin;

@@ -18,13 +18,13 @@ namespace {
 
 using std::chrono::milliseconds;
 
-// Survivors on one host learn of a death within milliseconds of each other.
-constexpr milliseconds kAnswerPatience{3000};
+// Survivors on one host notice a death within milliseconds of each other.
+constexpr milliseconds kProbeTimeout{3000};
 
 std::string end_key(const std::string& prefix) { return prefix + "end"; }
 
-// The answer of a rank that has left to a liveness probe; >= 0 is a rank that
-// is there.
+// Encodes, in an answer to a liveness probe, that a rank has left; its own
+// inverse. Answers >= 0 come from ranks that have not.
 int64_t left_after(int64_t iteration) { return -1 - iteration; }
 
 // "rank 1 has left after iteration 7"; empty if none has.
@@ -45,7 +45,7 @@ StatusChannel::StatusChannel(c10::intrusive_ptr<c10d::ProcessGroup> group)
     : group_(std::move(group)),
       process_(getpid()),
       timeout_(group_timeout(*group_)) {
-  if (auto* answers = find_answers(*group_, at::kCPU)) {
+  if (auto* answers = find_simulated_peers(*group_, at::kCPU)) {
     transport_ = answers->make_status_transport();
   } else if (has_peers(*group_)) {
     connect();
@@ -54,20 +54,20 @@ StatusChannel::StatusChannel(c10::intrusive_ptr<c10d::ProcessGroup> group)
 
 void StatusChannel::connect() {
   try {
-    transport_ = meet_at_status_board(group_);
-    if (!transport_) transport_ = gather_statuses_over(group_);
+    transport_ = make_shared_status_transport(group_);
+    if (!transport_) transport_ = make_gathering_status_transport(group_);
     prefix_ = absl::StrCat("brigade/status/", channel_number(group_), "/");
   } catch (...) {
-    throw_peer_error(
-        absl::StrCat("status channel: rank ", group_->getRank(), " of ",
-                     group_->getSize(), " could not connect to the others"),
-        std::current_exception());
+    throw_peer_error(absl::StrCat("status channel: rank ", group_->getRank(),
+                                  " of ", group_->getSize(),
+                                  " could not connect to the other ranks"),
+                     std::current_exception());
   }
 }
 
 StatusChannel::~StatusChannel() {
   if (!transport_) return;
-  if (getpid() != process_) {  // memory and connections are the parent's
+  if (getpid() != process_) {  // the parent owns memory and connections
     new std::shared_ptr<StatusTransport>(transport_);
     return;
   }
@@ -77,10 +77,10 @@ StatusChannel::~StatusChannel() {
 }
 
 void StatusChannel::check_process() const {
-  TORCH_CHECK(getpid() == process_, "StatusChannel: made in process ", process_,
-              ", it can't be used in process ", getpid(),
-              ", which was forked from that.\nMake the group and what uses it "
-              "after the fork.");
+  TORCH_CHECK(getpid() == process_, "StatusChannel: expected use in process ",
+              process_, ", which made it, found process ", getpid(),
+              ", which was forked from it.\nMake the group and its users after "
+              "the fork.");
 }
 
 RankStatus StatusChannel::exchange(RankStatus own) {
@@ -93,20 +93,20 @@ RankStatus StatusChannel::exchange(RankStatus own) {
 }
 
 std::vector<RankStatus> StatusChannel::await(
-    const RankStatus& own, std::optional<milliseconds> patience) {
+    const RankStatus& own, std::optional<milliseconds> timeout) {
   check_process();
   if (!transport_) {
     return std::vector<RankStatus>(static_cast<size_t>(group_->getSize()), own);
   }
   if (failure_) std::rethrow_exception(failure_);
-  const milliseconds limit = std::min(patience.value_or(timeout_), timeout_);
+  const milliseconds limit = std::min(timeout.value_or(timeout_), timeout_);
   try {
     auto by_rank = transport_->receive(
         own.sequence, std::chrono::steady_clock::now() + limit);
     if (by_rank) return *std::move(by_rank);
     throw std::runtime_error(
-        absl::StrCat("they have not answered within ", limit.count(), " ms"));
-  } catch (const RanksAbsent& absent) {
+        absl::StrCat("no status within ", limit.count(), " ms"));
+  } catch (const RankLost& absent) {
     fail_with(describe_wait(own), std::current_exception(), /*probe=*/nullptr);
   } catch (...) {
     fail(own, std::current_exception());
@@ -118,20 +118,20 @@ bool StatusChannel::is_complete(const RankStatus& own) {
 }
 
 std::optional<LivenessProbe> StatusChannel::find_survivors(
-    const std::string& occasion) {
+    const std::string& key) {
   if (prefix_.empty()) return std::nullopt;
   return probe_liveness(
-      group_, absl::StrCat(prefix_, "failed/", occasion), 1, kAnswerPatience,
+      group_, absl::StrCat(prefix_, "failed/", key), 1, kProbeTimeout,
       [transport = transport_] { return transport->dead_ranks(); });
 }
 
-void StatusChannel::give_up(const std::exception_ptr& cause) {
+void StatusChannel::abort(const std::exception_ptr& cause) {
   if (!transport_ || failure_) return;
   failure_ = cause;
   if (!prefix_.empty()) {
     probe_liveness(group_, end_key(prefix_), last_.iteration, milliseconds{0});
   }
-  transport_->give_up(last_);
+  transport_->abort(last_);
 }
 
 std::string StatusChannel::describe_wait(const RankStatus& own) const {
@@ -145,9 +145,9 @@ void StatusChannel::fail(const RankStatus& own,
   if (prefix_.empty()) fail_with(context, cause, /*probe=*/nullptr);
   const std::string key = end_key(prefix_);
   probe_liveness(group_, key, own.iteration, milliseconds{0});
-  transport_->give_up(own);  // the others notice, and answer
+  transport_->abort(own);  // makes the others notice and answer
   const LivenessProbe probe = probe_liveness(
-      group_, key, own.iteration, kAnswerPatience,
+      group_, key, own.iteration, kProbeTimeout,
       [transport = transport_] { return transport->dead_ranks(); });
   const std::string leavers = describe_leavers(probe);
   if (!leavers.empty()) absl::StrAppend(&context, ": ", leavers);

@@ -1,15 +1,15 @@
-// Exchanges statuses between the ranks of a group, separately from the group's
-// collectives: on one host in shared memory, otherwise by all-gathers on a
-// subgroup. The n-th exchange of one rank on a channel meets the n-th of every
-// other.
+// Exchange of statuses between a group's ranks, separate from its collectives:
+// in shared memory on one host, otherwise by all-gathers on a subgroup. The
+// n-th exchange of a rank on a channel is matched with the n-th of every other
+// rank.
 //
 //   StatusChannel channel(group);
 //   RankStatus end = channel.exchange({.kind = StatusKind::kEnd});
-//   ...  // the collectives go on
+//   ...  // collectives
 //   absl::Status all_agree = check_statuses(channel.await(end));
 //
-// A group without peers (has_peers()) answers itself, with its own status for
-// every rank.
+// Without peers (has_peers()), await() returns this rank's status for every
+// rank.
 //
 // Thread safety: one call at a time.
 
@@ -26,7 +26,7 @@
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 #include <vector>
 
-#include "brigade/comm/errors/liveness_probe.h"
+#include "brigade/comm/errors/peer_error.h"
 #include "brigade/comm/status/rank_status.h"
 #include "brigade/comm/status/status_transport.h"
 
@@ -35,45 +35,45 @@ namespace brigade {
 class StatusChannel {
  public:
   // Collective. The timeout is the group's. Throws PeerError if ranks do not
-  // meet in time.
+  // connect in time.
   explicit StatusChannel(c10::intrusive_ptr<c10d::ProcessGroup> group);
 
-  // Never waits for a peer. Ranks that wait for a later status of this one get
-  // an error that says that it has left. In a forked child, does nothing.
+  // Waits for no peer. Ranks that wait for a later status of this rank get an
+  // error "has left". In a forked child, does nothing.
   ~StatusChannel();
 
   StatusChannel(const StatusChannel&) = delete;
   StatusChannel& operator=(const StatusChannel&) = delete;
 
-  // Sends `own` and returns it with `sequence` set, at once. Throws PeerError,
-  // the earlier one, after an exchange has failed; RuntimeError in a forked
-  // child. REQUIRES: at most kMaxStatusesInFlight are not awaited.
+  // Sends `own` without blocking, and returns it with `sequence` set. After a
+  // failed exchange, throws its PeerError again. Throws RuntimeError in a
+  // forked child. REQUIRES: at most kMaxStatusesInFlight exchanges are not
+  // awaited.
   RankStatus exchange(RankStatus own);
 
-  // Blocks until all ranks have sent, and returns their statuses by rank.
-  // `patience`: less than the group's timeout. Call it once for each exchange.
+  // Blocks until all ranks have sent, and returns their statuses by rank. Call
+  // it once per exchange. `timeout`: the group's, if that is shorter.
   //
-  // Throws PeerError that names the rank that has left, died or not come in
-  // time, after up to 3 s more if it must ask who is there. The channel is of
-  // no use then.
+  // Throws PeerError that names a rank that left, died or timed out; a liveness
+  // probe may take 3 s more. The channel is unusable then.
   std::vector<RankStatus> await(
       const RankStatus& own,
-      std::optional<std::chrono::milliseconds> patience = std::nullopt);
+      std::optional<std::chrono::milliseconds> timeout = std::nullopt);
 
   // Returns true if await() would not block.
   bool is_complete(const RankStatus& own);
 
   // Ends the channel after a failure elsewhere. Ranks that wait for a status of
-  // this one get an error that names ranks that are lost.
-  void give_up(const std::exception_ptr& cause);
+  // this rank get an error that names the lost ranks.
+  void abort(const std::exception_ptr& cause);
 
-  // Asks through the group's store which ranks still answer after the group has
-  // failed. `occasion`: unique, and equal on all ranks. Nullopt if there is
-  // nobody to ask. Blocks for 3 s at most.
-  std::optional<LivenessProbe> find_survivors(const std::string& occasion);
+  // Probes through the group's store which ranks still answer after the group
+  // has failed; nullopt without peers. `key`: unique, equal on all ranks.
+  // Blocks for at most 3 s.
+  std::optional<LivenessProbe> find_survivors(const std::string& key);
 
   // Prefix of the channel's keys in the group's store; equal on all ranks.
-  // Empty: there is nobody to talk to.
+  // Empty without peers.
   const std::string& store_prefix() const { return prefix_; }
 
  private:
@@ -89,9 +89,9 @@ class StatusChannel {
   const c10::intrusive_ptr<c10d::ProcessGroup> group_;
   const pid_t process_;
   const std::chrono::milliseconds timeout_;
-  std::shared_ptr<StatusTransport> transport_;  // null: answers itself
+  std::shared_ptr<StatusTransport> transport_;  // null: no peers
   std::string prefix_;
-  RankStatus last_;  // that was sent
+  RankStatus last_;  // the last one sent
   std::exception_ptr failure_;
 };
 

@@ -16,29 +16,27 @@
 #include <utility>
 
 #include "absl/strings/str_cat.h"
-#include "brigade/comm/close_group.h"
 #include "brigade/comm/group/group_info.h"
 #include "brigade/comm/group/shared_segment.h"
-#include "brigade/comm/streams/futures.h"
+#include "brigade/comm/process_group.h"
 #include "brigade/comm/streams/streams.h"
-#include "brigade/comm/subgroup.h"
 
 namespace brigade {
 namespace {
 
-// A rank sends at most kMaxStatusesInFlight exchanges more than it has
-// received, so it is never further than twice that ahead of a reader.
+// A rank has sent at most kMaxStatusesInFlight more exchanges than it has
+// received, so it is at most twice that many ahead of a reader.
 constexpr int64_t kDepth = 2 * kMaxStatusesInFlight + 1;
 
-// What one rank posts. All zeros at the start.
+// One rank's region of the segment; initially all zeros.
 struct Region {
   std::atomic<int64_t> num_sent;
   std::array<RankStatus, kDepth> ring;  // by sequence modulo kDepth
 };
 
-class StatusBoard final : public StatusTransport {
+class SharedStatusTransport final : public StatusTransport {
  public:
-  explicit StatusBoard(std::shared_ptr<SharedSegment> segment)
+  explicit SharedStatusTransport(std::shared_ptr<SharedSegment> segment)
       : segment_(std::move(segment)) {}
 
   void send(const RankStatus& own) override {
@@ -68,7 +66,7 @@ class StatusBoard final : public StatusTransport {
     return by_rank;
   }
 
-  void give_up(const RankStatus& last) override {
+  void abort(const RankStatus& last) override {
     segment_->close(absl::StrCat("rank ", segment_->name_of(segment_->rank()),
                                  " has stopped waiting: it ",
                                  describe_status(last)));
@@ -96,12 +94,12 @@ class StatusBoard final : public StatusTransport {
     } catch (const c10::Error& error) {
       const std::string reason = error.what_without_backtrace();
       if (!segment_->is_closed()) {
-        throw RanksAbsent(
+        throw RankLost(
             absl::StrCat(reason, " after iteration ", last_of(rank).iteration));
       }
-      // A rank that has given up knows no more of the others than this one.
+      // A rank that gave up does not know whether others are lost.
       if (segment_->lost_rank() < 0) throw std::runtime_error(reason);
-      throw RanksAbsent(reason);
+      throw RankLost(reason);
     }
   }
 
@@ -113,17 +111,17 @@ using std::chrono::milliseconds;
 constexpr auto kStatusBytes = static_cast<int64_t>(sizeof(RankStatus));
 constexpr milliseconds kEventInterval{1};
 
-class StatusGather final : public StatusTransport {
+class GatheringStatusTransport final : public StatusTransport {
  public:
-  // `subgroup` is null where `group` itself is used.
-  StatusGather(c10::intrusive_ptr<c10d::ProcessGroup> group,
-               std::unique_ptr<GroupScope> subgroup)
+  // `subgroup`: null to use `group` itself.
+  GatheringStatusTransport(c10::intrusive_ptr<c10d::ProcessGroup> group,
+                           std::unique_ptr<GroupScope> subgroup)
       : subgroup_(std::move(subgroup)),
         group_(subgroup_ ? subgroup_->group() : std::move(group)),
         device_(control_device(*group_)) {}
 
-  // An exchange that nobody has received may never end.
-  ~StatusGather() override {
+  // An exchange that was not received may never end.
+  ~GatheringStatusTransport() override {
     if (subgroup_ && !exchanges_.empty()) close_group(*group_);
   }
 
@@ -184,7 +182,7 @@ class StatusGather final : public StatusTransport {
     return by_rank;
   }
 
-  void give_up(const RankStatus& last) override { close_group(*group_); }
+  void abort(const RankStatus& last) override { close_group(*group_); }
 
  private:
   struct Exchange {
@@ -203,23 +201,23 @@ class StatusGather final : public StatusTransport {
 
 }  // namespace
 
-std::unique_ptr<StatusTransport> meet_at_status_board(
+std::unique_ptr<StatusTransport> make_shared_status_transport(
     const c10::intrusive_ptr<c10d::ProcessGroup>& group) {
   auto segment = SharedSegment::make(group, sizeof(Region));
   if (!segment) return nullptr;
-  return std::make_unique<StatusBoard>(std::move(segment));
+  return std::make_unique<SharedStatusTransport>(std::move(segment));
 }
 
-std::unique_ptr<StatusTransport> gather_statuses_over(
+std::unique_ptr<StatusTransport> make_gathering_status_transport(
     const c10::intrusive_ptr<c10d::ProcessGroup>& group) {
   std::unique_ptr<GroupScope> subgroup;
   if (!group->getDeviceTypes().empty()) {
     std::vector<int> ranks(static_cast<size_t>(group->getSize()));
     std::iota(ranks.begin(), ranks.end(), 0);
-    subgroup.reset(new GroupScope(  // which can't be moved
+    subgroup.reset(new GroupScope(  // not movable
         make_subgroup(group, ranks, control_device(*group))));
   }
-  return std::make_unique<StatusGather>(group, std::move(subgroup));
+  return std::make_unique<GatheringStatusTransport>(group, std::move(subgroup));
 }
 
 }  // namespace brigade

@@ -1,4 +1,4 @@
-// Images of handwritten digits, and the images that each rank sees in a step.
+// Data set of handwritten digits, and its batches by step and rank.
 
 #ifndef BRIGADE_EXAMPLES_DIGITS_DATASET_H_
 #define BRIGADE_EXAMPLES_DIGITS_DATASET_H_
@@ -23,8 +23,8 @@ struct DigitImages {
   }
 };
 
-// Reads data/digits.u8 or a file like it: 65 bytes per image, 64 pixels from 0
-// to 16 and the digit.
+// Reads a file of the format of data/digits.u8: 65 bytes per image, which are
+// 64 pixels from 0 to 16 and the digit.
 inline DigitImages read_digits(const std::string& path = DIGITS_DATA_FILE) {
   constexpr int64_t kNumImages = 1797;
   const at::Tensor rows =
@@ -37,18 +37,17 @@ inline DigitImages read_digits(const std::string& path = DIGITS_DATA_FILE) {
           .labels = rows.select(1, 64).to(at::kLong)};
 }
 
-// An order of `count` rows that depends on `seed` alone.
+// Returns a random permutation of `count` rows that depends on `seed` only.
 inline at::Tensor shuffled_rows(int64_t count, uint64_t seed) {
   return at::randperm(count, at::make_generator<at::CPUGeneratorImpl>(seed),
                       at::kLong);
 }
 
-// Deals each step's batch out evenly, so that the mean over ranks of their mean
-// losses is the mean loss of the batch. Thread safety: immutable.
+// Batches of the same size on each rank. The mean over ranks of their mean
+// losses is therefore the mean loss of the step. Thread safety: immutable.
 class Batches {
  public:
-  // Errors: ValueError if `batch_size` is less than one image per rank, or more
-  // than there are.
+  // Throws ValueError unless num_ranks <= batch_size <= images.size().
   Batches(DigitImages images, int64_t batch_size, int num_ranks, uint64_t seed)
       : images_(std::move(images)),
         num_ranks_(num_ranks),
@@ -63,8 +62,8 @@ class Batches {
   int64_t images_per_step() const { return images_per_rank_ * num_ranks_; }
   int64_t steps_per_epoch() const { return images_.size() / images_per_step(); }
 
-  // The images of `rank` in step `step`, counted from the first epoch on. Each
-  // epoch has an order of its own.
+  // Returns the images of `rank` in step `step`, counted over all epochs. Each
+  // epoch has its own order.
   DigitImages batch(int64_t step, int rank) const {
     const int64_t epoch = step / steps_per_epoch();
     const int64_t in_epoch = step % steps_per_epoch();

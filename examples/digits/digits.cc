@@ -1,9 +1,9 @@
-// Trains a small network on handwritten digits:
+// Data-parallel training of a small network on handwritten digits:
 //
 //   torchrun --standalone --nproc-per-node 2 --no-python digits
 //
-// Then trains it again in one process, which computes the gradients of all
-// ranks in turn, and compares the weights bit for bit.
+// Afterwards rank 0 trains the network again, computes the gradients of all
+// ranks itself, and compares the weights bit for bit.
 
 #include <fmt/format.h>
 #include <torch/torch.h>
@@ -21,8 +21,8 @@
 namespace brigade::digits {
 namespace {
 
-// For images of 8 x 8 pixels. It has no batch normalisation, so that its
-// gradients depend on nothing but the images and the weights.
+// Convolutional network for 8 x 8 pixels. It has no batch normalization, so
+// that gradients depend only on images and weights.
 class DigitsNetImpl : public torch::nn::Module {
  public:
   DigitsNetImpl() {
@@ -35,7 +35,7 @@ class DigitsNetImpl : public torch::nn::Module {
   // x: float32, [n, 1, 8, 8].  Returns a score per digit, [n, 10].
   at::Tensor forward(at::Tensor x) {
     x = torch::relu(conv1_(x));                            // [n, 32, 8, 8]
-    x = torch::relu(conv2_(x));                            // [n, 32, 8, 8]
+    x = torch::relu(conv2_(x));                            // [n, 64, 8, 8]
     x = torch::max_pool2d(x, /*kernel_size=*/2);           // [n, 64, 4, 4]
     x = torch::relu(hidden_(x.flatten(/*start_dim=*/1)));  // [n, 64]
     return head_(x);
@@ -50,16 +50,16 @@ class DigitsNetImpl : public torch::nn::Module {
 TORCH_MODULE(DigitsNet);
 
 constexpr int64_t kNumTestImages = 360;  // of 1,797
-constexpr uint64_t kSeed = 1;  // of the split, the images' order, the weights
-constexpr double kLearningRate = 0.1;  // of the first step; falls linearly
+constexpr uint64_t kSeed = 1;          // for the split, the order, the weights
+constexpr double kLearningRate = 0.1;  // in the first step; decays linearly
 
 struct Options {
   int64_t epochs = 20;
-  int64_t batch_size = 60;  // images per step, over all ranks
+  int64_t batch_size = 60;  // images per step on all ranks together
   double min_accuracy = 95;
 };
 
-// Takes `num_steps` steps. `backward(step)` leaves the gradients in `net`.
+// Runs `num_steps` steps. `backward(step)` accumulates gradients in `net`.
 void train(DigitsNet& net, int64_t num_steps,
            const std::function<void(int64_t)>& backward) {
   torch::optim::SGD optimizer(
@@ -82,7 +82,7 @@ DigitsNet train_on_all_ranks(
     const c10::intrusive_ptr<c10d::ProcessGroup>& group, const Batches& batches,
     const Options& options) {
   const int rank = group->getRank();
-  // Each rank draws weights of its own; all of them get those of rank 0.
+  // Ranks draw different weights; the wrapper broadcasts rank 0's.
   torch::manual_seed(kSeed + rank);
   DigitsNet net;
   DistributedDataParallel model(net, group,
@@ -107,7 +107,8 @@ DigitsNet train_on_all_ranks(
   return net;
 }
 
-// Adds the gradients of all ranks in rank order and divides the sums.
+// Trains in one process: adds the gradients of all ranks in rank order and
+// divides the sums.
 DigitsNet train_alone(const Batches& batches, const Options& options) {
   torch::manual_seed(kSeed);
   DigitsNet net;
@@ -123,8 +124,7 @@ DigitsNet train_alone(const Batches& batches, const Options& options) {
   return net;
 }
 
-// Percent of the images.
-double accuracy_of(DigitsNet& net, const DigitImages& test) {
+double accuracy_percent(DigitsNet& net, const DigitImages& test) {
   const torch::NoGradGuard no_grad;
   return 100 * net->forward(test.pixels)
                    .argmax(1)
@@ -139,7 +139,7 @@ bool have_same_bits(const at::Tensor& a, const at::Tensor& b) {
 }
 
 int run(const Options& options) {
-  at::set_num_threads(1);  // sums in one order, and one core per rank
+  at::set_num_threads(1);  // reproducible sums, and one core per rank
   at::globalContext().setDeterministicAlgorithms(true, /*warn_only=*/false);
 
   const DigitImages digits = read_digits();
@@ -152,20 +152,20 @@ int run(const Options& options) {
   const auto& group = scope.group();
   const Batches batches(images, options.batch_size, group->getSize(), kSeed);
   if (group->getRank() == 0) {
-    fmt::print("{} images to train with, {} to test; {} per step on {} ranks\n",
+    fmt::print("{} training images, {} test images; {} per step on {} ranks\n",
                images.size(), test.size(), batches.images_per_step(),
                group->getSize());
     std::fflush(stdout);
   }
   DigitsNet net = train_on_all_ranks(group, batches, options);
   if (group->getRank() != 0) return 0;
-  const double accuracy = accuracy_of(net, test);
-  fmt::print("test accuracy {:.2f} % (promised: at least {:g} %)\n", accuracy,
+  const double accuracy = accuracy_percent(net, test);
+  fmt::print("test accuracy {:.2f} % (required: at least {:g} %)\n", accuracy,
              options.min_accuracy);
   DigitsNet alone = train_alone(batches, options);
   const bool is_equal = std::ranges::equal(net->parameters(),
                                            alone->parameters(), have_same_bits);
-  fmt::print("weights {} those of a single process bit for bit\n",
+  fmt::print("weights {} those of a single process, bit for bit\n",
              is_equal ? "equal" : "DIFFER from");
   return is_equal && accuracy >= options.min_accuracy ? 0 : 1;
 }
@@ -173,16 +173,16 @@ int run(const Options& options) {
 int main(int argc, char** argv) {
   Options options;
   CLI::App app{
-      "Trains a small network on handwritten digits, on all ranks that "
-      "torchrun (or srun, or mpirun) starts, and compares the weights "
-      "with those of a single process."};
+      "Trains a small network on handwritten digits, on the ranks started by "
+      "torchrun, srun or mpirun. Compares the weights with those of training "
+      "in a single process."};
   app.option_defaults()->always_capture_default();
-  app.add_option("--epochs", options.epochs, "Times that every image is seen")
+  app.add_option("--epochs", options.epochs, "Passes over the training images")
       ->check(CLI::Range(1, 10'000));
   app.add_option("--batch-size", options.batch_size,
-                 "Images per step, over all ranks");
+                 "Images per step on all ranks together");
   app.add_option("--min-accuracy", options.min_accuracy,
-                 "Percent of the test images; less is a failure");
+                 "Required test accuracy in percent; exit status 1 below it");
   CLI11_PARSE(app, argc, argv);
   return run_program("digits", [&] { return run(options); });
 }

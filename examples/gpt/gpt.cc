@@ -1,15 +1,14 @@
-// Trains a small GPT on the characters of a play, sharded over as many ranks as
-// the launcher starts:
+// Sharded training of a small GPT on the characters of a play:
 //
 //   torchrun --standalone --nproc-per-node 2 --no-python gpt
 //
-// All ways to shard print the same losses. A run that goes on from a checkpoint
-// prints those that the run before would have printed, on as many ranks:
+// All sharding options print the same losses. A run resumed on the same number
+// of ranks prints the losses that an uninterrupted run would have printed:
 //
-//   ... gpt --steps 100 --checkpoint made
-//   ... gpt --steps 200 --resume made
+//   ... gpt --steps 100 --checkpoint saved
+//   ... gpt --steps 200 --resume saved
 //
-// network.h and training.h are all that a program needs to do to use sharding.
+// training.h shows how a program uses sharding.
 
 #include <fmt/format.h>
 #include <torch/torch.h>
@@ -36,14 +35,14 @@ struct Options {
 };
 
 void train(Training& training, int64_t first_step, int64_t num_steps,
-           bool speaks) {
+           bool is_logging) {
   const auto start = std::chrono::steady_clock::now();
   for (int64_t step = first_step; step < num_steps; ++step) {
     const double loss = training.step(step);
     const int64_t done = step + 1;
-    const bool shows =
+    const bool is_due =
         done % std::max<int64_t>(1, num_steps / 10) == 0 || done == num_steps;
-    if (!speaks || !shows) continue;
+    if (!is_logging || !is_due) continue;
     const std::chrono::duration<double> elapsed =
         std::chrono::steady_clock::now() - start;
     fmt::print(
@@ -54,15 +53,15 @@ void train(Training& training, int64_t first_step, int64_t num_steps,
 }
 
 int run(const Options& options) {
-  at::set_num_threads(1);  // sums in one order, and one core per rank
+  at::set_num_threads(1);  // reproducible sums, and one core per rank
 
   const Corpus corpus;
   GroupScope scope(group_of_launcher());
   const auto& group = scope.group();
-  const bool speaks = group->getRank() == 0;
+  const bool is_logging = group->getRank() == 0;
   Training training(group, corpus, options.training);
-  if (speaks) {
-    fmt::print("{} characters, {} of them different; {} ranks, {}",
+  if (is_logging) {
+    fmt::print("{} characters, vocabulary of {}; {} ranks, {}",
                corpus.num_characters(), corpus.vocabulary_size(),
                group->getSize(), training.model().explain());
     std::fflush(stdout);
@@ -70,16 +69,16 @@ int run(const Options& options) {
 
   const int64_t first_step =
       options.resume.empty() ? 0 : training.resume(options.resume);
-  train(training, first_step, options.steps, speaks);
+  train(training, first_step, options.steps, is_logging);
   if (!options.checkpoint.empty()) {
     training.save(options.checkpoint, std::max(first_step, options.steps));
   }
   const std::string sample = training.sample("ROSALIND\t", options.sample);
-  if (speaks) {
+  if (is_logging) {
     const ShardedModelStatistics statistics = training.model().statistics();
     fmt::print(
-        "rank 0 held {} bytes of parameters, and at most {} of unsharded units "
-        "and gradients\n---\n{}\n",
+        "rank 0: {} bytes of sharded parameters, at most {} bytes of unsharded "
+        "parameters and gradients\n---\n{}\n",
         statistics.shard_bytes, statistics.peak_buffer_bytes, sample);
   }
   return 0;
@@ -90,32 +89,33 @@ int main(int argc, char** argv) {
   TrainingOptions& training = options.training;
   FullyShardOptions& sharding = training.sharding;
   CLI::App app{
-      "Trains a small GPT on the characters of a play, sharded over all ranks "
-      "that torchrun (or srun, or mpirun) starts, and lets it write some."};
+      "Trains a small GPT on the characters of a play, sharded over the ranks "
+      "started by torchrun, srun or mpirun. Prints a sample at the end."};
   app.option_defaults()->always_capture_default();
   app.add_option("--num-shards", sharding.num_shards,
-                 "Ranks that parameters, gradients and optimizer state are "
-                 "sharded over; all by default, 1 holds all");
+                 "Ranks over which parameters, gradients and optimizer state "
+                 "are sharded; default: all; 1: no sharding");
   app.add_flag_callback(
       "--keep-unsharded", [&] { sharding.reshard_after_forward = false; },
-      "Blocks stay unsharded from forward to backward");
+      "Keep blocks unsharded from forward to backward");
   app.add_option("--prefetch", sharding.prefetch_depth,
-                 "Blocks that are gathered before they are needed");
+                 "Blocks whose all-gather starts ahead of use");
   app.add_flag_callback(
       "--bfloat16", [&] { sharding.param_dtype = at::kBFloat16; },
-      "Forward and backward compute in it; the optimizer keeps float32");
-  app.add_option("--steps", options.steps, "Steps of the optimizer");
+      "Compute forward and backward in bfloat16; the optimizer uses float32");
+  app.add_option("--steps", options.steps, "Number of the last step");
   app.add_option("--batch-size", training.batch_size,
-                 "Pieces of text per step, over all ranks");
-  app.add_option("--blocks", training.shape.num_blocks, "Of the network")
+                 "Excerpts per step on all ranks together");
+  app.add_option("--blocks", training.shape.num_blocks, "Transformer blocks")
       ->check(CLI::PositiveNumber);
   app.add_option("--width", training.shape.width,
-                 "Of the network, a multiple of 4")
+                 "Width of the network, a multiple of 4")
       ->check(CLI::PositiveNumber);
   app.add_option("--checkpoint", options.checkpoint,
-                 "Folder, seen by all ranks, to save to in the end");
-  app.add_option("--resume", options.resume, "Such a folder to go on from");
-  app.add_option("--sample", options.sample, "Characters to write in the end");
+                 "Folder shared by all ranks; the run ends by saving to it");
+  app.add_option("--resume", options.resume,
+                 "Folder of a checkpoint to start from");
+  app.add_option("--sample", options.sample, "Characters of the sample");
   CLI11_PARSE(app, argc, argv);
   return run_program("gpt", [&] { return run(options); });
 }

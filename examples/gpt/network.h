@@ -1,4 +1,4 @@
-// A small GPT: a plain LibTorch module.
+// Small GPT: a plain LibTorch module.
 
 #ifndef BRIGADE_EXAMPLES_GPT_NETWORK_H_
 #define BRIGADE_EXAMPLES_GPT_NETWORK_H_
@@ -16,10 +16,10 @@ struct GptShape {
   int64_t num_blocks = 4;
   int64_t width = 128;
   int64_t num_heads = 4;  // divides the width
-  int64_t context = 64;   // characters that it looks back
+  int64_t context = 64;   // characters, at most
 };
 
-// Attention and a perceptron, each added to what it was given.
+// Transformer block: attention and an MLP, each with a residual connection.
 class BlockImpl : public torch::nn::Module {
  public:
   explicit BlockImpl(const GptShape& shape)
@@ -27,15 +27,15 @@ class BlockImpl : public torch::nn::Module {
         attention_norm_(register_module("attention_norm", norm(shape))),
         heads_(register_module(
             "heads", torch::nn::Linear(shape.width, 3 * shape.width))),
-        joined_(register_module("joined",
-                                torch::nn::Linear(shape.width, shape.width))),
+        projection_(register_module(
+            "projection", torch::nn::Linear(shape.width, shape.width))),
         hidden_norm_(register_module("hidden_norm", norm(shape))),
         hidden_(register_module(
             "hidden", torch::nn::Linear(shape.width, 4 * shape.width))),
         output_(register_module(
             "output", torch::nn::Linear(4 * shape.width, shape.width))) {}
 
-  // [n, t, width], as the result.
+  // x: [n, t, width]. Returns the same shape.
   at::Tensor forward(at::Tensor x) {
     x = x + attend(attention_norm_(x));
     return x + output_(torch::gelu(hidden_(hidden_norm_(x))));
@@ -54,16 +54,16 @@ class BlockImpl : public torch::nn::Module {
                                               .view({n, t, 3, num_heads_, -1})
                                               .permute({2, 0, 3, 1, 4})
                                               .unbind(0);
-    const at::Tensor seen = at::scaled_dot_product_attention(
+    const at::Tensor attended = at::scaled_dot_product_attention(
         parts[0], parts[1], parts[2], /*attn_mask=*/{}, /*dropout_p=*/0.0,
         /*is_causal=*/true);
-    return joined_(seen.transpose(1, 2).reshape({n, t, -1}));
+    return projection_(attended.transpose(1, 2).reshape({n, t, -1}));
   }
 
   const int64_t num_heads_;
   torch::nn::LayerNorm attention_norm_;
   torch::nn::Linear heads_;
-  torch::nn::Linear joined_;
+  torch::nn::Linear projection_;
   torch::nn::LayerNorm hidden_norm_;
   torch::nn::Linear hidden_;
   torch::nn::Linear output_;
@@ -76,8 +76,8 @@ class GptImpl : public torch::nn::Module {
       : characters_(register_module(
             "characters",
             torch::nn::Embedding(shape.vocabulary_size, shape.width))),
-        places_(register_module(
-            "places", torch::nn::Embedding(shape.context, shape.width))),
+        positions_(register_module(
+            "positions", torch::nn::Embedding(shape.context, shape.width))),
         norm_(register_module(
             "norm",
             torch::nn::LayerNorm(torch::nn::LayerNormOptions({shape.width})))),
@@ -92,16 +92,17 @@ class GptImpl : public torch::nn::Module {
     draw_weights(seed);
   }
 
-  // tokens: int64, [n, t], t <= context. Returns a score for each character
-  // that may follow, [n, t, vocabulary_size].
+  // tokens: int64, [n, t], t <= context. Returns the logits of the next
+  // character, [n, t, vocabulary_size].
   at::Tensor forward(const at::Tensor& tokens) {
-    at::Tensor x = characters_(tokens) + places_(torch::arange(tokens.size(1)));
+    at::Tensor x =
+        characters_(tokens) + positions_(torch::arange(tokens.size(1)));
     for (const auto& block : *blocks_) x = block->as<Block>()->forward(x);
     return scores_(norm_(x));
   }
 
  private:
-  // By a generator of its own: other draws in the process change nothing.
+  // Uses its own generator, so that the weights depend on `seed` only.
   void draw_weights(uint64_t seed) {
     const torch::NoGradGuard no_grad;
     at::Generator random = at::make_generator<at::CPUGeneratorImpl>(seed);
@@ -115,7 +116,7 @@ class GptImpl : public torch::nn::Module {
   }
 
   torch::nn::Embedding characters_;
-  torch::nn::Embedding places_;
+  torch::nn::Embedding positions_;
   torch::nn::ModuleList blocks_;
   torch::nn::LayerNorm norm_;
   torch::nn::Linear scores_;

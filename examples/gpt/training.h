@@ -1,5 +1,4 @@
-// A GPT that is sharded over a group, its optimizer, and the text that it
-// learns.
+// Training of a GPT sharded over a process group.
 
 #ifndef BRIGADE_EXAMPLES_GPT_TRAINING_H_
 #define BRIGADE_EXAMPLES_GPT_TRAINING_H_
@@ -22,17 +21,17 @@ namespace brigade::gpt {
 
 struct TrainingOptions {
   FullyShardOptions sharding = {.output_dtype = at::kFloat};
-  GptShape shape = {};      // but for the vocabulary, which is the text's
-  int64_t batch_size = 16;  // pieces of text in a step, over all ranks
+  GptShape shape = {};      // `vocabulary_size` is set from the text
+  int64_t batch_size = 16;  // excerpts per step on all ranks together
   double learning_rate = 1e-3;
-  uint64_t seed = 1;  // of the first weights and of the pieces
+  uint64_t seed = 1;  // for the initial weights and the excerpts
 };
 
 // Thread safety: none.
 class Training {
  public:
-  // Collective. `corpus` outlives it. Errors: ValueError if the ranks divide
-  // the batch unevenly; fully_shard()'s.
+  // Collective. `corpus` must outlive this. Throws ValueError unless the batch
+  // size is a multiple of the world size, and the errors of fully_shard().
   Training(const c10::intrusive_ptr<c10d::ProcessGroup>& group,
            const Corpus& corpus, const TrainingOptions& options)
       : group_(group),
@@ -43,19 +42,20 @@ class Training {
         optimizer_(network_->parameters(),
                    torch::optim::AdamWOptions(options.learning_rate)) {
     TORCH_CHECK_VALUE(options.batch_size % group->getSize() == 0,
-                      "expected a batch that ", group->getSize(),
-                      " ranks divide evenly, found ", options.batch_size,
+                      "expected a batch size that is a multiple of the world "
+                      "size ",
+                      group->getSize(), ", found ", options.batch_size,
                       ".\nChange the batch size.");
   }
 
-  // Collective: one step of the optimizer; the loss before it, averaged over
-  // the ranks. The same number on all ranks.
+  // Collective. Runs one step and returns its loss, averaged over the ranks:
+  // the same number on all ranks.
   double step(int64_t number) {
     const TextBatch batch = corpus_.batch(
         options_.seed, number, group_->getRank(),
         options_.batch_size / group_->getSize(), options_.shape.context);
-    // Rises in a line, as AdamW's averages are poor at first; then it stays, so
-    // that it does not depend on how many steps there will be.
+    // Linear warm-up for AdamW, then constant, so that a resumed run with more
+    // steps has the same rates.
     const double rate =
         options_.learning_rate * std::min(1.0, (number + 1) / 20.0);
     optimizer_.param_groups()[0].options().set_lr(rate);
@@ -72,13 +72,12 @@ class Training {
     return sum.front().item<double>() / group_->getSize();
   }
 
-  // Characters that a step goes through, on all ranks.
-  int64_t tokens_per_step() const {
+  int64_t tokens_per_step() const {  // on all ranks together
     return options_.batch_size * options_.shape.context;
   }
 
-  // Collective: each rank its part; `step`: the one to go on with, which
-  // resume() returns.
+  // Collective. Each rank saves its shards. `step` is the next step to run,
+  // which resume() returns.
   void save(const std::string& folder, int64_t step) {
     save_checkpoint(folder, checkpoint_model(*model_), optimizer_,
                     {{"step", std::to_string(step)}});
@@ -89,10 +88,10 @@ class Training {
             .at("step"));
   }
 
-  // Collective: `prompt` and what the network makes of it, on rank 0; empty on
-  // the others.
+  // Collective. Returns `prompt` and its continuation on rank 0, "" on other
+  // ranks.
   std::string sample(const std::string& prompt, int64_t num_characters) {
-    constexpr double kTemperature = 0.8;  // below 1: fewer surprises
+    constexpr double kTemperature = 0.8;
     const torch::NoGradGuard no_grad;
     const auto unsharded = model_->unsharded();
     if (group_->getRank() != 0) return "";
@@ -101,10 +100,10 @@ class Training {
     std::string text = prompt;
     at::Tensor tokens = corpus_.encode(prompt).unsqueeze(0);
     for (int64_t i = 0; i < num_characters; ++i) {
-      const int64_t seen = std::min(tokens.size(1), options_.shape.context);
+      const int64_t length = std::min(tokens.size(1), options_.shape.context);
       const at::Tensor scores =
-          network_(tokens.narrow(1, tokens.size(1) - seen, seen))
-              .select(1, seen - 1)
+          network_(tokens.narrow(1, tokens.size(1) - length, length))
+              .select(1, length - 1)
               .to(torch::kFloat);
       const at::Tensor next =
           torch::multinomial((scores / kTemperature).softmax(-1), 1,

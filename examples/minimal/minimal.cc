@@ -8,7 +8,7 @@ int main() {
   torch::nn::Linear net(8, 1);
   brigade::DistributedDataParallel model(net, scope.group());
   torch::optim::SGD optimizer(net->parameters(), /*lr=*/0.1);
-  torch::manual_seed(scope.group()->getRank());  // every rank sees other data
+  torch::manual_seed(scope.group()->getRank());  // ranks draw different data
   for (int step = 0; step < 200; ++step) {
     const at::Tensor x = torch::randn({16, 8});
     optimizer.zero_grad();

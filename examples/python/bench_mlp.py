@@ -1,11 +1,10 @@
-"""A workload for brigade.bench: what decides on bucket sizes, and nothing else.
+"""A workload for brigade.bench, which times training steps with several bucket sizes.
 
     torchrun --standalone --nproc-per-node 2 -m brigade.bench examples/python/bench_mlp.py:mlp
 
-A training program of one's own needs such a function too: it makes the module as
-training does, and a function that runs forward on this rank's data. Every rank
-makes the same module; the data may be the same batch at every step, so that
-loading it isn't timed.
+To sweep your own model, write such a function. It returns the module and a function that
+computes the loss on this rank's data. All ranks must return the same module. Use one batch for
+all steps, so that data loading is not timed.
 """
 
 from __future__ import annotations
@@ -30,12 +29,12 @@ def mlp() -> tuple[nn.Module, Loss]:
 
 
 def mlp_with_bucket_views() -> tuple[nn.Module, Loss, dict]:
-    """The same, trained with an option of DistributedDataParallel."""
+    """The same MLP with an option of DistributedDataParallel and a name."""
     module, loss = mlp()
     return module, loss, {"gradient_as_bucket_view": True, "name": "MLP, bucket views"}
 
 
 def mean_square(model: nn.Module) -> torch.Tensor:
-    """A loss on this rank's batch."""
+    """Returns the loss on this rank's batch."""
     generator = torch.Generator().manual_seed(dist.get_rank())
     return model(torch.randn(BATCH_SIZE, WIDTH, generator=generator)).square().mean()

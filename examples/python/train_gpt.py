@@ -1,10 +1,9 @@
-"""Trains a small GPT on Python's own documentation, each rank with a part of it.
+"""Sharded training of a small GPT on Python's documentation.
 
     torchrun --standalone --nproc-per-node 2 examples/python/train_gpt.py --folder /tmp/gpt
 
-Run again, it goes on where its last checkpoint ends, on another number of ranks too. All
-strategies end in the same weights on two ranks. Nothing is downloaded: the text is what
-``help()`` shows.
+A second run resumes from the last checkpoint, on any number of ranks. On two ranks all
+strategies end with the same weights. Nothing is downloaded: the text is that of ``help()``.
 """
 
 from __future__ import annotations
@@ -27,12 +26,12 @@ LENGTH = 128
 
 
 class GPT(nn.Module):
-    """Tells the next byte; its first and its last layer share a weight."""
+    """Predicts the next byte. Its first and last layer share a weight."""
 
     def __init__(self, size: int, heads: int, num_blocks: int) -> None:
         super().__init__()
         self.bytes = nn.Embedding(256, size)
-        self.places = nn.Parameter(0.02 * torch.randn(LENGTH, size))
+        self.positions = nn.Parameter(0.02 * torch.randn(LENGTH, size))
         self.blocks = nn.ModuleList([self.make_block(size, heads) for _ in range(num_blocks)])
         self.norm = nn.LayerNorm(size)
         self.head = nn.Linear(size, 256, bias=False)
@@ -47,26 +46,26 @@ class GPT(nn.Module):
 
     def forward(self, text: torch.Tensor) -> torch.Tensor:
         """`text`: [batch, length]; returns [batch, length, 256]."""
-        x = self.bytes(text) + self.places[: text.size(1)]
+        x = self.bytes(text) + self.positions[: text.size(1)]
         mask = nn.Transformer.generate_square_subsequent_mask(text.size(1))
         for block in self.blocks:
             x = block(x, mask, is_causal=True)
         return self.head(self.norm(x))
 
 
-# What brigade.fully_shard is given, by strategy.
+# Arguments of brigade.fully_shard, by strategy.
 STRATEGIES: dict[str, Callable[[int], dict]] = {
-    # Parameters, gradients and optimizer states are sharded.
+    # Shards parameters, gradients and optimizer state.
     "full": lambda _: {"reshard_after_forward": True},
-    # Parameters stay whole from forward to backward.
+    # Keeps parameters unsharded from forward to backward.
     "grad": lambda _: {"reshard_after_forward": False},
-    # All of it on every rank.
+    # Shards nothing.
     "none": lambda num_ranks: {"mesh": init_device_mesh("cpu", (num_ranks, 1))},
 }
 
 
 def sharded(model: GPT, strategy: str) -> GPT:
-    """Each block is gathered by itself, and what lies around them together."""
+    """Makes each block an FSDP unit, and the layers around the blocks another."""
     options = STRATEGIES[strategy](dist.get_world_size())
     for block in model.blocks:
         brigade.fully_shard(block, **options)
@@ -75,13 +74,13 @@ def sharded(model: GPT, strategy: str) -> GPT:
 
 
 def documentation() -> torch.Tensor:
-    """All of help()'s topics, as bytes."""
+    """Returns the bytes of all topics of help(), as int64."""
     text = "\n".join(topics[name] for name in sorted(topics)).encode()
     return torch.frombuffer(bytearray(text), dtype=torch.uint8).long()
 
 
 def batch_of(text: torch.Tensor, step: int, batch_size: int) -> torch.Tensor:
-    """This rank's excerpts for a step, and their next bytes: [batch, LENGTH + 1]."""
+    """Returns this rank's excerpts of a step, [batch_size, LENGTH + 1]."""
     seed = step * dist.get_world_size() + dist.get_rank()
     generator = torch.Generator().manual_seed(seed)
     starts = torch.randint(len(text) - LENGTH - 1, (batch_size, 1), generator=generator)
@@ -89,18 +88,18 @@ def batch_of(text: torch.Tensor, step: int, batch_size: int) -> torch.Tensor:
 
 
 def last_checkpoint(folder: pathlib.Path | None) -> pathlib.Path | None:
-    """The one of the highest step."""
+    """Returns the checkpoint of the highest step, or None."""
     found = [] if folder is None else folder.glob("step-*[0-9]")
     return max(found, key=lambda path: int(path.name.split("-")[1]), default=None)
 
 
-def random_state_beside(path: pathlib.Path) -> pathlib.Path:
-    """This rank's own file: other ranks drop others."""
+def random_state_path(path: pathlib.Path) -> pathlib.Path:
+    """Returns this rank's file: dropout differs between ranks."""
     return path.with_name(f"random-{path.name}-of-{dist.get_rank()}.pt")
 
 
 def digest(model: GPT) -> str:
-    """A short hash of all bits of the parameters."""
+    """Returns a short hash of the parameters' bits."""
     bits = hashlib.sha256()
     for tensor in model.full_state_dict().values():
         bits.update(tensor.numpy().tobytes())
@@ -110,12 +109,12 @@ def digest(model: GPT) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--strategy", choices=STRATEGIES, default="full")
-    parser.add_argument("--steps", type=int, default=200, help="in all, with those before")
-    parser.add_argument("--batch-size", type=int, default=8, help="of each rank")
-    parser.add_argument("--size", type=int, default=128, help="of a byte's vector")
-    parser.add_argument("--blocks", type=int, default=4)
-    parser.add_argument("--folder", type=pathlib.Path, help="of checkpoints; default: none")
-    parser.add_argument("--save-every", type=int, default=100, help="steps")
+    parser.add_argument("--steps", type=int, default=200, help="number of the last step")
+    parser.add_argument("--batch-size", type=int, default=8, help="excerpts per step and rank")
+    parser.add_argument("--size", type=int, default=128, help="width of the network")
+    parser.add_argument("--blocks", type=int, default=4, help="transformer blocks")
+    parser.add_argument("--folder", type=pathlib.Path, help="checkpoints; default: none saved")
+    parser.add_argument("--save-every", type=int, default=100, help="steps between checkpoints")
     arguments = parser.parse_args()
 
     dist.init_process_group("gloo")
@@ -124,15 +123,15 @@ def main() -> None:
     torch.manual_seed(0)
     model = sharded(GPT(arguments.size, 4, arguments.blocks), arguments.strategy)
     optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3)
-    torch.manual_seed(rank)  # each rank drops others
+    torch.manual_seed(rank)  # for dropout
 
     first = 0
     if (path := last_checkpoint(arguments.folder)) is not None:
         first = int(brigade.load_shards(model, path, optimizer)["step"])
-        if (random := random_state_beside(path)).exists():
+        if (random := random_state_path(path)).exists():
             torch.set_rng_state(torch.load(random))
         if rank == 0:
-            print(f"goes on behind step {first}", flush=True)
+            print(f"resuming after step {first}", flush=True)
 
     text = documentation()
     with tqdm(range(first, arguments.steps), disable=rank != 0) as bar:
@@ -149,7 +148,7 @@ def main() -> None:
             if arguments.folder and (done % arguments.save_every == 0 or done == arguments.steps):
                 arguments.folder.mkdir(parents=True, exist_ok=True)
                 path = arguments.folder / f"step-{done}"
-                torch.save(torch.get_rng_state(), random_state_beside(path))
+                torch.save(torch.get_rng_state(), random_state_path(path))
                 brigade.save_shards(model, path, optimizer, metadata={"step": str(done)})
     weights = digest(model)
     if rank == 0:

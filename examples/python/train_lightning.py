@@ -1,9 +1,8 @@
-"""Trains a small network with Lightning, which builds DistributedDataParallel itself.
+"""Trains a small network with Lightning, which constructs DistributedDataParallel itself.
 
     torchrun --standalone --nproc-per-node 2 examples/python/train_lightning.py
 
-``brigade.install()`` is the one line that differs. Nothing is downloaded: the
-digits are scikit-learn's.
+``brigade.install()`` is the only change. Nothing is downloaded: the digits come with scikit-learn.
 """
 
 from __future__ import annotations
@@ -41,8 +40,8 @@ class Classifier(lightning.LightningModule):
         return torch.optim.Adam(self.parameters(), lr=2e-3)
 
 
-class NamesTheClass(lightning.Callback):
-    """Prints which class Lightning has wrapped the model in."""
+class PrintWrapper(lightning.Callback):
+    """Prints the class in which Lightning wraps the model."""
 
     def on_train_start(
         self, trainer: lightning.Trainer, pl_module: lightning.LightningModule
@@ -66,12 +65,12 @@ def main() -> None:
         devices=2,
         strategy="ddp",
         max_epochs=arguments.epochs,
-        callbacks=[NamesTheClass()],
+        callbacks=[PrintWrapper()],
         logger=False,
         enable_checkpointing=False,
     )
     model = Classifier()
-    # The last 360 of 1797 images are kept for the test.
+    # The last 360 of 1797 images are test data.
     training, test = (torch.utils.data.Subset(dataset, r) for r in (range(1437), range(1437, 1797)))
     trainer.fit(model, DataLoader(training, batch_size=32, shuffle=True))
     trainer.test(model, DataLoader(test, batch_size=60))

@@ -2,9 +2,8 @@
 
     torchrun --standalone --nproc-per-node 2 examples/python/train_resnet.py
 
-The one line that differs from a program that uses torch's class is marked. With
-``--ddp torch`` that class is used, with ``--ddp both`` one after the other, to see
-that both end in the same weights. Nothing is downloaded.
+A comment marks the only change from torch's class. ``--ddp torch`` trains with torch's class.
+``--ddp both`` trains with each and compares the weights. Nothing is downloaded.
 """
 
 from __future__ import annotations
@@ -32,11 +31,7 @@ TEST_IMAGES = 360
 
 
 def digits(size: int) -> tuple[TensorDataset, TensorDataset]:
-    """The digits as images of three equal channels: training and test data.
-
-    Args:
-        size: Of an image's side in pixels; the originals have 8.
-    """
+    """Returns training and test images of 3 x size x size pixels, scaled up from 8 x 8."""
     data = load_digits()
     images = torch.tensor(data.images, dtype=torch.float32).unsqueeze(1) / 16 - 0.5
     images = nn.functional.interpolate(images, size=(size, size), mode="bilinear")
@@ -48,7 +43,7 @@ def digits(size: int) -> tuple[TensorDataset, TensorDataset]:
 
 
 def train(kind: str, data: TensorDataset, arguments: argparse.Namespace) -> nn.Module:
-    """Trains a new model; returns it without its wrapper."""
+    """Trains a new model and returns it without its wrapper."""
     torch.manual_seed(0)
     model = resnet18(num_classes=10)
     model = CLASSES[kind](model)  # was: model = nn.parallel.DistributedDataParallel(model)
@@ -58,7 +53,7 @@ def train(kind: str, data: TensorDataset, arguments: argparse.Namespace) -> nn.M
     optimizer = torch.optim.SGD(model.parameters(), lr=0.02, momentum=0.9)
     steps = arguments.steps or len(loader)
     for epoch in range(arguments.epochs):
-        sampler.set_epoch(epoch)  # another order
+        sampler.set_epoch(epoch)
         some = itertools.islice(loader, steps)
         with tqdm(some, f"{kind} {epoch + 1}", steps, disable=dist.get_rank() != 0) as bar:
             for images, labels in bar:
@@ -72,14 +67,14 @@ def train(kind: str, data: TensorDataset, arguments: argparse.Namespace) -> nn.M
 
 @torch.no_grad()
 def accuracy(model: nn.Module, data: TensorDataset) -> float:
-    """The share of images that the model recognises."""
+    """Returns the fraction of images that the model recognizes."""
     model.eval()
     images, labels = data.tensors
     return (model(images).argmax(1) == labels).float().mean().item()
 
 
 def digest(model: nn.Module) -> str:
-    """A short hash of all bits of a model's parameters and buffers."""
+    """Returns a short hash of the bits of a model's parameters and buffers."""
     bits = hashlib.sha256()
     for tensor in model.state_dict().values():
         bits.update(tensor.numpy().tobytes())
@@ -90,9 +85,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--ddp", choices=[*CLASSES, "both"], default="brigade")
     parser.add_argument("--epochs", type=int, default=3)
-    parser.add_argument("--steps", type=int, default=0, help="of an epoch; default: all")
-    parser.add_argument("--batch-size", type=int, default=32, help="of each rank")
-    parser.add_argument("--image-size", type=int, default=16, help="side in pixels")
+    parser.add_argument("--steps", type=int, default=0, help="steps per epoch; default: all")
+    parser.add_argument("--batch-size", type=int, default=32, help="images per step and rank")
+    parser.add_argument("--image-size", type=int, default=16, help="width and height in pixels")
     arguments = parser.parse_args()
 
     dist.init_process_group("gloo")

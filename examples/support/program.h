@@ -1,4 +1,4 @@
-// The frame of a training program.
+// Helpers of the example programs: process group and error exit.
 
 #ifndef BRIGADE_EXAMPLES_SUPPORT_PROGRAM_H_
 #define BRIGADE_EXAMPLES_SUPPORT_PROGRAM_H_
@@ -15,8 +15,8 @@
 
 namespace brigade {
 
-// The group of the ranks that torchrun, srun or mpirun started, or of this
-// process alone.
+// Returns the group of the ranks started by torchrun, srun or mpirun, or of
+// this process alone.
 inline c10::intrusive_ptr<c10d::ProcessGroup> group_of_launcher() {
   for (const char* name : {"RANK", "SLURM_PROCID", "OMPI_COMM_WORLD_RANK"}) {
     if (std::getenv(name) != nullptr) return init_process_group();

@@ -33,7 +33,7 @@ at::Tensor loss_of(torch::nn::Sequential& net, int rank) {
   return (net->forward(torch::ones({4, 512})).sum() * (rank + 1));
 }
 
-TEST(SweepTest, TimesEachPlanOnceAndLeavesTheModuleAsItWas) {
+TEST(SweepTest, TimesEachPlanOnceAndKeepsTheParameters) {
   std::mutex mutex;
   std::vector<SweepSamples> found;
   ::brigade::testing::run_ranks(2, [&](const Group& group) {
@@ -46,7 +46,7 @@ TEST(SweepTest, TimesEachPlanOnceAndLeavesTheModuleAsItWas) {
       EXPECT_FALSE(parameter.grad().defined());
       EXPECT_TRUE(at::equal(parameter, at::full_like(parameter, 2)));
     }
-    // Nothing of the sweep is left on the parameters.
+    // The sweep leaves no hooks on the parameters.
     loss().backward();
     EXPECT_TRUE(at::equal(net->parameters()[1].grad(),
                           at::full({512, 256}, (group->getRank() + 1) * 4096)));
@@ -57,24 +57,24 @@ TEST(SweepTest, TimesEachPlanOnceAndLeavesTheModuleAsItWas) {
   const SweepSamples& samples = found[0];
   EXPECT_EQ(samples.num_parameters, 2);
   EXPECT_EQ(samples.gradient_bytes, 1 << 20);
-  ASSERT_EQ(samples.tracks.size(), 2U);
-  EXPECT_EQ(samples.tracks[0].arms.size(), 3U);  // default, 100, one
-  EXPECT_EQ(samples.tracks[0].arms[1].label, "100 MiB");
-  EXPECT_THAT(samples.tracks[0].bucket_bytes, ElementsAre(1 << 20));
-  EXPECT_THAT(samples.tracks[1].bucket_bytes, ElementsAre(1 << 19, 1 << 19));
+  ASSERT_EQ(samples.plans.size(), 2U);
+  EXPECT_EQ(samples.plans[0].arms.size(), 3U);  // default, 100, one
+  EXPECT_EQ(samples.plans[0].arms[1].label, "100 MiB");
+  EXPECT_THAT(samples.plans[0].bucket_bytes, ElementsAre(1 << 20));
+  EXPECT_THAT(samples.plans[1].bucket_bytes, ElementsAre(1 << 19, 1 << 19));
   EXPECT_EQ(samples.local_ms.size(), 2U);
-  for (size_t i = 0; i < samples.tracks.size(); ++i) {
-    const SweepTrack& track = samples.tracks[i];
-    ASSERT_EQ(track.rounds_ms.size(), 2U);
-    EXPECT_EQ(track.rounds_ms[0].size(), 2U);
-    EXPECT_EQ(track.alone_ms.size(), 2U);
-    // Times are those of the slowest rank.
-    EXPECT_EQ(track.rounds_ms, found[1].tracks[i].rounds_ms);
+  for (size_t i = 0; i < samples.plans.size(); ++i) {
+    const PlanSamples& plan = samples.plans[i];
+    ASSERT_EQ(plan.rounds_ms.size(), 2U);
+    EXPECT_EQ(plan.rounds_ms[0].size(), 2U);
+    EXPECT_EQ(plan.alone_ms.size(), 2U);
+    // Ranks agree on the slowest rank's times.
+    EXPECT_EQ(plan.rounds_ms, found[1].plans[i].rounds_ms);
   }
   EXPECT_EQ(samples.local_ms, found[1].local_ms);
 }
 
-TEST(SweepTest, OneCallGivesASummaryThatCanBeShown) {
+TEST(SweepTest, OneCallReturnsASummaryForToText) {
   ::brigade::testing::run_ranks(2, [](const Group& group) {
     torch::nn::Sequential net = make_net();
     const auto sweep_with = [&](const SweepOptions& options) {
@@ -93,7 +93,7 @@ TEST(SweepTest, OneCallGivesASummaryThatCanBeShown) {
 
 using Caps = std::vector<int64_t>;
 
-TEST(BucketArmTest, WordsAndSizesBecomeCaps) {
+TEST(BucketArmTest, NamesAndSizesBecomeCaps) {
   EXPECT_EQ(default_arm().caps_bytes, (Caps{1 << 20, 25 << 20}));
   EXPECT_EQ(arm_of("each").caps_bytes, Caps{1});
   EXPECT_EQ(arm_of("one").caps_bytes,
@@ -103,7 +103,7 @@ TEST(BucketArmTest, WordsAndSizesBecomeCaps) {
   EXPECT_EQ(arm_of("100").label, "100 MiB");
 }
 
-TEST(BucketArmTest, WhatIsNoSizeIsRefused) {
+TEST(BucketArmTest, OtherTextsAreErrors) {
   for (const char* const cap : {"x", "-1", "0", "nan", "", "1e9", "1 MiB"}) {
     EXPECT_THROW(arm_of(cap), c10::ValueError) << cap;
   }

@@ -1,5 +1,3 @@
-// Statistics of a sweep, and the table and JSON made of them.
-
 #include "brigade/bucket_sweep/sweep.h"
 
 #include <nlohmann/json.hpp>
@@ -27,16 +25,16 @@ SweepSamples samples_of(const std::vector<double>& default_ms,
   return {.num_parameters = 3,
           .gradient_bytes = 3'000'000,
           .local_ms = one_step_each(std::vector<double>(default_ms.size(), 10)),
-          .tracks = {{.arms = {default_arm()},
-                      .buckets = {{2}, {1, 0}},
-                      .bucket_bytes = {1'000'000, 2'000'000},
-                      .rounds_ms = one_step_each(default_ms),
-                      .alone_ms = {4}},
-                     {.arms = {arm_of("4"), arm_of("one")},
-                      .buckets = {{2, 1, 0}},
-                      .bucket_bytes = {3'000'000},
-                      .rounds_ms = one_step_each(other_ms),
-                      .alone_ms = {8}}}};
+          .plans = {{.arms = {default_arm()},
+                     .buckets = {{2}, {1, 0}},
+                     .bucket_bytes = {1'000'000, 2'000'000},
+                     .rounds_ms = one_step_each(default_ms),
+                     .alone_ms = {4}},
+                    {.arms = {arm_of("4"), arm_of("one")},
+                     .buckets = {{2, 1, 0}},
+                     .bucket_bytes = {3'000'000},
+                     .rounds_ms = one_step_each(other_ms),
+                     .alone_ms = {8}}}};
 }
 
 TEST(QuantilesTest, InterpolatesBetweenSamplesInAnyOrder) {
@@ -70,7 +68,7 @@ TEST(SummaryTest, DifferencesAreTakenWithinARound) {
   EXPECT_EQ(summary.best->saved_ms.p75, 8.75);
 }
 
-TEST(SummaryTest, ASizeThatIsFasterInEveryRoundIsChosen) {
+TEST(SummaryTest, ASizeThatIsFasterInEveryRoundIsDecided) {
   const auto best = summarize(samples_of(times(8, 20), times(8, 18))).best;
   ASSERT_TRUE(best);
   EXPECT_EQ(best->arm, 1U);
@@ -79,7 +77,7 @@ TEST(SummaryTest, ASizeThatIsFasterInEveryRoundIsChosen) {
   EXPECT_EQ(best->saved_share, 0.1);
 }
 
-TEST(SummaryTest, ASizeThatChanceMayHaveMadeFasterIsNotDecided) {
+TEST(SummaryTest, ASizeThatIsFasterByChanceIsNotDecided) {
   std::vector<double> other = times(8, 18);
   other[0] = other[5] = 21;
   const auto best = summarize(samples_of(times(8, 20), other)).best;
@@ -88,17 +86,17 @@ TEST(SummaryTest, ASizeThatChanceMayHaveMadeFasterIsNotDecided) {
   EXPECT_FALSE(best->decided);
 }
 
-TEST(SummaryTest, TheMoreSizesAreTriedTheLessChanceIsAllowed) {
+TEST(SummaryTest, TheSignificanceLevelIsCorrectedForTheNumberOfSizes) {
   SweepSamples samples = samples_of(times(5, 20), times(5, 18));
   EXPECT_TRUE(summarize(samples).best->decided);  // 1/32
-  const SweepTrack again = samples.tracks[1];
-  samples.tracks.push_back(again);
+  const PlanSamples again = samples.plans[1];
+  samples.plans.push_back(again);
   EXPECT_FALSE(summarize(samples).best->decided);  // 2/32
 }
 
 TEST(SummaryTest, WithoutAnotherPlanNothingIsRecommended) {
   SweepSamples samples = samples_of({20}, {18});
-  samples.tracks.pop_back();
+  samples.plans.pop_back();
   EXPECT_FALSE(summarize(samples).best);
 }
 
@@ -107,7 +105,7 @@ SweepSummary summary_of(size_t rounds, double default_ms, double other_ms) {
                               std::vector<double>(rounds, other_ms)));
 }
 
-TEST(ReportTest, TheTableHasARowPerPlanAndASentence) {
+TEST(ReportTest, TheTableHasARowPerPlanAndARecommendation) {
   EXPECT_EQ(
       to_text("Net", summary_of(8, 20, 18)),
       "Net: 3 gradients, 3.00 MB; step without a reducer 10.0 ms [10.0, "
@@ -118,12 +116,14 @@ TEST(ReportTest, TheTableHasARowPerPlanAndASentence) {
       "20.0]        10.0       4.0     none\n"
       "4 MiB, one        1   3.00 MB  3.00 MB  3.00 MB      18.0      [18.0, "
       "18.0]         8.0       8.0     none\n"
+      "exposed: time added to a step; alone: the all-reduces without a step; "
+      "overlap: the share of alone that backward hides\n"
       "recommended: bucket_cap_bytes = {4194304} or bucket_cap_mb=4 (4 MiB, "
       "one); 2.0 ms (10.0 %) less per step than the default [2.0, 2.0], faster "
       "in 8 of 8 rounds\n");
 }
 
-TEST(ReportTest, TheSentenceSaysWhenTheDefaultIsToBeKept) {
+TEST(ReportTest, TheDefaultIsRecommendedUnlessAnotherSizeIsDecided) {
   const auto ends_with = [](const SweepSummary& summary, const char* sentence) {
     EXPECT_THAT(to_text("Net", summary),
                 ::testing::EndsWith(absl::StrCat(sentence, "\n")));
@@ -135,12 +135,12 @@ TEST(ReportTest, TheSentenceSaysWhenTheDefaultIsToBeKept) {
             "step than the default [2.0, 2.0], faster in 3 of 3 rounds, which "
             "may be chance");
   SweepSamples alone = samples_of({20}, {20});
-  alone.tracks.pop_back();
+  alone.plans.pop_back();
   ends_with(summarize(alone),
-            "recommended: the default; every size tried gives its buckets");
+            "recommended: the default; all sizes result in the same buckets");
 }
 
-TEST(ReportTest, JsonHasWhatTheTableHas) {
+TEST(ReportTest, JsonHasTheNumbersOfTheTable) {
   const auto json =
       nlohmann::json::parse(to_json("a \"net\"", summary_of(8, 20, 18)));
   EXPECT_EQ(json["name"], "a \"net\"");

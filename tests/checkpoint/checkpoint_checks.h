@@ -1,4 +1,4 @@
-// Helpers for tests of checkpoints: files and error texts.
+// Test helpers for checkpoints: files and error texts.
 
 #ifndef BRIGADE_TESTS_CHECKPOINT_CHECKPOINT_CHECKS_H_
 #define BRIGADE_TESTS_CHECKPOINT_CHECKPOINT_CHECKS_H_
@@ -13,7 +13,7 @@
 
 namespace brigade::testing {
 
-// The text of the ValueError that `run` throws.
+// Returns the text of the ValueError that `run` throws, or "no error".
 inline std::string error_of(const std::function<void()>& run) {
   try {
     run();

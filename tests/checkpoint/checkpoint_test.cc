@@ -54,28 +54,29 @@ MakeOptimizer maker(Options options) {
 
 MakeOptimizer adamw() { return maker<optim::AdamW>(optim::AdamWOptions(0.01)); }
 
-// A model of which each rank holds consecutive elements of each parameter:
-// `num_shards` shards, which the next ranks hold again. Its steps treat all
-// elements equally, so that sharding changes no bit.
-class CutTraining {
+// Training of a model whose parameters are cut into `num_shards` runs of
+// elements; rank r holds shard r % num_shards. Steps are elementwise, so that
+// sharding changes no bit.
+class ShardedTraining {
  public:
-  CutTraining(const Group& group, int num_shards, const MakeOptimizer& make,
-              int seed = 1, bool is_transposed = false)
+  ShardedTraining(const Group& group, int num_shards, const MakeOptimizer& make,
+                  int seed = 1, bool is_transposed = false)
       : model(std::vector<CheckpointTensor>(), group) {
     const int64_t shard = group->getRank() % num_shards;
-    const auto add = [&](const std::string& name, at::Tensor whole) {
-      whole = whole + seed;
-      if (is_transposed && whole.dim() == 2) {
-        whole = whole.t().contiguous().t();
+    const auto add = [&](const std::string& name, at::Tensor unsharded) {
+      unsharded = unsharded + seed;
+      if (is_transposed && unsharded.dim() == 2) {
+        unsharded = unsharded.t().contiguous().t();
       }
-      CheckpointTensor part = unsharded_tensor(name, whole);
-      const int64_t end = whole.numel() * (shard + 1) / num_shards;
-      part.begin = whole.numel() * shard / num_shards;
-      part.strides = whole.strides().vec();
-      part.held = whole.as_strided({end - part.begin}, {1}, part.begin)
-                      .clone()
-                      .requires_grad_();
-      model.tensors.push_back(std::move(part));
+      CheckpointTensor tensor = unsharded_tensor(name, unsharded);
+      const int64_t end = unsharded.numel() * (shard + 1) / num_shards;
+      tensor.begin = unsharded.numel() * shard / num_shards;
+      tensor.strides = unsharded.strides().vec();
+      tensor.held =
+          unsharded.as_strided({end - tensor.begin}, {1}, tensor.begin)
+              .clone()
+              .requires_grad_();
+      model.tensors.push_back(std::move(tensor));
     };
     add("weight", torch::arange(35.0).view({5, 7}));
     add("bias", torch::arange(3.0));
@@ -93,7 +94,7 @@ class CutTraining {
     return all;
   }
 
-  // The last parameter but one is left out before step 2.
+  // Parameter 3, "double", is unused before step 2.
   void train(int from, int to) {
     for (int step = from; step < to; ++step) {
       optimizer->zero_grad();
@@ -127,7 +128,7 @@ class CheckpointTest : public ::testing::Test {
   void save(int num_ranks, int num_shards, int steps,
             const MakeOptimizer& make = adamw()) {
     run_ranks(num_ranks, [&](const Group& group) {
-      CutTraining training(group, num_shards, make);
+      ShardedTraining training(group, num_shards, make);
       training.train(0, steps);
       for (const std::string& to : {file(), folder()}) {
         save_checkpoint(to, training.model, *training.optimizer,
@@ -136,12 +137,13 @@ class CheckpointTest : public ::testing::Test {
     });
   }
 
-  // The bytes that `num_ranks` save after they have loaded `from` and trained.
+  // Loads `from` on `num_ranks`, trains, and returns the bytes they then save.
   std::string resumed(const std::string& from, int num_ranks, int num_shards,
                       int more_steps, const MakeOptimizer& make = adamw(),
                       bool is_transposed = false) {
     run_ranks(num_ranks, [&](const Group& group) {
-      CutTraining training(group, num_shards, make, /*seed=*/99, is_transposed);
+      ShardedTraining training(group, num_shards, make, /*seed=*/99,
+                               is_transposed);
       training.train(0, 3);  // undone by loading
       const CheckpointMetadata metadata =
           load_checkpoint(from, training.model, *training.optimizer);
@@ -154,12 +156,13 @@ class CheckpointTest : public ::testing::Test {
     return bytes_of_file(path("again.safetensors"));
   }
 
-  // The error of loading, the same on all ranks, after which nothing differs.
+  // Returns the error of loading. Expects the same error on all ranks, and
+  // unchanged tensors.
   std::string error_of_loading(const std::string& from, int num_ranks = 2,
                                const MakeOptimizer& make = adamw()) {
     std::vector<std::string> errors(num_ranks);
     run_ranks(num_ranks, [&](const Group& group) {
-      CutTraining training(group, num_ranks, make, /*seed=*/99);
+      ShardedTraining training(group, num_ranks, make, /*seed=*/99);
       training.train(0, 3);
       const auto state = [&](const std::string& name) {
         save_checkpoint(path(name), training.model, *training.optimizer);
@@ -222,8 +225,7 @@ TEST_P(CheckpointOfOptimizerTest, AnyRanksResumeWithTheSameBits) {
   }
 }
 
-// A parameter has no state before its first step.
-TEST_P(CheckpointOfOptimizerTest, AParameterThatWasNotSteppedHasNoState) {
+TEST_P(CheckpointOfOptimizerTest, AParameterThatNeverSteppedHasNoState) {
   save(2, 2, 1, GetParam().make);
   SafetensorsReader reader(file());
   const bool has_state = std::ranges::any_of(
@@ -256,7 +258,7 @@ INSTANTIATE_TEST_SUITE_P(
     [](const auto& info) { return info.param.name; });
 
 // Shards are in memory order, files of unsharded tensors in C order.
-TEST_F(CheckpointTest, AnotherOrderInMemoryIsReordered) {
+TEST_F(CheckpointTest, LoadingReordersElementsOfOtherStrides) {
   save(1, 1, 5);
   const std::string expected = bytes_of_file(file());
   save(3, 3, 3);
@@ -266,7 +268,7 @@ TEST_F(CheckpointTest, AnotherOrderInMemoryIsReordered) {
   }
 }
 
-TEST_F(CheckpointTest, FilesHoldUnshardedTensorsUnderTheParametersNames) {
+TEST_F(CheckpointTest, FilesHoldUnshardedTensorsUnderParameterNames) {
   save(2, 2, 3);
   SafetensorsReader reader(file());
   const auto shape_of = [&](const std::string& name) {
@@ -284,7 +286,7 @@ TEST_F(CheckpointTest, FilesHoldUnshardedTensorsUnderTheParametersNames) {
   EXPECT_EQ(files_of_folder().size(), 3u);
 }
 
-// Data-parallel training: the model is unsharded.
+// In data-parallel training the model is unsharded.
 TEST_F(CheckpointTest, AModuleIsSavedWithItsBuffers) {
   const auto make = [](double value) {
     torch::nn::Sequential net(torch::nn::Linear(3, 4),
@@ -322,7 +324,7 @@ TEST_F(CheckpointTest, AModuleIsSavedWithItsBuffers) {
       optimizer.step();
     });
   }
-  // One process, without a group; tied and transposed parameters.
+  // One process without a group; tied and transposed parameters.
   torch::nn::Linear saved(3, 2), loaded(3, 2);
   saved->weight.set_data(torch::ones({3, 2}).t());
   saved->register_parameter("tied", saved->weight);
@@ -336,16 +338,16 @@ TEST_F(CheckpointTest, AModuleIsSavedWithItsBuffers) {
 
 class OptionsTest : public CheckpointTest {
  protected:
-  // Warnings of loading with `loaded` what was saved with `saved`; the options
-  // are those of `saved` then.
+  // Saves with one optimizer and loads with another. Returns the warnings, and
+  // expects the saved options and bits afterwards.
   std::vector<std::string> warnings_of(const MakeOptimizer& saved,
                                        const MakeOptimizer& loaded) {
     const auto group = single_process_group();
-    CutTraining first(group, 1, saved);
+    ShardedTraining first(group, 1, saved);
     first.train(0, 3);
     const OptimizerState expected = state_of(*first.optimizer);
     save_checkpoint(file(), first.model, *first.optimizer);
-    CutTraining second(group, 1, loaded, /*seed=*/2);
+    ShardedTraining second(group, 1, loaded, /*seed=*/2);
     OptimizerState state = state_of(*second.optimizer);
     const LoadedCheckpoint found =
         load_with_state(file(), second.model, &state);
@@ -360,7 +362,7 @@ class OptionsTest : public CheckpointTest {
   }
 };
 
-TEST_F(OptionsTest, TheSavedOnesAreUsedAndEachDifferenceIsNamed) {
+TEST_F(OptionsTest, LoadingUsesSavedOptionsAndNamesEachDifference) {
   const auto saved =
       optim::AdamWOptions(0.01).betas({0.8, 0.95}).eps(1e-6).weight_decay(0.1);
   const MakeOptimizer make = maker<optim::AdamW>(saved);
@@ -382,9 +384,10 @@ TEST_F(OptionsTest, TheSavedOnesAreUsedAndEachDifferenceIsNamed) {
                         HasSubstr("nesterov = true became false"))));
 }
 
-TEST_F(OptionsTest, GroupsKeepTheirOwn) {
+TEST_F(OptionsTest, EachParameterGroupHasItsOwnOptions) {
   const auto group = single_process_group();
-  const auto make = [&](CutTraining& training, double first, double second) {
+  const auto make = [&](ShardedTraining& training, double first,
+                        double second) {
     std::vector<optim::OptimizerParamGroup> groups;
     const Tensors held = training.held();
     groups.emplace_back(Tensors(held.begin(), held.begin() + 1),
@@ -394,10 +397,10 @@ TEST_F(OptionsTest, GroupsKeepTheirOwn) {
     training.optimizer =
         std::make_unique<optim::SGD>(groups, optim::SGDOptions(1));
   };
-  CutTraining saved(group, 1, adamw());
+  ShardedTraining saved(group, 1, adamw());
   make(saved, 0.1, 0.2);
   save_checkpoint(file(), saved.model, *saved.optimizer);
-  CutTraining loaded(group, 1, adamw());
+  ShardedTraining loaded(group, 1, adamw());
   make(loaded, 0.1, 0.3);
   OptimizerState state = state_of(*loaded.optimizer);
   EXPECT_THAT(load_with_state(file(), loaded.model, &state).warnings,
@@ -407,12 +410,12 @@ TEST_F(OptionsTest, GroupsKeepTheirOwn) {
   EXPECT_THAT(error_of([&] {
                 load_checkpoint(file(), loaded.model, *loaded.optimizer);
               }),
-              HasSubstr("expected 2 parameter groups"));
+              HasSubstr("SGD has 2 parameter groups, this one has 1"));
 }
 
 // Python's optimizers have options that LibTorch's lack.
-TEST_F(OptionsTest, OneThatOnlyOneSideHasIsNamed) {
-  CutTraining training(single_process_group(), 1, adamw());
+TEST_F(OptionsTest, AnOptionOfOnlyOneLibraryIsNamed) {
+  ShardedTraining training(single_process_group(), 1, adamw());
   OptimizerState python = state_of(*training.optimizer);
   const std::string own = python.options[0];
   python.options[0] = R"({"lr":0.01,"maximize":false})";
@@ -425,7 +428,7 @@ TEST_F(OptionsTest, OneThatOnlyOneSideHasIsNamed) {
   EXPECT_THAT(error_of([&] {
                 load_checkpoint(file(), training.model, *training.optimizer);
               }),
-              HasSubstr("maximize = true, which this AdamW lacks"));
+              HasSubstr("maximize = true, which this AdamW does not have"));
 }
 
 // ---- Damage and other models.
@@ -442,9 +445,9 @@ TEST_F(CheckpointTest, AnyDamageIsOneErrorAndChangesNothing) {
       EXPECT_THAT(error_of_loading(from),
                   AllOf(HasSubstr(damaged.filename()), HasSubstr("damaged")));
     }
-    for (const size_t place : {size_t{20}, good.size() - 1}) {
+    for (const size_t byte : {size_t{20}, good.size() - 1}) {
       std::string bad = good;
-      bad[place] = static_cast<char>(bad[place] ^ 1);
+      bad[byte] = static_cast<char>(bad[byte] ^ 1);
       write_file(damaged, bad);
       EXPECT_THAT(error_of_loading(from), HasSubstr(damaged.filename()));
       EXPECT_THAT(error_of_loading(from, 3), HasSubstr(damaged.filename()));
@@ -471,9 +474,9 @@ TEST_F(CheckpointTest, AnIndexThatContradictsItselfIsAnError) {
     return error_of_loading(folder());
   };
   EXPECT_THAT(error_with(R"("numel":17)", R"("numel":16)"),
-              HasSubstr("do not follow"));
+              HasSubstr("are not consecutive"));
   EXPECT_THAT(error_with("[5,7]", "[5,8]"), HasSubstr("expected 40"));
-  EXPECT_THAT(error_with("{", "["), HasSubstr("is no index of shards"));
+  EXPECT_THAT(error_with("{", "["), HasSubstr("is not an index of shards"));
 }
 
 TEST_F(CheckpointTest, EachCopyOfAFileIsVerified) {
@@ -485,7 +488,7 @@ TEST_F(CheckpointTest, EachCopyOfAFileIsVerified) {
     bad[bad.size() - from_end] ^= 1;
     write_file(copy, bad);
     run_ranks(3, [&](const Group& group) {
-      CutTraining training(group, 3, adamw(), /*seed=*/99);
+      ShardedTraining training(group, 3, adamw(), /*seed=*/99);
       EXPECT_THAT(error_of([&] {
                     load_checkpoint(group->getRank() == 2 ? copy : file(),
                                     training.model, *training.optimizer);
@@ -495,7 +498,7 @@ TEST_F(CheckpointTest, EachCopyOfAFileIsVerified) {
   }
 }
 
-TEST_F(CheckpointTest, WhatDoesNotFitIsRefused) {
+TEST_F(CheckpointTest, OtherTensorsOrOptimizersAreErrors) {
   save(2, 2, 3);
   const auto error_of_model = [&](const CheckpointModel& model) {
     return error_of([&] { load_checkpoint(folder(), model); });
@@ -503,7 +506,7 @@ TEST_F(CheckpointTest, WhatDoesNotFitIsRefused) {
   const auto group = single_process_group();
   EXPECT_THAT(error_of_model(
                   {{unsharded_tensor("weight", torch::ones({5, 8}))}, group}),
-              HasSubstr("'weight' is F32 of [5, 7], where F32 of [5, 8]"));
+              HasSubstr("'weight' is F32 of [5, 7], expected F32 of [5, 8]"));
   EXPECT_THAT(
       error_of_model({{unsharded_tensor("other", torch::ones({5, 7}))}, group}),
       HasSubstr("has no tensor 'other'"));
@@ -511,24 +514,24 @@ TEST_F(CheckpointTest, WhatDoesNotFitIsRefused) {
     return error_of_loading(file(), 2, make);
   };
   EXPECT_THAT(load_with(maker<optim::Adam>(optim::AdamOptions(0.01))),
-              HasSubstr("the state of Adam, found that of AdamW"));
+              HasSubstr("the state of Adam, found the state of AdamW"));
   EXPECT_THAT(
       load_with(maker<optim::AdamW>(optim::AdamWOptions(0.01).amsgrad(true))),
-      HasSubstr("max_exp_avg_sq', which is state of this AdamW"));
+      HasSubstr("max_exp_avg_sq', expected as state of this AdamW"));
   save(2, 2, 3, maker<optim::SGD>(optim::SGDOptions(0.1).momentum(0.9)));
   EXPECT_THAT(load_with(maker<optim::SGD>(optim::SGDOptions(0.1))),
-              HasSubstr("momentum_buffer', which is no state of this SGD"));
-  CutTraining training(group, 1, adamw());
+              HasSubstr("momentum_buffer', which this SGD does not use"));
+  ShardedTraining training(group, 1, adamw());
   save_checkpoint(file(), training.model);
-  EXPECT_THAT(load_with(adamw()), HasSubstr("found no optimizer's"));
+  EXPECT_THAT(load_with(adamw()), HasSubstr("without optimizer state"));
 }
 
 // ---- Ranks.
 
-TEST_F(CheckpointTest, RanksThatDifferGetOneError) {
+TEST_F(CheckpointTest, RanksThatDifferThrowTheSameError) {
   run_ranks(2, [&](const Group& group) {
     const bool is_first = group->getRank() == 0;
-    CutTraining training(group, 2, adamw());
+    ShardedTraining training(group, 2, adamw());
     training.train(0, 2);
     const auto error_of_saving = [&](const optim::Optimizer& optimizer,
                                      const CheckpointMetadata& metadata = {}) {
@@ -545,9 +548,9 @@ TEST_F(CheckpointTest, RanksThatDifferGetOneError) {
     optim::AdamW other(training.held(), is_first ? 0.01 : 0.02);
     EXPECT_THAT(error_of_saving(other), HasSubstr("brigade.optimizer.options"));
     optim::LBFGS lbfgs(training.held());
-    EXPECT_THAT(error_of_saving(lbfgs), HasSubstr("with state by parameter"));
-    optim::AdamW strange({torch::zeros(3)}, 0.01);
-    EXPECT_THAT(error_of_saving(strange),
+    EXPECT_THAT(error_of_saving(lbfgs), HasSubstr("found another type"));
+    optim::AdamW unrelated({torch::zeros(3)}, 0.01);
+    EXPECT_THAT(error_of_saving(unrelated),
                 HasSubstr("parameter 0 of the optimizer is not in this"));
     EXPECT_FALSE(fs::exists(folder()));
 
@@ -557,17 +560,15 @@ TEST_F(CheckpointTest, RanksThatDifferGetOneError) {
       });
     };
     const int rank = group->getRank();
-    CheckpointTensor apart = unsharded_tensor("expert", torch::ones({5}));
-    apart.ranks = {rank};
-    EXPECT_THAT(error_of_model({apart}),
-                AllOf(HasSubstr("found 'expert' on two"),
-                      HasSubstr("different names")));
+    CheckpointTensor expert = unsharded_tensor("expert", torch::ones({5}));
+    expert.ranks = {rank};
+    EXPECT_THAT(error_of_model({expert}), HasSubstr("found 'expert' on two"));
     const CheckpointTensor own =
         unsharded_tensor(absl::StrCat("of ", rank), torch::ones({5}));
     EXPECT_THAT(error_of_model({own}), HasSubstr("'of 0' on rank 0 only"));
     EXPECT_THAT(
         error_of_model({unsharded_tensor("wide", torch::ones({3 + rank}))}),
-        HasSubstr("found 'wide': rank 0 has F32 of [3], rank 1 has F32 of"));
+        HasSubstr("found F32 of [3] on rank 0 and F32 of [4] or other"));
     CheckpointTensor half = unsharded_tensor("half", torch::ones({5}));
     half.held = torch::ones({2});
     EXPECT_THAT(error_of_model({half}), HasSubstr("have 2 elements, expected"));
@@ -575,18 +576,18 @@ TEST_F(CheckpointTest, RanksThatDifferGetOneError) {
   });
 }
 
-// Experts: ranks that hold other parameters. One rank loads all of them.
-TEST_F(CheckpointTest, TensorsOfSomeRanksAreSavedInBothLayouts) {
+// Experts: different ranks hold different parameters. One rank loads them all.
+TEST_F(CheckpointTest, TensorsOnSomeRanksAreSavedInBothLayouts) {
   run_ranks(4, [&](const Group& group) {
     const int rank = group->getRank();
     const int expert = rank % 2;
-    CheckpointTensor part = unsharded_tensor(absl::StrCat("expert.", expert),
-                                             torch::arange(4.0) + 10 * expert);
-    part.begin = rank / 2 * 2;
-    part.held = part.held.narrow(0, part.begin, 2).clone();
-    part.ranks = {expert, expert + 2};
+    CheckpointTensor shard = unsharded_tensor(absl::StrCat("expert.", expert),
+                                              torch::arange(4.0) + 10 * expert);
+    shard.begin = rank / 2 * 2;
+    shard.held = shard.held.narrow(0, shard.begin, 2).clone();
+    shard.ranks = {expert, expert + 2};
     const CheckpointModel model(
-        {part, unsharded_tensor("shared", torch::ones({3}))}, group);
+        {shard, unsharded_tensor("shared", torch::ones({3}))}, group);
     save_checkpoint(file(), model);
     save_checkpoint(folder(), model);
   });
@@ -605,7 +606,7 @@ TEST_F(CheckpointTest, TensorsOfSomeRanksAreSavedInBothLayouts) {
 
 // ---- Memory.
 
-// Counts the bytes of the calling thread's tensors on the CPU while it lives.
+// Peak memory of the tensors that the calling thread allocates, in bytes.
 class PeakMemory final : public c10::MemoryReportingInfoBase {
  public:
   void reportMemoryUsage(void* /*memory*/, int64_t num_bytes,
@@ -622,10 +623,10 @@ class PeakMemory final : public c10::MemoryReportingInfoBase {
   int64_t peak_bytes_ = 0;
 };
 
-// Saving a file takes one unsharded tensor and the shards that are sent, 60
-// tensors in all if none were freed. Gloo's threads free some of the previous
-// tensors. Loading takes one shard.
-TEST_F(CheckpointTest, SavingAndLoadingTakeMemoryOfFewTensors) {
+// Saving a file needs one unsharded tensor and the shards sent at a time. All
+// 20 would be 60 tensors; the bound leaves room for tensors that Gloo's threads
+// free late. Loading needs one shard.
+TEST_F(CheckpointTest, SavingAndLoadingUseMemoryOfFewTensors) {
   constexpr int kNumRanks = 2;
   constexpr int64_t kNumel = 1 << 14;
   constexpr int64_t kTensorBytes = 4 * kNumel;
@@ -662,14 +663,14 @@ TEST_F(CheckpointTest, SavingAndLoadingTakeMemoryOfFewTensors) {
 
 // ---- Saves that fail.
 
-TEST_F(CheckpointTest, ASaveThatFailsLeavesTheOneBefore) {
+TEST_F(CheckpointTest, AFailedSaveKeepsThePreviousCheckpoint) {
   save(2, 2, 2);
   const std::string before = bytes_of_file(file());
   const auto error_of_saving_to = [&](const std::string& first,
                                       const std::string& second) {
     std::vector<std::string> errors(2);
     run_ranks(2, [&](const Group& group) {
-      CutTraining training(group, 2, adamw());
+      ShardedTraining training(group, 2, adamw());
       training.train(0, 3);
       errors[group->getRank()] = error_of([&] {
         save_checkpoint(group->getRank() == 0 ? first : second, training.model,
@@ -680,10 +681,9 @@ TEST_F(CheckpointTest, ASaveThatFailsLeavesTheOneBefore) {
     EXPECT_THAT(errors, Each(errors[0]));
     return errors[0];
   };
-  // Rank 1 writes elsewhere, as to a disk of its own machine.
-  EXPECT_THAT(
-      error_of_saving_to(folder(), path("elsewhere")),
-      HasSubstr("rank 0 does not see the file that rank 1 has written"));
+  // Rank 1 writes elsewhere, as if to its host's own disk.
+  EXPECT_THAT(error_of_saving_to(folder(), path("elsewhere")),
+              HasSubstr("rank 0 does not see the file that rank 1 wrote"));
   EXPECT_EQ(resumed(folder(), 2, 2, 0), before);
   EXPECT_THAT(
       error_of_saving_to(folder(), files_of_folder()[0].string() + "/in"),
@@ -694,7 +694,7 @@ TEST_F(CheckpointTest, ASaveThatFailsLeavesTheOneBefore) {
   const std::string index = path("taken/index.safetensors");
   fs::create_directories(index);
   EXPECT_THAT(error_of_saving_to(path("taken"), path("taken")),
-              HasSubstr("needs the path of a file"));
+              HasSubstr("expected the path of a safetensors file"));
   save(2, 2, 3);
   EXPECT_EQ(files_of_folder().size(), 3u) << "leftovers are removed";
   EXPECT_EQ(resumed(folder(), 2, 2, 0), bytes_of_file(file()));

@@ -27,7 +27,7 @@ using testing::error_of;
 using ::testing::HasSubstr;
 using ::testing::StartsWith;
 
-// Written by hand; Python's zlib.crc32() has computed the checksum.
+// Written by hand; the checksum comes from Python's zlib.crc32().
 constexpr char kGoldenHeader[] =
     R"({"__metadata__":{"brigade.crc32":"e1dce462","note":"a\nb"},)"
     R"("none":{"data_offsets":[16,16],"dtype":"BF16","shape":[0,5]},)"
@@ -40,7 +40,7 @@ const std::vector<SafetensorsEntry> kGoldenEntries = {
     {"step", at::kLong, {}},
     {"é", at::kByte, {3}}};
 const SafetensorsMetadata kGoldenMetadata = {{"note", "a\nb"}};
-// 1 to 4 as floats; 17; "abc".
+// 1.0 to 4.0; no data; 17; "abc".
 const std::vector<std::string> kGoldenData = {
     std::string("\0\0\x80\x3f\0\0\0\x40\0\0\x40\x40\0\0\x80\x40", 16), "",
     std::string("\x11\0\0\0\0\0\0\0", 8), "abc"};
@@ -63,7 +63,7 @@ std::span<const std::byte> bytes_of(const std::string& text) {
   return std::as_bytes(std::span(text));
 }
 
-// Limits the size of files that this process writes, as a full disk does.
+// Limits the size of this process's files, to simulate a full disk.
 class FullDisk {
  public:
   explicit FullDisk(rlim_t most_bytes) {
@@ -102,7 +102,7 @@ class SafetensorsTest : public ::testing::Test {
   std::string open_error() const {
     return error_of([&] { const SafetensorsReader reader(path_); });
   }
-  // Of a file with this header and 8 bytes of data.
+  // Opens a file with this header and 8 bytes of data.
   std::string error_of_header(const std::string& header) const {
     put(file_of(header, "12345678"));
     return open_error();
@@ -160,8 +160,8 @@ TEST_F(SafetensorsTest, WritesAndReadsTheGoldenFile) {
               HasSubstr("has no tensor 'bias'"));
 }
 
-// As written by others: no checksum, another order, space after the header.
-TEST_F(SafetensorsTest, ReadsFilesOfOthers) {
+// No checksum, another order, spaces after the header.
+TEST_F(SafetensorsTest, ReadsFilesOfOtherPrograms) {
   put(file_of(R"({"b":{"dtype":"F16","shape":[1,2],"data_offsets":[4,8]},)"
               R"("a":{"dtype":"I8","shape":[4],"data_offsets":[0,4]},)"
               R"("none":{"dtype":"F64","shape":[3,0],"data_offsets":[4,4]}}  )",
@@ -172,7 +172,7 @@ TEST_F(SafetensorsTest, ReadsFilesOfOthers) {
   EXPECT_EQ(data_of(reader, "none"), "");
 }
 
-TEST_F(SafetensorsTest, DtypesHaveTheFormatsNames) {
+TEST_F(SafetensorsTest, MapsDtypesToTheFormatsNames) {
   for (const auto& [name, dtype] :
        std::vector<std::pair<std::string, c10::ScalarType>>{
            {"BOOL", at::kBool},
@@ -189,7 +189,7 @@ TEST_F(SafetensorsTest, DtypesHaveTheFormatsNames) {
               HasSubstr("no dtype ComplexDouble"));
 }
 
-TEST_F(SafetensorsTest, AFileCutAnywhereIsAnErrorThatNamesIt) {
+TEST_F(SafetensorsTest, ATruncatedFileIsAnErrorThatNamesIt) {
   const std::string file = golden_file();
   for (size_t length = 0; length < file.size(); ++length) {
     put(file.substr(0, length));
@@ -201,7 +201,7 @@ TEST_F(SafetensorsTest, AFileCutAnywhereIsAnErrorThatNamesIt) {
   EXPECT_THAT(open_error(), HasSubstr("the data must end at byte 27"));
 }
 
-// Except in the checksum's key, whose file has no checksum then.
+// A flip in the checksum's key leaves a file without a checksum, which opens.
 TEST_F(SafetensorsTest, AFlippedBitIsAnErrorThatNamesTheFile) {
   int num_open = 0;
   for (size_t bit = 0; bit < golden_file().size() * 8; ++bit) {
@@ -232,36 +232,38 @@ TEST_F(SafetensorsTest, AHeaderThatContradictsItselfIsAnError) {
   // JSON.
   EXPECT_THAT(error_of_header(""), HasSubstr("must begin with '{'"));
   EXPECT_THAT(error_of_header(" {}"), HasSubstr("must begin with '{'"));
-  EXPECT_THAT(error_of_header(std::string("{}\0", 3)), HasSubstr("no NUL"));
+  EXPECT_THAT(error_of_header(std::string("{}\0", 3)),
+              HasSubstr("contain no NUL"));
   for (const std::string text :
        {"{", "{}}", "{\"\xff\":1}", R"({"w":1e999})"}) {
-    EXPECT_THAT(error_of_header(text), HasSubstr("no valid JSON"));
+    EXPECT_THAT(error_of_header(text), HasSubstr("not valid JSON"));
   }
   const std::string deep =
       std::string(100'000, '[') + std::string(100'000, ']');
   EXPECT_THAT(error_of_header(R"({"w":)" + deep + "}"),
-              HasSubstr("must have a dtype"));
+              HasSubstr("must have exactly a dtype"));
   EXPECT_THAT(error_of_entry(R"("dtype":"F32","shape":[2],)"
                              R"("data_offsets":[0,8],"more":)" +
                              deep),
-              HasSubstr("must have a dtype"));
+              HasSubstr("must have exactly a dtype"));
   EXPECT_THAT(error_of_header(R"({"__metadata__":{"step":)" + deep +
                               R"(},"w":{"dtype":"F32","shape":[2],)"
                               R"("data_offsets":[0,8]}})"),
-              HasSubstr("must be an object of texts"));
-  EXPECT_THAT(error_of_header(R"({"w":1})"), HasSubstr("must have a dtype"));
+              HasSubstr("must be an object of strings"));
+  EXPECT_THAT(error_of_header(R"({"w":1})"),
+              HasSubstr("must have exactly a dtype"));
 
   // Dtypes and shapes.
   for (const std::string dtype : {"\"F4\"", "\"f32\"", "1"}) {
     EXPECT_THAT(error_of_entry(absl::StrCat(
                     R"("shape":[2],"data_offsets":[0,8],"dtype":)", dtype)),
-                HasSubstr("'w' must have a dtype"));
+                HasSubstr("'w' must have exactly a dtype"));
   }
   for (const std::string shape :
        {"null", "2", "[-2]", "[2.0]", "[\"2\"]", "[9223372036854775808]"}) {
     EXPECT_THAT(error_of_entry(absl::StrCat(
                     R"("dtype":"F32","data_offsets":[0,8],"shape":)", shape)),
-                HasSubstr("'w' must have a dtype of the format"));
+                HasSubstr("'w' must have exactly a dtype"));
   }
   EXPECT_THAT(
       error_of_entry(R"("dtype":"F64","shape":[2],"data_offsets":[0,8])"),
@@ -276,7 +278,7 @@ TEST_F(SafetensorsTest, AHeaderThatContradictsItselfIsAnError) {
                                     "[0,18446744073709551615]"}) {
     EXPECT_THAT(error_of_entry(absl::StrCat(
                     R"("dtype":"F32","shape":[2],"data_offsets":)", offsets)),
-                HasSubstr("a shape and two data_offsets, integers >= 0"));
+                HasSubstr("a shape and two data_offsets, all integers >= 0"));
   }
   EXPECT_THAT(
       error_of_entry(R"("dtype":"F32","shape":[2],"data_offsets":[8,0])"),
@@ -290,7 +292,7 @@ TEST_F(SafetensorsTest, AHeaderThatContradictsItselfIsAnError) {
               HasSubstr("'w' must begin at byte 8 of the data"));
 }
 
-TEST_F(SafetensorsTest, AHeaderLengthThatLiesIsAnErrorBeforeItIsRead) {
+TEST_F(SafetensorsTest, AWrongHeaderLengthIsAnErrorBeforeTheHeaderIsRead) {
   using namespace std::string_literals;
   const auto error_of_length = [&](const std::string& length,
                                    int64_t file_bytes) {
@@ -312,13 +314,13 @@ TEST_F(SafetensorsTest, RandomDamageNeverCrashesAndNeverChangesTensors) {
   const auto up_to = [&](size_t most) {
     return std::uniform_int_distribution<size_t>(0, most)(random);
   };
-  const std::string by_others =
+  const std::string of_another_program =
       file_of(R"({"a":{"dtype":"F32","shape":[2,50],"data_offsets":[0,400]},)"
               R"("b":{"dtype":"I8","shape":[0],"data_offsets":[400,400]}})",
               std::string(400, 'x'));
   int num_open = 0;
   for (int round = 0; round < 6000; ++round) {
-    std::string file = round % 2 ? golden_file() : by_others;
+    std::string file = round % 2 ? golden_file() : of_another_program;
     for (size_t flips = up_to(2) + 1; flips > 0; --flips) {
       const size_t at = up_to(file.size() - 1);
       switch (up_to(4)) {
@@ -328,7 +330,7 @@ TEST_F(SafetensorsTest, RandomDamageNeverCrashesAndNeverChangesTensors) {
         case 1:
           file.erase(at, 1);
           break;
-        case 2:  // what means something in JSON
+        case 2:  // a character with a meaning in JSON
           file[at] = "{}[],:\"0129-.e\\ "[up_to(15)];
           break;
         default:
@@ -351,7 +353,7 @@ TEST_F(SafetensorsTest, RandomDamageNeverCrashesAndNeverChangesTensors) {
   EXPECT_GT(num_open, 300) << "too few files reached the data";
 }
 
-TEST_F(SafetensorsTest, AnOpenReaderKeepsItsFile) {
+TEST_F(SafetensorsTest, AReaderReadsTheFileThatItOpened) {
   put(golden_file());
   SafetensorsReader reader(path_);
   SafetensorsWriter(path_, {}).finish();
@@ -364,24 +366,24 @@ TEST_F(SafetensorsTest, AnOpenReaderKeepsItsFile) {
               HasSubstr("is shorter than when it was opened"));
 }
 
-TEST_F(SafetensorsTest, OnlyFinishReplacesTheFileBefore) {
-  put("the file before");
+TEST_F(SafetensorsTest, OnlyFinishReplacesThePreviousFile) {
+  put("the previous file");
   {
     SafetensorsWriter first(path_, kGoldenEntries);
     SafetensorsWriter second(path_, kGoldenEntries);
     first.write(bytes_of(kGoldenData[0]));
-    EXPECT_THAT(error_of([&] { first.finish(); }), HasSubstr("all data"));
+    EXPECT_THAT(error_of([&] { first.finish(); }), HasSubstr("after all data"));
     for (const std::string& data : kGoldenData) second.write(bytes_of(data));
     const FullDisk disk(10);
     EXPECT_THAT(error_of([&] { second.finish(); }),
                 HasSubstr("cannot write it"));
     EXPECT_EQ(names_in_folder().size(), 3u);
   }
-  EXPECT_EQ(testing::bytes_of_file(path_), "the file before");
+  EXPECT_EQ(testing::bytes_of_file(path_), "the previous file");
   EXPECT_THAT(names_in_folder(), ElementsAre("file.safetensors"));
 }
 
-TEST_F(SafetensorsTest, WhatMakesNoFileIsRefused) {
+TEST_F(SafetensorsTest, InvalidEntriesAndPathsAreErrors) {
   const auto error_of_writer = [&](std::vector<SafetensorsEntry> entries,
                                    SafetensorsMetadata metadata = {}) {
     return error_of([&] { SafetensorsWriter(path_, entries, metadata); });
@@ -390,7 +392,7 @@ TEST_F(SafetensorsTest, WhatMakesNoFileIsRefused) {
   EXPECT_THAT(error_of_writer({{"__metadata__"}}), HasSubstr("reserved"));
   EXPECT_THAT(error_of_writer({{"\xff"}}), HasSubstr("must be UTF-8"));
   EXPECT_THAT(error_of([&] { SafetensorsWriter(folder_, {}); }),
-              HasSubstr("needs the path of a file"));
+              HasSubstr("expected the path of a safetensors file"));
   EXPECT_THAT(error_of([&] { SafetensorsWriter(path_ + "/none", {}); }),
               HasSubstr("cannot open it"));
   EXPECT_THAT(open_error(), HasSubstr("No such file or directory"));

@@ -26,7 +26,7 @@ using ::testing::StartsWith;
 using Group = c10::intrusive_ptr<c10d::ProcessGroup>;
 using Items = std::vector<std::string>;
 
-// Every rank's ValueError, or "" where it agreed.
+// Returns each rank's ValueError, or "" if it agreed.
 std::vector<std::string> comparisons(
     const std::vector<Items>& items_of,
     const std::vector<absl::Status>& status_of = {}) {
@@ -40,7 +40,7 @@ std::vector<std::string> comparisons(
     } catch (const c10::ValueError& error) {
       texts[rank] = error.what_without_backtrace();
     }
-    // The group goes on in step, whatever the comparison.
+    // The group still works after any result.
     std::vector<at::Tensor> one = {at::ones(1)};
     group->allreduce(one)->wait();
     EXPECT_EQ(one[0].item<int>(), world_size);
@@ -65,7 +65,7 @@ TEST(AgreementTest, EqualItemsAgree) {
   EXPECT_THAT(comparisons({{}, {}}), Each(""));
 }
 
-TEST(AgreementTest, NamesTheItemTheRanksAndBothSides) {
+TEST(AgreementTest, NamesTheItemAndEachRanksValue) {
   Items other = numbered(7);
   other[3] = "'layer.3.weight' float32 [20, 10]";
   const auto texts = comparisons({numbered(7), other, numbered(7), other});
@@ -86,7 +86,7 @@ TEST(AgreementTest, NamesTheFirstOfSeveralDifferences) {
   }
 }
 
-TEST(AgreementTest, SaysCountsThatDiffer) {
+TEST(AgreementTest, NamesCountsThatDiffer) {
   EXPECT_THAT(
       comparisons({numbered(2), numbered(3), numbered(2)}),
       Each("expected the same parameters on every rank; parameter 2 differs: "
@@ -97,7 +97,7 @@ TEST(AgreementTest, SaysCountsThatDiffer) {
               Each(HasSubstr("parameter 0 differs: rank 0 has no such")));
 }
 
-TEST(AgreementTest, ItemsDoNotRunTogether) {
+TEST(AgreementTest, SeparatesItems) {
   EXPECT_THAT(
       comparisons({{"ab", "c"}, {"a", "bc"}}),
       Each(HasSubstr("parameter 0 differs: rank 0 has ab, rank 1 has a.")));
@@ -118,13 +118,13 @@ TEST(AgreementTest, DifferentFailuresAreAllNamed) {
               Each("ranks 0, 2: a\nrank 1: b"));
 }
 
-TEST(AgreementTest, AFailureThatAllShareNamesNoRank) {
+TEST(AgreementTest, ACommonFailureNamesNoRank) {
   EXPECT_THAT(comparisons({{}, {}}, {absl::InvalidArgumentError("all bad"),
                                      absl::InvalidArgumentError("all bad")}),
               Each("all bad"));
 }
 
-TEST(AgreementTest, LongTextsAreCut) {
+TEST(AgreementTest, CutsLongTexts) {
   const std::string x(5000, 'x');
   const std::string y(5000, 'y');
   for (const std::string& text : comparisons({{x}, {y}})) {
@@ -133,7 +133,7 @@ TEST(AgreementTest, LongTextsAreCut) {
   }
 }
 
-TEST(AgreementTest, AWorldOfOneThrowsItsOwnStatus) {
+TEST(AgreementTest, AWorldOfOneThrowsItsStatus) {
   const Group group = single_process_group();
   require_agreement(group, "parameter", numbered(2), absl::OkStatus());
   EXPECT_THROW(require_agreement(group, "parameter", numbered(2),
@@ -141,7 +141,7 @@ TEST(AgreementTest, AWorldOfOneThrowsItsOwnStatus) {
                c10::ValueError);
 }
 
-TEST(AgreementTest, OneSmallGatherWhenAllAgree) {
+TEST(AgreementTest, CostsOneSmallAllGatherIfAllAgree) {
   RecordingGroup recording(4, 2);
   require_agreement(recording.group(), "parameter", numbered(8000),
                     absl::OkStatus());
@@ -150,7 +150,7 @@ TEST(AgreementTest, OneSmallGatherWhenAllAgree) {
   EXPECT_EQ(recording.log()[0].bytes, 24);
 }
 
-TEST(AgreementTest, ABrokenGroupIsAPeerError) {
+TEST(AgreementTest, AFailedCollectiveIsAPeerError) {
   RecordingGroup recording(3, 1);
   recording.fail_at_completion(
       0, std::make_exception_ptr(std::runtime_error("Connection closed")));

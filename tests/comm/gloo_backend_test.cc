@@ -38,7 +38,7 @@ std::set<std::string> threads() {
   return tasks;
 }
 
-TEST(SigpipeBlockTest, IsInheritedByThreadsAndEndsWithItsScope) {
+TEST(SigpipeBlockTest, IsInheritedByThreads) {
   bool inherited = false;
   {
     const SigpipeBlock block;
@@ -50,7 +50,7 @@ TEST(SigpipeBlockTest, IsInheritedByThreadsAndEndsWithItsScope) {
   EXPECT_FALSE(blocks_sigpipe("/proc/thread-self/status"));
 }
 
-TEST(SigpipeBlockTest, AWriteToAClosedConnectionIsAnErrorThen) {
+TEST(SigpipeBlockTest, AWriteToAClosedConnectionFails) {
   int ends[2];
   ASSERT_EQ(socketpair(AF_UNIX, SOCK_STREAM, 0, ends), 0);
   close(ends[1]);
@@ -69,7 +69,7 @@ TEST(SigpipeBlockTest, AWriteToAClosedConnectionIsAnErrorThen) {
 }
 
 // Gloo writes on its own threads, which must survive a peer's death.
-TEST(SigpipeBlockTest, HoldsForAllThreadsOfAGroup) {
+TEST(SigpipeBlockTest, CoversAllThreadsOfAGroup) {
   const std::set<std::string> before = threads();
   const auto group =
       make_process_group(c10::make_intrusive<c10d::HashStore>(), 0, 1);

@@ -1,4 +1,4 @@
-// What a group's ranks sum in memory that they share, on ranks as threads.
+// All-reduces in shared memory, with ranks as threads.
 
 #include "brigade/comm/ordered/host_sums.h"
 
@@ -11,7 +11,6 @@
 #include <string>
 #include <vector>
 
-#include "brigade/comm/close_group.h"
 #include "brigade/comm/errors/error_texts.h"
 #include "brigade/comm/process_group.h"
 #include "brigade/tests/support/local_ranks.h"
@@ -41,50 +40,50 @@ void expect_sums(HostSums& sums, const Group& group) {
   EXPECT_TRUE(at::equal(tensor, expected));
 }
 
-TEST(HostSumsTest, RanksOfAHostAddInTheirOrder) {
+TEST(HostSumsTest, SumsInRankOrder) {
   run_ranks(3, [](const Group& group) {
-    const auto sums = HostSums::meet(group, true);
+    const auto sums = HostSums::get_or_make(group, true);
     ASSERT_NE(sums, nullptr);
     expect_sums(*sums, group);
   });
 }
 
-TEST(HostSumsTest, AGroupHasOne) {
+TEST(HostSumsTest, AGroupHasOneInstance) {
   run_ranks(2, [](const Group& group) {
-    const auto first = HostSums::meet(group, true);
-    EXPECT_EQ(HostSums::meet(group, true), first);
+    const auto first = HostSums::get_or_make(group, true);
+    EXPECT_EQ(HostSums::get_or_make(group, true), first);
   });
 }
 
-// Another rank of an earlier meeting may have let go of it.
-TEST(HostSumsTest, RanksTakeTheOneThatAllHave) {
+// A rank may have destroyed the previous instance.
+TEST(HostSumsTest, MakesANewInstanceUnlessAllRanksHaveOne) {
   run_ranks(3, [](const Group& group) {
-    auto first = HostSums::meet(group, true);
+    auto first = HostSums::get_or_make(group, true);
     if (group->getRank() == 1) first = nullptr;
-    const auto second = HostSums::meet(group, true);
+    const auto second = HostSums::get_or_make(group, true);
     EXPECT_NE(second, first);
     ASSERT_NE(second, nullptr);
     expect_sums(*second, group);
-    EXPECT_EQ(HostSums::meet(group, true), second);
+    EXPECT_EQ(HostSums::get_or_make(group, true), second);
   });
 }
 
-TEST(HostSumsTest, AfterAFailureRanksMeetAnew) {
+TEST(HostSumsTest, MakesANewInstanceAfterAFailure) {
   run_ranks(2, [](const Group& group) {
-    const auto first = HostSums::meet(group, true);
+    const auto first = HostSums::get_or_make(group, true);
     OrderedCollectives::abort_all_of(
         *group, std::make_exception_ptr(std::runtime_error("x")));
-    const auto second = HostSums::meet(group, true);
+    const auto second = HostSums::get_or_make(group, true);
     EXPECT_NE(second, first);
     expect_sums(*second, group);
   });
 }
 
-TEST(HostSumsTest, ProfilersSeeThemUnderTheNameOfGloos) {
+TEST(HostSumsTest, ProfilersSeeTheNameOfGloosAllReduce) {
   static std::atomic<int> num_begun = 0;
   static std::atomic<int> num_ended = 0;
   run_ranks(2, [](const Group& group) {
-    const auto sums = HostSums::meet(group, true);
+    const auto sums = HostSums::get_or_make(group, true);
     expect_sums(*sums, group);
     const auto handle = at::addThreadLocalCallback(at::RecordFunctionCallback(
         [](const at::RecordFunction& range)
@@ -104,10 +103,10 @@ TEST(HostSumsTest, ProfilersSeeThemUnderTheNameOfGloos) {
   EXPECT_EQ(num_ended, 4);
 }
 
-// Whoever finds that nobody else sees its memory may give it away.
-TEST(HostSumsTest, NobodySeesASumsMemoryWhenItIsThere) {
+// Bucket memory with one owner may be donated.
+TEST(HostSumsTest, HoldsNoReferenceToACompleteTensor) {
   run_ranks(2, [](const Group& group) {
-    const auto sums = HostSums::meet(group, true);
+    const auto sums = HostSums::get_or_make(group, true);
     const at::Tensor tensor = at::ones({4096}, at::kFloat);
     for (int i = 0; i < 100; ++i) {
       sums->all_reduce(tensor)->waitAndThrow();
@@ -116,10 +115,10 @@ TEST(HostSumsTest, NobodySeesASumsMemoryWhenItIsThere) {
   });
 }
 
-TEST(HostSumsTest, CountAsTheGroupsCollectives) {
+TEST(HostSumsTest, CountsAsTheGroupsCollectives) {
   run_ranks(2, [](const Group& group) {
     EXPECT_EQ(HostSums::num_launches(*group), 0);
-    auto sums = HostSums::meet(group, true);
+    auto sums = HostSums::get_or_make(group, true);
     const int64_t before = count_collectives(*group).value();
     expect_sums(*sums, group);
     expect_sums(*sums, group);
@@ -129,26 +128,26 @@ TEST(HostSumsTest, CountAsTheGroupsCollectives) {
   });
 }
 
-TEST(HostSumsTest, AreNotThereUnlessAllWantThem) {
+TEST(HostSumsTest, IsNullUnlessAllRanksWantIt) {
   run_ranks(2, [](const Group& group) {
-    EXPECT_EQ(HostSums::meet(group, group->getRank() == 0), nullptr);
-    EXPECT_NE(HostSums::meet(group, true), nullptr);
+    EXPECT_EQ(HostSums::get_or_make(group, group->getRank() == 0), nullptr);
+    EXPECT_NE(HostSums::get_or_make(group, true), nullptr);
   });
 }
 
-// Whoever looks at what travels in a group sees all of it.
-TEST(HostSumsTest, AGroupOfAnotherBackendHasNone) {
+// A user's backend sees all of the group's traffic.
+TEST(HostSumsTest, IsNullForAnotherBackend) {
   RecordingGroup recording(/*world_size=*/2);
-  EXPECT_EQ(HostSums::meet(recording.group(), true), nullptr);
+  EXPECT_EQ(HostSums::get_or_make(recording.group(), true), nullptr);
   EXPECT_TRUE(recording.log().empty());
-  EXPECT_EQ(HostSums::meet(single_process_group(), true), nullptr);
+  EXPECT_EQ(HostSums::get_or_make(single_process_group(), true), nullptr);
 }
 
-// Here, and on a rank that waits for this one.
-TEST(HostSumsTest, EndWhenTheGroupIsClosed) {
+// On the closing rank, and on a rank that waits for it.
+TEST(HostSumsTest, FailsWhenTheGroupIsClosed) {
   std::latch is_waiting(1);
   run_ranks(2, [&](const Group& group) {
-    const auto sums = HostSums::meet(group, true);
+    const auto sums = HostSums::get_or_make(group, true);
     const at::Tensor tensor = values_of(group->getRank());
     if (group->getRank() == 1) {
       is_waiting.wait();
@@ -164,7 +163,7 @@ TEST(HostSumsTest, EndWhenTheGroupIsClosed) {
   });
 }
 
-TEST(HostSumsTest, ReduceDenseNumbersOnTheCpu) {
+TEST(HostSumsTest, ReducesDenseNumbersOnTheCpu) {
   EXPECT_TRUE(HostSums::can_reduce(at::zeros({2}, at::kBFloat16)));
   EXPECT_FALSE(HostSums::can_reduce(at::zeros({2}, at::kBool)));
   EXPECT_FALSE(HostSums::can_reduce(at::zeros({2, 2}).t()[0]));

@@ -64,7 +64,7 @@ const Variables kOpenMpi = {{"OMPI_COMM_WORLD_RANK", "1"},
                             {"MASTER_ADDR", "head"},
                             {"MASTER_PORT", "1"}};
 
-// `base` with some variables changed; an empty one counts as not set.
+// Returns `base` with some variables changed; an empty one counts as unset.
 Variables with(Variables base, const Variables& changes) {
   for (const auto& [name, value] : changes) base[name] = value;
   return base;
@@ -98,12 +98,12 @@ TEST_F(LaunchEnvironmentTest, ReadsOpenMpisAndSlurmsVariables) {
   EXPECT_EQ(env.master_port, 4000);
 }
 
-TEST_F(LaunchEnvironmentTest, TorchrunThenMpirunAreBelievedInsideSlurm) {
+TEST_F(LaunchEnvironmentTest, TorchrunThenMpirunTakePrecedenceOverSlurm) {
   EXPECT_EQ(read(with(kSlurm, kOpenMpi)).world_size, 2);
   EXPECT_EQ(read(with(with(kSlurm, kOpenMpi), kTorchrun)).world_size, 8);
 }
 
-TEST_F(LaunchEnvironmentTest, AWorldOfOneNeedsNoMeetingPlace) {
+TEST_F(LaunchEnvironmentTest, AWorldOfOneNeedsNoAddress) {
   const LaunchEnvironment env =
       read({{"RANK", "0"}, {"WORLD_SIZE", "1"}, {"LOCAL_RANK", "0"}});
   EXPECT_EQ(env.world_size, 1);
@@ -111,7 +111,7 @@ TEST_F(LaunchEnvironmentTest, AWorldOfOneNeedsNoMeetingPlace) {
   EXPECT_EQ(env.master_port, 0);
 }
 
-TEST_F(LaunchEnvironmentTest, NamesWhatIsMissingOrWrong) {
+TEST_F(LaunchEnvironmentTest, NamesTheMissingOrInvalidVariable) {
   struct Case {
     Variables variables;
     std::vector<const char*> says;
@@ -121,9 +121,9 @@ TEST_F(LaunchEnvironmentTest, NamesWhatIsMissingOrWrong) {
        {"found none of RANK (torchrun)", "SLURM_PROCID (Slurm)",
         "single_process_group()", "torchrun --nproc-per-node"}},
       {with(kTorchrun, {{"WORLD_SIZE", ""}}),
-       {"environment variable WORLD_SIZE is missing; torchrun was assumed to "
-        "have started this process because RANK is set.\nStart every rank "
-        "through torchrun, or set WORLD_SIZE to a number >= 1."}},
+       {"environment variable WORLD_SIZE is missing; torchrun is the assumed "
+        "launcher because RANK is set.\nStart every rank through torchrun, "
+        "or set WORLD_SIZE to an integer >= 1."}},
       {with(kTorchrun, {{"RANK", ""}}),
        {"environment variable RANK is missing", "because WORLD_SIZE is set"}},
       {with(kTorchrun, {{"LOCAL_RANK", ""}}), {"LOCAL_RANK is missing"}},
@@ -132,19 +132,19 @@ TEST_F(LaunchEnvironmentTest, NamesWhatIsMissingOrWrong) {
       {with(kTorchrun, {{"MASTER_PORT", ""}}), {"MASTER_PORT is missing"}},
       {with(kTorchrun, {{"RANK", "8"}}), {"RANK=8 and WORLD_SIZE=8"}},
       {with(kTorchrun, {{"RANK", "-1"}}),
-       {"RANK must be a whole number from 0 on, got '-1'"}},
+       {"RANK: expected an integer >= 0, found '-1'"}},
       {with(kTorchrun, {{"RANK", "two"}}),
-       {"RANK must be a whole number", "'two'", "torchrun was assumed"}},
+       {"RANK: expected an integer", "'two'", "torchrun is the assumed"}},
       {with(kTorchrun, {{"RANK", "99999999999999999999"}}),
        {"'99999999999999999999'"}},
       {with(kTorchrun, {{"WORLD_SIZE", "0"}}),
-       {"WORLD_SIZE must be a whole number from 1 on, got '0'"}},
+       {"WORLD_SIZE: expected an integer >= 1, found '0'"}},
       {with(kTorchrun, {{"MASTER_PORT", "65536"}}),
-       {"MASTER_PORT must be a whole number from 1 to 65535, got '65536'"}},
+       {"MASTER_PORT: expected an integer from 1 to 65535, found '65536'"}},
       {with(kTorchrun, {{"TORCHELASTIC_RESTART_COUNT", "x"}}),
        {"TORCHELASTIC_RESTART_COUNT", "'x'"}},
       {with(kSlurm, {{"SLURM_NTASKS", ""}}),
-       {"SLURM_NTASKS is missing", "Slurm was assumed"}},
+       {"SLURM_NTASKS is missing", "Slurm is the assumed"}},
       {with(kSlurm, {{"MASTER_PORT", ""}}),
        {"MASTER_PORT is missing", "a free port of rank 0's host"}},
       {with(kOpenMpi, {{"OMPI_COMM_WORLD_RANK", "2"}}),

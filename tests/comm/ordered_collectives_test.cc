@@ -1,4 +1,4 @@
-// Reductions in the order of the ranks, on ranks as threads and as processes.
+// Reproducible collectives, with ranks as threads and as processes.
 
 #include "brigade/comm/ordered/ordered_collectives.h"
 
@@ -18,7 +18,6 @@
 #include <tuple>
 #include <vector>
 
-#include "brigade/comm/close_group.h"
 #include "brigade/comm/errors/error_texts.h"
 #include "brigade/comm/errors/peer_error.h"
 #include "brigade/comm/group/group_collectives.h"
@@ -45,7 +44,8 @@ using testing::run_ranks;
 using Group = c10::intrusive_ptr<c10d::ProcessGroup>;
 using FuturePtr = OrderedCollectives::FuturePtr;
 
-// What rank `rank` holds: over so many decades that the order shows.
+// Returns the values of a rank, over many decades: another order of summation
+// has other bits.
 at::Tensor values_of(int rank, int64_t numel, at::ScalarType dtype,
                      uint64_t seed = 1) {
   auto generator = at::make_generator<at::CPUGeneratorImpl>(
@@ -59,7 +59,7 @@ at::Tensor values_of(int rank, int64_t numel, at::ScalarType dtype,
   return values.to(dtype);
 }
 
-// The sum over ranks, by one process.
+// Returns the sum over ranks, computed by one process.
 at::Tensor expected_sum(int world_size, int64_t numel, at::ScalarType dtype,
                         std::optional<double> scale = std::nullopt,
                         uint64_t seed = 1) {
@@ -73,9 +73,9 @@ at::Tensor expected_sum(int world_size, int64_t numel, at::ScalarType dtype,
   return sum.to(dtype);
 }
 
-// By world size, shared bytes and ranks of a host: through
-// shared memory, which may have little room, or by a group's collectives where
-// none is shared or there are several hosts.
+// Parameters: world size, bytes of shared memory, ranks per host. Data go
+// through shared memory, large or small, or through Gloo without it or between
+// hosts.
 class OrderedCollectivesTest
     : public ::testing::TestWithParam<std::tuple<int, int64_t, int>> {
  protected:
@@ -83,7 +83,7 @@ class OrderedCollectivesTest
   static int64_t shared_bytes() { return std::get<1>(GetParam()); }
   static int64_t host(int rank) { return rank / std::get<2>(GetParam()); }
 
-  // Each rank's thread; every rank has left when it returns.
+  // Runs `fn` on a thread for each rank.
   void run(const std::function<void(OrderedCollectives&, int rank)>& fn) {
     run_ranks(world_size(), [&](const Group& group) {
       OrderedCollectives collectives(group, shared_bytes(),
@@ -115,7 +115,7 @@ constexpr at::ScalarType kDtypes[] = {
     at::kFloat, at::kDouble,       at::kHalf, at::kBFloat16,
     at::kLong,  at::kComplexFloat, at::kByte, at::kComplexDouble};
 
-TEST_P(OrderedCollectivesTest, AllReduceAddsInTheOrderOfTheRanks) {
+TEST_P(OrderedCollectivesTest, AllReduceSumsInRankOrder) {
   run([&](OrderedCollectives& collectives, int rank) {
     for (const at::ScalarType dtype : kDtypes) {
       for (const int64_t numel : {0, 1, 2, 7, 1000, 40003}) {
@@ -130,7 +130,7 @@ TEST_P(OrderedCollectivesTest, AllReduceAddsInTheOrderOfTheRanks) {
   });
 }
 
-TEST_P(OrderedCollectivesTest, ReduceScatterGivesEachRankItsSlice) {
+TEST_P(OrderedCollectivesTest, ReduceScatterWritesEachRanksSlice) {
   run([&](OrderedCollectives& collectives, int rank) {
     for (const at::ScalarType dtype : kDtypes) {
       for (const int64_t numel : {0, 1, 2, 7, 1000, 40003}) {
@@ -153,7 +153,7 @@ TEST_P(OrderedCollectivesTest, ReduceScatterGivesEachRankItsSlice) {
   });
 }
 
-TEST_P(OrderedCollectivesTest, AllGatherGivesEachRankTheOthersSlices) {
+TEST_P(OrderedCollectivesTest, AllGatherCopiesAllSlices) {
   run([&](OrderedCollectives& collectives, int rank) {
     for (const at::ScalarType dtype : {at::kFloat, at::kBool, at::kShort}) {
       for (const int64_t numel : {0, 1, 2, 7, 1000, 40003}) {
@@ -172,8 +172,8 @@ TEST_P(OrderedCollectivesTest, AllGatherGivesEachRankTheOthersSlices) {
   });
 }
 
-// It may be stopped, and gone, at any time between two collectives.
-TEST_P(OrderedCollectivesTest, AProfilerSeesNothingThatEndsLater) {
+// A profiler may stop at any time between two collectives.
+TEST_P(OrderedCollectivesTest, AProfilerSeesNoEventThatEndsLater) {
   static std::atomic<int> num_open{0};
   run_ranks(world_size(), [&](const Group& group) {
     std::optional<OrderedCollectives> collectives;
@@ -193,7 +193,7 @@ TEST_P(OrderedCollectivesTest, AProfilerSeesNothingThatEndsLater) {
   });
 }
 
-TEST_P(OrderedCollectivesTest, LargeTensorsAreSummedInBlocks) {
+TEST_P(OrderedCollectivesTest, SumsLargeTensors) {
   const int64_t numel = world_size() * ((int64_t{1} << 19) + 77) + 1;
   const at::Tensor expected =
       expected_sum(world_size(), numel, at::kFloat, 0.5);
@@ -210,7 +210,7 @@ TEST_P(OrderedCollectivesTest, LargeTensorsAreSummedInBlocks) {
   });
 }
 
-TEST(OrderedRoomTest, MayBeOfAnySize) {
+TEST(OrderedRoomTest, MayHaveAnySize) {
   constexpr int64_t kNumel = 503;
   const at::Tensor expected = expected_sum(3, kNumel, at::kDouble);
   run_ranks(3, [&](const Group& group) {
@@ -238,7 +238,7 @@ TEST(OrderedRoomTest, MayBeOfAnySize) {
   });
 }
 
-TEST_P(OrderedCollectivesTest, ACallMayWaitForAFuture) {
+TEST_P(OrderedCollectivesTest, StartsAfterAFuture) {
   run([&](OrderedCollectives& collectives, int rank) {
     const at::Tensor first = at::zeros({1000});
     const auto filled = c10::make_intrusive<c10::ivalue::Future>(
@@ -255,8 +255,8 @@ TEST_P(OrderedCollectivesTest, ACallMayWaitForAFuture) {
   });
 }
 
-// However the vector is cut, and in whatever order the cuts are launched.
-TEST_P(OrderedCollectivesTest, BucketSizesDoNotShow) {
+// Random cuts of one vector into calls.
+TEST_P(OrderedCollectivesTest, BitsDoNotDependOnBucketSizes) {
   const int64_t numel = 100003;
   const at::Tensor expected = expected_sum(world_size(), numel, at::kFloat);
   run([&](OrderedCollectives& collectives, int rank) {
@@ -278,7 +278,7 @@ TEST_P(OrderedCollectivesTest, BucketSizesDoNotShow) {
   });
 }
 
-// So far ahead of the others that its places for posts are all in use.
+// So far ahead that all slots for posts are in use.
 TEST_P(OrderedCollectivesTest, OneRankMayBeFarAhead) {
   constexpr int kNumCalls = 3000;
   std::promise<void> launched;
@@ -302,7 +302,7 @@ TEST_P(OrderedCollectivesTest, OneRankMayBeFarAhead) {
   });
 }
 
-TEST_P(OrderedCollectivesTest, TheGroupIsLeftAlone) {
+TEST_P(OrderedCollectivesTest, LaunchesNoCollectiveOfTheGroup) {
   run_ranks(world_size(), [&](const Group& group) {
     OrderedCollectives collectives(group, shared_bytes(),
                                    host(group->getRank()));
@@ -325,7 +325,7 @@ TEST_P(OrderedCollectivesTest, TheGroupIsLeftAlone) {
   });
 }
 
-// The message of what `fn` throws.
+// Returns the message of the exception that `fn` throws.
 template <typename Error>
 std::string error_of(const std::function<void()>& fn) {
   try {
@@ -336,7 +336,7 @@ std::string error_of(const std::function<void()>& fn) {
   return "no error";
 }
 
-TEST(OrderedCollectivesErrorTest, SaysWhatCannotBeReduced) {
+TEST(OrderedCollectivesErrorTest, RejectsUnsupportedTensors) {
   run_ranks(2, [](const Group& group) {
     OrderedCollectives collectives(group);
     const auto reduce = [&](const at::Tensor& tensor) {
@@ -353,12 +353,12 @@ TEST(OrderedCollectivesErrorTest, SaysWhatCannotBeReduced) {
                     reduce(at::ones({4}, at::kComplexFloat).conj())),
                 HasSubstr("resolve_conj"));
     EXPECT_THAT(error_of<c10::TypeError>(reduce(at::ones({4}, at::kBool))),
-                HasSubstr("can't add Bool"));
+                HasSubstr("found Bool"));
   });
 }
 
-TEST_P(OrderedCollectivesTest, ARankThatLeavesEndsWhatWaitsForIt) {
-  if (world_size() == 1) GTEST_SKIP() << "there is nobody to leave";
+TEST_P(OrderedCollectivesTest, ARankThatLeavesFailsThePeersCalls) {
+  if (world_size() == 1) GTEST_SKIP() << "needs a peer";
   run_ranks(
       world_size(),
       [&](const Group& group) {
@@ -369,14 +369,14 @@ TEST_P(OrderedCollectivesTest, ARankThatLeavesEndsWhatWaitsForIt) {
         EXPECT_TRUE(
             at::equal(first, expected_sum(world_size(), 100, at::kFloat)));
         std::vector<at::Tensor> ones = {at::ones(10)};
-        group->allreduce(ones)->wait();  // all have the first one
+        group->allreduce(ones)->wait();  // all ranks have the first result
         if (group->getRank() == 1) collectives.reset();
         if (collectives) {
           std::vector<FuturePtr> in_flight;
           for (const int64_t numel : {10, 100000, 10000000}) {
             try {
               in_flight.push_back(collectives->all_reduce(at::ones(numel)));
-            } catch (const PeerError&) {  // the first one has failed already
+            } catch (const PeerError&) {  // an earlier call has failed
             }
           }
           for (const FuturePtr& future : in_flight) {
@@ -392,8 +392,8 @@ TEST_P(OrderedCollectivesTest, ARankThatLeavesEndsWhatWaitsForIt) {
       std::chrono::minutes(10));
 }
 
-// Peers may be in their calls then.
-TEST_P(OrderedCollectivesTest, ARankMayLeaveAsSoonAsItsOwnCallsAreDone) {
+// Peers may still be in their calls.
+TEST_P(OrderedCollectivesTest, ARankMayLeaveAfterItsOwnCalls) {
   const at::Tensor expected = expected_sum(world_size(), 100003, at::kFloat);
   run_ranks(world_size(), [&](const Group& group) {
     const int rank = group->getRank();
@@ -410,14 +410,14 @@ TEST_P(OrderedCollectivesTest, ARankMayLeaveAsSoonAsItsOwnCallsAreDone) {
   });
 }
 
-// Rank 2 is late to read what the others have posted of a sum: by then rank 1
-// has left and the next sum has failed on rank 0.
-TEST(OrderedCollectivesErrorTest, ASumThatPeersHaveIsThereForAll) {
+// Rank 2 reads the others' posts late, after rank 1 has left and the next sum
+// has failed on rank 0.
+TEST(OrderedCollectivesErrorTest, ASumThatIsCompleteOnPeersCompletes) {
   std::latch late(1);
   run_ranks(3, [&](const Group& group) {
     const int rank = group->getRank();
     auto collectives = std::make_unique<OrderedCollectives>(group);
-    // As many calls as it has threads; callbacks keep these on rank 2.
+    // One call per thread; callbacks block them on rank 2.
     const auto gate = c10::make_intrusive<c10::ivalue::Future>(
         c10::ListType::create(c10::TensorType::get()));
     std::vector<FuturePtr> before;
@@ -444,7 +444,7 @@ TEST(OrderedCollectivesErrorTest, ASumThatPeersHaveIsThereForAll) {
   });
 }
 
-TEST(OrderedCollectivesErrorTest, ClosingTheGroupEndsAllOnIt) {
+TEST(OrderedCollectivesErrorTest, ClosingTheGroupFailsAllCalls) {
   for (const int64_t shared_bytes : {kRoom, int64_t{0}}) {
     std::promise<void> launched;
     const std::shared_future<void> is_launched = launched.get_future().share();
@@ -464,7 +464,7 @@ TEST(OrderedCollectivesErrorTest, ClosingTheGroupEndsAllOnIt) {
   }
 }
 
-TEST(OrderedCollectivesErrorTest, ARankThatEndsWithOneInFlightEndsTheOthers) {
+TEST(OrderedCollectivesErrorTest, DestructionWithACallInFlightFailsThePeers) {
   run_ranks(2, [](const Group& group) {
     std::optional<OrderedCollectives> collectives(group);
     FuturePtr last;
@@ -476,12 +476,12 @@ TEST(OrderedCollectivesErrorTest, ARankThatEndsWithOneInFlightEndsTheOthers) {
     if (collectives) last = collectives->all_reduce(at::ones(10));
     EXPECT_THAT(
         error_of<PeerError>([&] { last->waitAndThrow(); }),
-        HasSubstr(group->getRank() == 1 ? "it ended with reductions in flight"
+        HasSubstr(group->getRank() == 1 ? "it ended with collectives in flight"
                                         : "waiting for rank 1"));
   });
 }
 
-TEST(OrderedCollectivesErrorTest, RanksThatDisagreeNeverMeet) {
+TEST(OrderedCollectivesErrorTest, DifferentCallsFail) {
   run_ranks(
       2,
       [](const Group& group) {
@@ -496,7 +496,7 @@ TEST(OrderedCollectivesErrorTest, RanksThatDisagreeNeverMeet) {
       std::chrono::seconds(1));
 }
 
-TEST(OrderedCollectivesErrorTest, ARankThatNeverComesIsNamed) {
+TEST(OrderedCollectivesErrorTest, NamesAMissingRankAtTheTimeout) {
   std::promise<void> failed;
   run_ranks(
       2,
@@ -524,10 +524,10 @@ class NoAllToAll final : public c10d::Backend {
   const std::string getBackendName() const override { return "small"; }
 };
 
-TEST(OrderedCollectivesErrorTest, ABackendWithoutAllToAllIsNamed) {
+TEST(OrderedCollectivesErrorTest, NamesABackendWithoutAllToAll) {
   NoAllToAll backend;
   EXPECT_THAT(error_of<c10::NotImplementedError>(
-                  [&] { exchange_parts(backend, at::ones(2), at::ones(2)); }),
+                  [&] { all_to_all_into(backend, at::ones(2), at::ones(2)); }),
               AllOf(HasSubstr("an all-to-all for tensors on cpu"),
                     HasSubstr("Backend small"), HasSubstr("`reproducible`")));
 }
@@ -537,7 +537,7 @@ void report_failure(RankContext& rank, const FuturePtr& future) {
   if (future->hasError()) rank.report(message_of(future->exception_ptr()));
 }
 
-// Reduces until it fails, and says how.
+// Reduces until a failure, and reports it.
 const RankFunction kOrderedForever("ordered_forever", [](RankContext& rank) {
   GroupScope scope(init_process_group({.timeout = std::chrono::minutes(10)}));
   OrderedCollectives collectives(scope.group());
@@ -555,8 +555,8 @@ const RankFunction kOrderedForever("ordered_forever", [](RankContext& rank) {
   }
 });
 
-// The last rank is killed while its message of 32 MB is being written: the
-// others are stopped and read nothing. Nothing else comes from it.
+// The last rank is killed while it writes a message of 32 MB: the others are
+// stopped and do not read.
 const RankFunction kDieInAMessage("die_in_a_message", [](RankContext& rank) {
   GroupScope scope(init_process_group({.timeout = std::chrono::minutes(10)}));
   const int size = scope.group()->getSize();
@@ -570,7 +570,7 @@ const RankFunction kDieInAMessage("die_in_a_message", [](RankContext& rank) {
   report_failure(rank, future);
 });
 
-// With a reduction in flight that waits for rank 1, and after it.
+// Forks with an all-reduce in flight that waits for rank 1.
 const RankFunction kForkOrdered("fork_ordered", [](RankContext& rank) {
   GroupScope scope(init_process_group());
   auto collectives = std::make_unique<OrderedCollectives>(scope.group());
@@ -598,24 +598,24 @@ const RankFunction kForkOrdered("fork_ordered", [](RankContext& rank) {
     in_flight = collectives->all_reduce(tensor);
   }
   in_flight->waitAndThrow();
-  rank.report(at::equal(tensor, at::full({100000}, 2.0)) ? "parent goes on"
+  rank.report(at::equal(tensor, at::full({100000}, 2.0)) ? "parent continues"
                                                          : "wrong sum");
 });
 
-TEST(OrderedCollectivesErrorTest, AForkedChildIsRefusedAndTheParentGoesOn) {
+TEST(OrderedCollectivesErrorTest, RejectsAForkedChildAndTheParentContinues) {
   ProcessRanks ranks({.world_size = 2, .function = "fork_ordered"});
   ranks.wait_for(0, "child 0");
   ranks.tell(1, "go");
   for (const RankResult& result : ranks.finish()) {
     EXPECT_EQ(result.exit_code, 0) << result.error_output;
-    EXPECT_THAT(result.messages, ElementsAre("child 0", "parent goes on"));
+    EXPECT_THAT(result.messages, ElementsAre("child 0", "parent continues"));
   }
 }
 
 class OrderedPeerLossTest : public ::testing::TestWithParam<int> {
  protected:
-  // With a timeout of ten minutes, that is: not at the timeout.
-  void expect_that_all_are_told(ProcessRanks& ranks) {
+  // The group's timeout is ten minutes.
+  void expect_errors_before_the_timeout(ProcessRanks& ranks) {
     const std::vector<RankResult> results = ranks.finish();
     for (int rank = 0; rank < GetParam() - 1; ++rank) {
       EXPECT_EQ(results[rank].exit_code, 0) << results[rank].error_output;
@@ -627,14 +627,14 @@ class OrderedPeerLossTest : public ::testing::TestWithParam<int> {
 INSTANTIATE_TEST_SUITE_P(WorldSizes, OrderedPeerLossTest,
                          ::testing::Values(2, 3, 4));
 
-TEST_P(OrderedPeerLossTest, AKilledRankEndsWhatIsInFlight) {
+TEST_P(OrderedPeerLossTest, AKilledRankFailsTheCallsInFlight) {
   ProcessRanks ranks({.world_size = GetParam(), .function = "ordered_forever"});
   ranks.wait_for_all("running");
   ranks.signal(GetParam() - 1, SIGKILL);
-  expect_that_all_are_told(ranks);
+  expect_errors_before_the_timeout(ranks);
 }
 
-TEST_P(OrderedPeerLossTest, ADeathInTheMiddleOfAMessageIsTold) {
+TEST_P(OrderedPeerLossTest, ADeathInTheMiddleOfAMessageIsDetected) {
   ProcessRanks ranks(
       {.world_size = GetParam(), .function = "die_in_a_message"});
   const int last = GetParam() - 1;
@@ -646,7 +646,7 @@ TEST_P(OrderedPeerLossTest, ADeathInTheMiddleOfAMessageIsTold) {
   ranks.wait_for(last, "waiting");
   ranks.signal(last, SIGKILL);
   for (int rank = 0; rank < last; ++rank) ranks.signal(rank, SIGCONT);
-  expect_that_all_are_told(ranks);
+  expect_errors_before_the_timeout(ranks);
 }
 
 }  // namespace ordered_collectives_test

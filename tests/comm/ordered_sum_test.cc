@@ -1,5 +1,3 @@
-// Slices of ranks, and sums whose order is known.
-
 #include "brigade/comm/ordered/ordered_sum.h"
 
 #include <torch/torch.h>
@@ -14,7 +12,7 @@
 namespace brigade {
 namespace {
 
-TEST(RankSliceTest, SlicesFollowEachOtherAndDifferByAtMostOne) {
+TEST(RankSliceTest, SlicesAreContiguousAndDifferByAtMostOne) {
   for (int world_size = 1; world_size <= 9; ++world_size) {
     for (int64_t numel = 0; numel <= 40; ++numel) {
       int64_t end = 0;
@@ -46,15 +44,15 @@ std::vector<at::Tensor> scalars(const std::vector<double>& values,
   return terms;
 }
 
-TEST(OrderedSumTest, AddsFromTheFirstToTheLast) {
+TEST(OrderedSumTest, SumsInOrder) {
   EXPECT_EQ(sum(scalars({1e8, 1, -1e8}, at::kFloat)).item<float>(), 0);
   EXPECT_EQ(sum(scalars({1e8, -1e8, 1}, at::kFloat)).item<float>(), 1);
 }
 
-// 2048 + 1 is no float16: rounded after each term, the ones would be lost.
+// float16 has no 2049: with rounding after each term, the ones would be lost.
 TEST(OrderedSumTest, HalfPrecisionIsRoundedOnce) {
   const auto terms = scalars({2048, 1, 1, 1}, at::kHalf);
-  EXPECT_EQ(sum(terms).item<float>(), 2052);  // 2051, to even
+  EXPECT_EQ(sum(terms).item<float>(), 2052);  // 2051 rounded to even
   EXPECT_EQ(sum(scalars({256, 1, 1}, at::kBFloat16)).item<float>(), 258);
 }
 
@@ -73,7 +71,7 @@ TEST(OrderedSumTest, IntegersWrap) {
             std::numeric_limits<int64_t>::min());
 }
 
-TEST(OrderedSumTest, ANegativeZeroStaysOne) {
+TEST(OrderedSumTest, KeepsANegativeZero) {
   EXPECT_TRUE(
       std::signbit(sum(scalars({-0.0, -0.0}, at::kFloat)).item<float>()));
 }
@@ -86,8 +84,8 @@ INSTANTIATE_TEST_SUITE_P(
                       at::kChar, at::kByte),
     [](const auto& dtype) { return c10::toString(dtype.param); });
 
-// Lengths around the block, and the sum in place of one of its terms.
-TEST_P(OrderedSumDtypeTest, EqualsAdditionsOfWholeVectors) {
+// Lengths around the block size; the output may be one of the terms.
+TEST_P(OrderedSumDtypeTest, EqualsAdditionsOfVectors) {
   ASSERT_TRUE(can_add(GetParam()));
   at::manual_seed(1);
   for (const int64_t numel : {0, 1, 5, 1023, 1024, 1025, 5000}) {
@@ -103,7 +101,7 @@ TEST_P(OrderedSumDtypeTest, EqualsAdditionsOfWholeVectors) {
   }
 }
 
-TEST(OrderedSumTest, BoolCannotBeAdded) { EXPECT_FALSE(can_add(at::kBool)); }
+TEST(OrderedSumTest, RejectsBool) { EXPECT_FALSE(can_add(at::kBool)); }
 
 }  // namespace
 }  // namespace brigade

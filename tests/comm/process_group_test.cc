@@ -7,6 +7,7 @@
 #include <unistd.h>
 
 #include <atomic>
+#include <cstdint>
 #include <cstdlib>
 #include <filesystem>
 #include <functional>
@@ -19,9 +20,12 @@
 #include <vector>
 
 #include "absl/strings/str_cat.h"
+#include "brigade/comm/errors/error_texts.h"
 #include "brigade/comm/errors/peer_error.h"
 #include "brigade/comm/group/group_collectives.h"
+#include "brigade/comm/group/group_info.h"
 #include "brigade/comm/group/launch_environment.h"
+#include "brigade/comm/ordered/ordered_collectives.h"
 #include "brigade/tests/support/local_ranks.h"
 #include "brigade/tests/support/process_ranks.h"
 #include "gmock/gmock.h"
@@ -49,7 +53,7 @@ at::Tensor all_reduced(const Group& group, at::Tensor tensor) {
   return tensors[0];
 }
 
-// The text of what `fn` throws, of type E.
+// Returns the text of the exception of type E that `fn` throws.
 template <typename E, typename F>
 std::string text_of(F fn) {
   try {
@@ -57,7 +61,7 @@ std::string text_of(F fn) {
   } catch (const E& error) {
     return error.what_without_backtrace();
   }
-  return "nothing of this type was thrown";
+  return "no exception of this type";
 }
 
 // Sets an environment variable until the end of the scope.
@@ -107,32 +111,33 @@ TEST(ProcessGroupTest, TakesTheTimeoutFromItsOptions) {
       std::chrono::milliseconds(4321));
 }
 
-TEST(ProcessGroupTest, RefusesBadArguments) {
+TEST(ProcessGroupTest, RejectsBadArguments) {
   auto store = c10::make_intrusive<c10d::HashStore>();
   EXPECT_THAT(
       text_of<c10::ValueError>([&] { make_process_group(store, 2, 2); }),
-      HasSubstr("got rank 2 and world size 2"));
+      HasSubstr("found rank 2 and world size 2"));
   EXPECT_THAT(
       text_of<c10::ValueError>(
           [&] { make_process_group(store, 0, 1, {.device_type = at::kMPS}); }),
-      HasSubstr("expected kCPU or kCUDA, or a make_backend, found mps"));
+      HasSubstr(
+          "expected kCPU, kCUDA, or a type with a make_backend, found mps"));
   EXPECT_THAT(text_of<c10::ValueError>([&] {
                 make_process_group(store, 0, 1,
                                    {.timeout = std::chrono::milliseconds(0)});
               }),
-              HasSubstr("timeout must be > 0 ms, got 0 ms"));
+              HasSubstr("timeout: expected > 0 ms, found 0 ms"));
   EXPECT_THAT(
       text_of<c10::ValueError>([&] { make_process_group(nullptr, 0, 1); }),
-      HasSubstr("needs a store"));
+      HasSubstr("expected a store, found null"));
   EXPECT_THAT(text_of<c10::ValueError>([&] {
                 init_process_group(LaunchEnvironment{.world_size = 2}, {});
               }),
-              HasSubstr("must name where 2 ranks meet"));
+              HasSubstr("expected the address of rank 0 for 2 ranks"));
   EXPECT_THAT(text_of<c10::ValueError>([] { GroupScope scope(nullptr); }),
-              HasSubstr("needs a group"));
+              HasSubstr("the process group is null"));
 }
 
-TEST(ProcessGroupTest, SaysWhyCudaIsNotThere) {
+TEST(ProcessGroupTest, NamesTheReasonForMissingCuda) {
   if (torch::cuda::is_available()) GTEST_SKIP() << "this machine has a GPU";
   auto store = c10::make_intrusive<c10d::HashStore>();
   EXPECT_THAT(text_of<c10::Error>([&] {
@@ -147,7 +152,7 @@ TEST(ProcessGroupTest, SaysWhyCudaIsNotThere) {
               AllOf(HasSubstr("CUDA"), HasSubstr("at::kCPU")));
 }
 
-TEST(ProcessGroupTest, UsesEveryInterfaceOfTheVariable) {
+TEST(ProcessGroupTest, UsesAllInterfacesOfTheVariable) {
   auto store = c10::make_intrusive<c10d::HashStore>();
   {
     ScopedVariable variable("GLOO_SOCKET_IFNAME", "lo,lo");
@@ -162,7 +167,6 @@ TEST(ProcessGroupTest, UsesEveryInterfaceOfTheVariable) {
   }
 }
 
-// Threads and open descriptors of this process.
 size_t count_entries(const char* folder) {
   size_t count = 0;
   for ([[maybe_unused]] const auto& entry :
@@ -173,7 +177,7 @@ size_t count_entries(const char* folder) {
 }
 
 TEST(SingleProcessGroupTest, NeedsNoThreadAndNoSocket) {
-  all_reduced(single_process_group(), at::ones(1));  // loads what is lazy
+  all_reduced(single_process_group(), at::ones(1));  // initializes lazily
   const size_t threads = count_entries("/proc/self/task");
   const size_t descriptors = count_entries("/proc/self/fd");
   const Group group = single_process_group();
@@ -182,7 +186,7 @@ TEST(SingleProcessGroupTest, NeedsNoThreadAndNoSocket) {
   EXPECT_EQ(count_entries("/proc/self/fd"), descriptors);
 }
 
-TEST(SingleProcessGroupTest, AnswersEveryCollectiveExactly) {
+TEST(SingleProcessGroupTest, CompletesEveryCollective) {
   const Group group = single_process_group();
   EXPECT_EQ(group->getRank(), 0);
   EXPECT_EQ(group->getSize(), 1);
@@ -191,9 +195,11 @@ TEST(SingleProcessGroupTest, AnswersEveryCollectiveExactly) {
   std::vector<Tensors> lists = {inputs};
   using Call = std::function<c10::intrusive_ptr<c10d::Work>(Tensors&)>;
   for (const Call& call : std::vector<Call>{
-           [&](Tensors& to) { return gather_into(*group, to[0], input); },
-           [&](Tensors& to) { return reduce_into(*group, to[0], input); },
-           [&](Tensors& to) { return exchange_parts(*group, to[0], input); },
+           [&](Tensors& to) { return all_gather_into(*group, to[0], input); },
+           [&](Tensors& to) {
+             return reduce_scatter_into(*group, to[0], input);
+           },
+           [&](Tensors& to) { return all_to_all_into(*group, to[0], input); },
            [&](Tensors& to) { return group->alltoall(to, inputs); },
            [&](Tensors& to) { return group->scatter(to, lists); },
            [&](Tensors& to) { return group->reduce_scatter(to, lists); },
@@ -228,7 +234,7 @@ TEST(InitProcessGroupTest, AWorldOfOneFromALauncherOpensNoConnection) {
   EXPECT_EQ(all_reduced(group, at::ones(1)).item<float>(), 1);
 }
 
-// A port that nobody listened at a moment ago.
+// Returns a port that was free a moment ago.
 uint16_t free_port() {
   c10d::TCPStoreOptions options;
   options.port = 0;
@@ -237,7 +243,7 @@ uint16_t free_port() {
   return c10d::TCPStore("127.0.0.1", options).getPort();
 }
 
-TEST(InitProcessGroupTest, NamesThePlaceWhereNobodyCame) {
+TEST(InitProcessGroupTest, NamesTheAddressWithoutAServer) {
   const uint16_t port = free_port();
   const LaunchEnvironment env = {.rank = 1,
                                  .world_size = 2,
@@ -248,12 +254,14 @@ TEST(InitProcessGroupTest, NamesThePlaceWhereNobodyCame) {
       text_of<PeerError>([&] {
         init_process_group(env, {.timeout = std::chrono::milliseconds(300)});
       }),
-      AllOf(HasSubstr("rank 1 of 2 did not meet the others at 127.0.0.1:" +
-                      std::to_string(port)),
-            HasSubstr("within 300 ms")));
+      AllOf(
+          HasSubstr(
+              "rank 1 of 2 could not connect to the other ranks at 127.0.0.1:" +
+              std::to_string(port)),
+          HasSubstr("within 300 ms")));
 }
 
-// Its connections are accepted, and never answered.
+// Accepts connections and never replies.
 class SilentListener {
  public:
   SilentListener() : socket_(::socket(AF_INET, SOCK_STREAM, 0)) {
@@ -275,7 +283,7 @@ class SilentListener {
   uint16_t port_ = 0;
 };
 
-TEST(InitProcessGroupTest, APortThatAnotherProgramHoldsIsAnErrorInTime) {
+TEST(InitProcessGroupTest, TimesOutIfAnotherProgramHoldsThePort) {
   const SilentListener listener;
   for (int rank = 0; rank < 2; ++rank) {
     const LaunchEnvironment env = {.rank = rank,
@@ -283,30 +291,36 @@ TEST(InitProcessGroupTest, APortThatAnotherProgramHoldsIsAnErrorInTime) {
                                    .local_rank = rank,
                                    .master_addr = "127.0.0.1",
                                    .master_port = listener.port()};
-    EXPECT_THAT(text_of<PeerError>([&] {
-                  init_process_group(
-                      env, {.timeout = std::chrono::milliseconds(100)});
-                }),
-                HasSubstr(absl::StrCat("rank ", rank,
-                                       " of 2 did not meet the others "
-                                       "at 127.0.0.1:",
-                                       listener.port())));
+    EXPECT_THAT(
+        text_of<PeerError>([&] {
+          init_process_group(env, {.timeout = std::chrono::milliseconds(100)});
+        }),
+        HasSubstr(absl::StrCat("rank ", rank,
+                               " of 2 could not connect to the other ranks "
+                               "at 127.0.0.1:",
+                               listener.port())));
   }
 }
 
-TEST(GroupScopeTest, FinishesWhatIsInFlightOnTheNormalWayOut) {
+TEST(GroupScopeTest, ARankMayEndItsGroupAtOnce) {
+  for (int i = 0; i < 20; ++i) {
+    run_ranks(3, [](const Group&) {});
+  }
+}
+
+TEST(GroupScopeTest, CompletesCollectivesInFlight) {
   std::vector<at::Tensor> tensors(2);
   run_ranks(2, [&](Group group) {
     std::vector<at::Tensor> mine = {at::ones(1 << 20)};
     tensors[group->getRank()] = mine[0];
-    group->allreduce(mine);  // nobody waits for it
+    group->allreduce(mine);  // no wait()
   });
   EXPECT_EQ(tensors[0].sum().item<float>(), 2 << 20);
   EXPECT_EQ(tensors[1].sum().item<float>(), 2 << 20);
 }
 
-// With nobody to abort it, rank 1 would wait for ten minutes.
-TEST(GroupScopeTest, AnExceptionOnOneRankEndsTheOthersCollectives) {
+// Without the abort, rank 1 would wait for ten minutes.
+TEST(GroupScopeTest, AnExceptionOnOneRankAbortsTheOthersCollectives) {
   std::string text;
   EXPECT_THROW(run_ranks(
                    2,
@@ -323,9 +337,8 @@ TEST(GroupScopeTest, AnExceptionOnOneRankEndsTheOthersCollectives) {
   EXPECT_THAT(text, HasSubstr("onnection"));
 }
 
-// Its own collectives, which no peer has joined, do not hold it either: rank 1
-// stays until rank 0 is gone.
-TEST(GroupScopeTest, AnExceptionDoesNotWaitForOwnCollectives) {
+// Rank 1 never joins the collective, and stays until rank 0 has left.
+TEST(GroupScopeTest, AnExceptionAbortsOwnCollectives) {
   auto store = c10::make_intrusive<c10d::HashStore>();
   const ProcessGroupOptions options = {.timeout = kForever};
   std::atomic<bool> gone = false;
@@ -355,7 +368,7 @@ const RankFunction kSum("sum", [](RankContext& rank) {
 class ProcessesTest : public ::testing::TestWithParam<int> {};
 INSTANTIATE_TEST_SUITE_P(Processes, ProcessesTest, ::testing::Values(1, 2, 3));
 
-TEST_P(ProcessesTest, StartFromTheEnvironmentAndEndCleanly) {
+TEST_P(ProcessesTest, StartFromTheEnvironmentAndShutDown) {
   const int world_size = GetParam();
   ProcessRanks ranks({.world_size = world_size, .function = "sum"});
   const int expected = 4 * world_size * (world_size + 1) / 2;
@@ -387,6 +400,75 @@ TEST(ProcessesTest, AMissingVariableIsTheOnlyErrorOfARank) {
   EXPECT_EQ(result.exit_code, 1);
   EXPECT_THAT(result.error_output,
               HasSubstr("environment variable WORLD_SIZE is missing"));
+}
+
+TEST(RankNamesTest, OfASubgroupAreThoseOfTheWholeGroup) {
+  run_ranks(4, [](const Group& group) {
+    EXPECT_EQ(RankNames::of(*group)[3], 3);
+    EXPECT_EQ(RankNames::of(*group).describe(1, 4), "rank 1 of 4");
+    if (group->getRank() == 0) {
+      make_subgroup(group, {0});
+      return;
+    }
+    const GroupScope part = make_subgroup(group, {1, 2, 3});
+    const RankNames names = RankNames::of(*part.group());
+    EXPECT_EQ(names[0], 1);
+    EXPECT_EQ(names.describe(0, 3), "rank 1, of ranks 1, 2, 3");
+    if (group->getRank() == 1) {
+      make_subgroup(part.group(), {0});
+      return;
+    }
+    const GroupScope inner = make_subgroup(part.group(), {1, 2});
+    EXPECT_EQ(RankNames::of(*inner.group()).describe(1, 2),
+              "rank 3, of ranks 2, 3");
+  });
+}
+
+// The second rank of each pair leaves.
+TEST(RankNamesTest, AppearInErrors) {
+  run_ranks(4, [](const Group& group) {
+    const int first = group->getRank() / 2 * 2;
+    const GroupScope pair = make_subgroup(group, {first, first + 1});
+    OrderedCollectives collectives(pair.group());
+    if (pair.group()->getRank() == 1) return;
+    const auto reduced = collectives.all_reduce(at::ones({4}));
+    reduced->wait();
+    ASSERT_TRUE(reduced->hasError());
+    EXPECT_THAT(
+        message_of(reduced->exception_ptr()),
+        AllOf(HasSubstr(absl::StrCat("ordered collectives on rank ", first,
+                                     ", of ranks ", first, ", ", first + 1)),
+              HasSubstr(absl::StrCat("rank ", first + 1, " "))));
+  });
+}
+
+std::string host_error(const std::vector<int64_t>& host_by_rank) {
+  return text_of<c10::ValueError>([&] { ranks_of_a_host(host_by_rank); });
+}
+
+TEST(RanksOfHostTest, CountsTheRanksOfEachHost) {
+  EXPECT_EQ(ranks_of_a_host({7}), 1);
+  EXPECT_EQ(ranks_of_a_host({7, 7, 7}), 3);
+  EXPECT_EQ(ranks_of_a_host({7, 8, 9}), 1);
+  EXPECT_EQ(ranks_of_a_host({7, 7, 7, -9, -9, -9, 3, 3, 3}), 3);
+}
+
+TEST(RanksOfHostTest, RejectsUnequalOrInterleavedHosts) {
+  EXPECT_THAT(host_error({7, 7, 8}),
+              AllOf(HasSubstr("ranks 0, 1 on one host, rank 2 on another"),
+                    HasSubstr("number of shards")));
+  EXPECT_THAT(host_error({7, 8, 8}), HasSubstr("ranks 1, 2 on another"));
+  EXPECT_THAT(host_error({7, 8, 7, 8}),
+              HasSubstr("ranks 0, 2 on one host, ranks 1, 3 on another"));
+  EXPECT_THAT(host_error({7, 0, 7}), HasSubstr("no host identity on rank 1"));
+}
+
+TEST(RanksOfHostTest, CountsTheRanksOfThisHost) {
+  for (const int num_ranks : {1, 2, 4}) {
+    run_ranks(num_ranks, [&](const Group& group) {
+      EXPECT_EQ(ranks_of_a_host(group), num_ranks);
+    });
+  }
 }
 
 }  // namespace

@@ -10,21 +10,21 @@
 namespace brigade {
 namespace rank_status_test {
 
-TEST(StatusTextTest, KeepsWhatFits) {
+TEST(StatusTextTest, KeepsShortTexts) {
   for (const size_t length : {0, 1, 191, 192}) {
     const std::string words(length, 'x');
     EXPECT_EQ(words_of(status_text(words)), words);
   }
 }
 
-TEST(StatusTextTest, CutsWhatIsTooLong) {
+TEST(StatusTextTest, CutsLongTexts) {
   EXPECT_EQ(words_of(status_text(std::string(209, 'x'))),
             std::string(189, 'x') + "...");
 }
 
 TEST(StatusTextTest, CutsBetweenCharacters) {
   std::string words;
-  for (int i = 0; i < 110; ++i) words += "\xC3\xA9";  // of two bytes
+  for (int i = 0; i < 110; ++i) words += "\xC3\xA9";  // two bytes each
   EXPECT_EQ(words_of(status_text(words)), words.substr(0, 188) + "...");
   words.insert(words.begin(), 'x');
   EXPECT_EQ(words_of(status_text(words)), words.substr(0, 189) + "...");
@@ -34,7 +34,7 @@ std::string described(const RankStatus& rank_status) {
   return describe_status(rank_status);
 }
 
-TEST(DescribeStatusTest, SaysWhatARankDid) {
+TEST(DescribeStatusTest, NamesTheActionOfARank) {
   using enum StatusKind;
   EXPECT_EQ(described({.kind = kBegin, .iteration = 7}), "began iteration 7");
   EXPECT_EQ(described({.kind = kEnd, .iteration = 7}), "ended iteration 7");
@@ -55,7 +55,7 @@ TEST(DescribeStatusTest, SaysWhatARankDid) {
             "failed in iteration 7 at launch 2: division by zero");
 }
 
-TEST(DescribeStatusTest, SurvivesAnUnknownKind) {
+TEST(DescribeStatusTest, HandlesAnUnknownKind) {
   EXPECT_EQ(described({.kind = static_cast<StatusKind>(99)}),
             "sent a status of unknown kind 99");
 }
@@ -74,7 +74,7 @@ RankStatus failed(int64_t iteration, std::string_view words) {
   return {.kind = kFailed, .iteration = iteration, .text = status_text(words)};
 }
 
-// The text of the difference; fails when all are found equal.
+// Returns the text of the difference; fails if there is none.
 std::string difference(const Statuses& by_rank) {
   const absl::Status status = check_statuses(by_rank);
   EXPECT_EQ(status.code(), absl::StatusCode::kFailedPrecondition);
@@ -87,12 +87,12 @@ std::string failure(const Statuses& by_rank) {
   return std::string(status.message());
 }
 
-TEST(CheckStatusesTest, EqualOnesAreRight) {
+TEST(CheckStatusesTest, EqualStatusesAreOk) {
   EXPECT_TRUE(check_statuses(Statuses{ended(7)}).ok());
   EXPECT_TRUE(check_statuses(Statuses(4, ended(7))).ok());
 }
 
-TEST(CheckStatusesTest, WhatMakesNoDifferenceIsNotCompared) {
+TEST(CheckStatusesTest, IgnoresSequenceProposalAndOrder) {
   Statuses by_rank(2, ended(7));
   by_rank[0].sequence = 1;
   by_rank[0].proposal = 5;
@@ -100,16 +100,15 @@ TEST(CheckStatusesTest, WhatMakesNoDifferenceIsNotCompared) {
   EXPECT_TRUE(check_statuses(by_rank).ok());
 }
 
-TEST(CheckStatusesTest, ARankInAnotherIterationIsNamed) {
-  EXPECT_EQ(
-      difference({ended(7), ended(8), ended(7), ended(7)}),
-      "expected every rank in the same place: ranks 0, 2, 3 ended "
-      "iteration 7, rank 1 ended iteration 8.\n"
-      "Run forward and backward equally often on every rank, and forwards "
-      "without backward under no_grad.");
+TEST(CheckStatusesTest, NamesARankInAnotherIteration) {
+  EXPECT_EQ(difference({ended(7), ended(8), ended(7), ended(7)}),
+            "expected the same state on every rank: ranks 0, 2, 3 ended "
+            "iteration 7, rank 1 ended iteration 8.\n"
+            "Run the same number of forwards and backwards on every rank, and "
+            "forwards without backward under no_grad.");
 }
 
-TEST(CheckStatusesTest, DifferentPlansAreNamedWithWhatTheyStandFor) {
+TEST(CheckStatusesTest, NamesDifferentPlansWithTheirDescriptions) {
   Statuses by_rank(2, {.kind = kBegin,
                        .iteration = 7,
                        .fingerprint = 0xab,
@@ -122,7 +121,7 @@ TEST(CheckStatusesTest, DifferentPlansAreNamedWithWhatTheyStandFor) {
             "00000000000000cd.\nGive every rank the same options.");
 }
 
-TEST(CheckStatusesTest, DifferentDeedsAreNamed) {
+TEST(CheckStatusesTest, NamesDifferentCalls) {
   Statuses by_rank(2, {.kind = StatusKind::kAsk,
                        .iteration = 7,
                        .fingerprint = 0xab,
@@ -131,58 +130,58 @@ TEST(CheckStatusesTest, DifferentDeedsAreNamed) {
   by_rank[1].text = status_text("began a forward");
   EXPECT_EQ(
       difference(by_rank),
-      "expected the same of every rank after iteration 7: rank 0 gathers "
-      "all units, rank 1 began a forward.\nCall the same on all ranks, in "
-      "the same order.");
+      "expected the same call on every rank after iteration 7: rank 0 gathers "
+      "all units, rank 1 began a forward.\nMake the same calls on all ranks, "
+      "in the same order.");
 }
 
-TEST(CheckStatusesTest, AFailureIsToldBeforeAnyDifference) {
+TEST(CheckStatusesTest, AFailurePrecedesAnyDifference) {
   EXPECT_EQ(failure({ended(7), failed(8, "no memory"), ended(7)}),
             "rank 1 failed in iteration 8: no memory");
 }
 
-TEST(CheckStatusesTest, RanksThatFailAlikeAreToldTogether) {
+TEST(CheckStatusesTest, GroupsRanksWithEqualFailures) {
   EXPECT_EQ(failure({failed(7, "bad input"), failed(7, "no memory"),
                      failed(7, "bad input")}),
             "ranks 0, 2 failed in iteration 7: bad input\n"
             "rank 1 failed in iteration 7: no memory");
 }
 
-TEST(CheckStatusesTest, AllRanksFailingAlikeIsAFailureToo) {
+TEST(CheckStatusesTest, AFailureOfAllRanksIsAborted) {
   EXPECT_EQ(failure(Statuses(2, failed(7, "x"))),
             "ranks 0, 1 failed in iteration 7: x");
 }
 
-TEST(CheckStatusesTest, OtherCollectivesElsewhereAreAnErrorThatClosesGroups) {
+TEST(CheckStatusesTest, DifferentPositionsOfOtherCollectivesCloseTheGroups) {
   Statuses by_rank(2, ended(7));
   by_rank[1].others = 1;
-  EXPECT_THAT(difference(by_rank), HasSubstr("other collectives"));
+  EXPECT_THAT(difference(by_rank), HasSubstr("own collectives"));
   EXPECT_TRUE(must_close_groups(by_rank));
 }
 
-TEST(MustCloseGroupsTest, WhereARankCanNotContinue) {
+TEST(MustCloseGroupsTest, IfARankCannotContinue) {
   Statuses by_rank = {ended(7), failed(7, "x")};
   EXPECT_FALSE(must_close_groups(by_rank));
   by_rank[1].cannot_continue = 1;
   EXPECT_TRUE(must_close_groups(by_rank));
 }
 
-// A hash is of a whole iteration.
-TEST(MustCloseGroupsTest, NotWhereARankHasFailedBeforeAllWasLaunched) {
+// The hash covers a complete iteration.
+TEST(MustCloseGroupsTest, NotIfARankFailedBeforeItsLastLaunch) {
   Statuses by_rank = {ended(7), failed(7, "x")};
   by_rank[0].others = 1;
   EXPECT_FALSE(must_close_groups(by_rank));
 }
 
-TEST(MustCloseGroupsTest, WhereZerosCouldMeetOtherCollectives) {
+TEST(MustCloseGroupsTest, IfZerosCouldMatchOtherCollectives) {
   Statuses by_rank = {ended(7), failed(7, "x")};
   by_rank[0].has_others = 1;
   EXPECT_TRUE(must_close_groups(by_rank));
   for (RankStatus& s : by_rank) s.kind = StatusKind::kAsk;
-  EXPECT_FALSE(must_close_groups(by_rank));  // none are launched
+  EXPECT_FALSE(must_close_groups(by_rank));  // no zeros are launched
 }
 
-TEST(MustCloseGroupsTest, WhereOneHasLaunchedWhatAnotherHasAnotherPlanOf) {
+TEST(MustCloseGroupsTest, IfARankLaunchedWithAnotherPlan) {
   Statuses by_rank(2, ended(7));
   by_rank[1].kind = StatusKind::kBegin;
   EXPECT_TRUE(must_close_groups(by_rank));

@@ -1,4 +1,4 @@
-// Memory that the ranks of a host share, and waits in it.
+// Shared memory of the ranks on a host, and waits in it.
 
 #include "brigade/comm/group/shared_segment.h"
 
@@ -76,7 +76,7 @@ TEST(SharedSegmentTest, RanksSeeEachOthersRegions) {
   });
 }
 
-TEST(SharedSegmentTest, IsThereForRanksOfOneHostOnly) {
+TEST(SharedSegmentTest, IsNullUnlessAllRanksAreOnOneHost) {
   run_ranks(3, [](const Group& group) {
     const int64_t host = SharedSegment::host();
     const bool is_last = group->getRank() == 2;
@@ -89,7 +89,7 @@ TEST(SharedSegmentTest, IsThereForRanksOfOneHostOnly) {
   EXPECT_EQ(SharedSegment::make(single_process_group(), 64), nullptr);
 }
 
-TEST(SharedSegmentTest, AWaitEndsAtItsDeadline) {
+TEST(SharedSegmentTest, AWaitReturnsFalseAtItsDeadline) {
   run_ranks(2, [](const Group& group) {
     const auto segment = SharedSegment::make(group, 64);
     EXPECT_FALSE(wait_for_number(*segment, 1, 1, steady_clock::now()));
@@ -99,7 +99,7 @@ TEST(SharedSegmentTest, AWaitEndsAtItsDeadline) {
   });
 }
 
-TEST(SharedSegmentTest, ARankThatHasLeftIsNotWaitedFor) {
+TEST(SharedSegmentTest, AWaitFailsIfTheRankHasLeft) {
   run_ranks(3, [](const Group& group) {
     auto segment = SharedSegment::make(group, 64);
     if (group->getRank() == 1) {
@@ -113,14 +113,14 @@ TEST(SharedSegmentTest, ARankThatHasLeftIsNotWaitedFor) {
     EXPECT_TRUE(wait_for_number(*segment, 1, 1));
     EXPECT_FALSE(segment->is_alive(1));
     EXPECT_FALSE(segment->is_closed());
-    // Of its own memory a rank waits for any peer's reading.
+    // A wait on the own region is a wait for any peer.
     EXPECT_EQ(error_of([&] { wait_for_number(*segment, group->getRank(), 1); }),
               "rank 1 has left");
-    group->barrier()->wait();  // the others leave later
+    group->barrier()->wait();  // the others leave after this
   });
 }
 
-TEST(SharedSegmentTest, TheFirstToCloseItTellsAllWhy) {
+TEST(SharedSegmentTest, AllRanksReportTheFirstReason) {
   run_ranks(3, [](const Group& group) {
     const auto segment = SharedSegment::make(group, 64);
     if (group->getRank() == 2) {
@@ -136,7 +136,7 @@ TEST(SharedSegmentTest, TheFirstToCloseItTellsAllWhy) {
   });
 }
 
-// Rank 1 dies while the others wait: for it, for another, for its reading.
+// Rank 1 is killed while ranks 0 and 2 wait for each other, and 1 for itself.
 const RankFunction kWaitForTheDead("wait_for_the_dead", [](RankContext& rank) {
   GroupScope scope(init_process_group({.timeout = std::chrono::minutes(10)}));
   const auto segment = SharedSegment::make(scope.group(), 64);
@@ -146,7 +146,7 @@ const RankFunction kWaitForTheDead("wait_for_the_dead", [](RankContext& rank) {
   rank.report(error + " lost " + std::to_string(segment->lost_rank()));
 });
 
-TEST(SharedSegmentTest, ADeadRankIsNamed) {
+TEST(SharedSegmentTest, NamesADeadRank) {
   ProcessRanks ranks({.world_size = 3, .function = "wait_for_the_dead"});
   ranks.wait_for_all("waiting");
   ranks.signal(1, SIGKILL);
@@ -159,7 +159,7 @@ TEST(SharedSegmentTest, ADeadRankIsNamed) {
   }
 }
 
-TEST(SharedSegmentTest, AForkedChildIsNoRank) {
+TEST(SharedSegmentTest, AForkedChildDoesNotCountAsARank) {
   run_ranks(2, [](const Group& group) {
     auto segment = SharedSegment::make(group, 64);
     const pid_t child = fork();

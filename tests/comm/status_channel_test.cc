@@ -1,19 +1,26 @@
 #include "brigade/comm/status/status_channel.h"
 
+#include <signal.h>
+#include <sys/wait.h>
 #include <torch/torch.h>
+#include <unistd.h>
 
 #include <barrier>
 #include <chrono>
+#include <cstdlib>
 #include <functional>
 #include <latch>
 #include <memory>
+#include <stdexcept>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "brigade/comm/errors/peer_error.h"
 #include "brigade/comm/process_group.h"
 #include "brigade/comm/status/status_transport.h"
 #include "brigade/tests/support/local_ranks.h"
+#include "brigade/tests/support/process_ranks.h"
 #include "gmock/gmock.h"
 #include "gtest/gtest.h"
 
@@ -22,14 +29,21 @@ namespace {
 
 using enum StatusKind;
 using ::testing::AllOf;
+using ::testing::Contains;
+using ::testing::ContainsRegex;
+using ::testing::ElementsAre;
 using ::testing::HasSubstr;
+using testing::ProcessRanks;
+using testing::RankContext;
+using testing::RankFunction;
+using testing::RankResult;
 using testing::run_ranks;
 using ::testing::StartsWith;
 
 using Group = c10::intrusive_ptr<c10d::ProcessGroup>;
 using Work = c10::intrusive_ptr<c10d::Work>;
 
-// Longer than a test may take: what ends sooner does not end by it.
+// Longer than any test: never the reason for an end.
 constexpr std::chrono::milliseconds kNever = std::chrono::minutes(10);
 
 Work launch(const Group& group, const at::Tensor& bucket) {
@@ -42,7 +56,7 @@ std::vector<RankStatus> exchange(StatusChannel& channel,
   return channel.await(channel.exchange(own));
 }
 
-// The words of the PeerError that `fn` throws.
+// Returns the text of the PeerError that `fn` throws.
 template <typename F>
 std::string peer_error(F fn) {
   try {
@@ -78,7 +92,7 @@ TEST_P(StatusChannelTest, EveryRankGetsEveryRanksStatus) {
   });
 }
 
-// What destruction closes must not take away what a peer has yet to read.
+// A peer may read the last statuses after this rank has destroyed its channel.
 TEST_P(StatusChannelTest, EndsCleanlyRightAfterAnExchange) {
   run_ranks(
       GetParam(),
@@ -92,7 +106,7 @@ TEST_P(StatusChannelTest, EndsCleanlyRightAfterAnExchange) {
       kNever);
 }
 
-TEST(StatusChannelTest, ARankThatLeavesIsNamedAtOnce) {
+TEST(StatusChannelTest, NamesARankThatLeavesAtOnce) {
   run_ranks(
       3,
       [](Group group) {
@@ -109,10 +123,10 @@ TEST(StatusChannelTest, ARankThatLeavesIsNamedAtOnce) {
                          std::to_string(group->getRank()) +
                          ", which ended iteration 8: rank 1 "
                          "has left after iteration 7"));
-          // Of no use any more, and says so without another wait.
+          // Later calls throw the same error without another wait.
           EXPECT_EQ(peer_error([&] { channel->exchange({}); }), error);
         }
-        // The group's own collectives go on.
+        // The group's own collectives still work.
         const at::Tensor tensor = at::ones(4);
         launch(group, tensor)->wait();
         EXPECT_TRUE(tensor.equal(at::full(4, 3.0)));
@@ -120,7 +134,7 @@ TEST(StatusChannelTest, ARankThatLeavesIsNamedAtOnce) {
       kNever);
 }
 
-TEST(StatusChannelTest, ARankThatNeverComesIsNamedAtTheTimeout) {
+TEST(StatusChannelTest, NamesAMissingRankAtTheTimeout) {
   std::latch over(1);
   run_ranks(
       2,
@@ -140,21 +154,20 @@ TEST(StatusChannelTest, ARankThatNeverComesIsNamedAtTheTimeout) {
       std::chrono::milliseconds(1500));
 }
 
-TEST(StatusChannelTest, RanksThatDoNotMeetAreAnError) {
+TEST(StatusChannelTest, ThrowsIfARankDoesNotConnect) {
   std::latch over(1);
   run_ranks(
       2,
       [&](Group group) {
         if (group->getRank() == 1) return over.wait();
         EXPECT_THAT(peer_error([&] { StatusChannel channel(group); }),
-                    StartsWith("rank 0 of 2 could not tell the others its "
-                               "host: "));
+                    StartsWith("rank 0 of 2 could not exchange host ids: "));
         over.count_down();
       },
       std::chrono::milliseconds(1500));
 }
 
-// Two models in one process: their backwards may end in any order.
+// Backwards of two models in one process may end in any order.
 TEST(StatusChannelTest, ChannelsMayBeAwaitedInAnyOrderOnEachRank) {
   run_ranks(2, [](Group group) {
     StatusChannel first(group);
@@ -172,7 +185,7 @@ TEST(StatusChannelTest, ChannelsMayBeAwaitedInAnyOrderOnEachRank) {
   });
 }
 
-TEST(StatusChannelTest, OneThatLeavesLeavesTheOthersOfItsGroup) {
+TEST(StatusChannelTest, DestroyingOneChannelKeepsTheOthersOfItsGroup) {
   run_ranks(2, [](Group group) {
     auto first = std::make_unique<StatusChannel>(group);
     StatusChannel second(group);
@@ -186,7 +199,7 @@ TEST(StatusChannelTest, OneThatLeavesLeavesTheOthersOfItsGroup) {
   });
 }
 
-TEST(StatusChannelTest, AGroupWithoutStoreAnswersItself) {
+TEST(StatusChannelTest, WithoutAStoreReturnsItsOwnStatus) {
   StatusChannel channel(c10::make_intrusive<c10d::ProcessGroup>(1, 3));
   const RankStatus pending = channel.exchange({.iteration = 7});
   const auto by_rank = channel.await(pending);
@@ -194,17 +207,17 @@ TEST(StatusChannelTest, AGroupWithoutStoreAnswersItself) {
   EXPECT_TRUE(check_statuses(by_rank).ok());
 }
 
-// Both ways that statuses travel.
-struct Way {
+struct Transport {
   const char* name;
-  std::function<std::unique_ptr<StatusTransport>(const Group&)> meet;
+  std::function<std::unique_ptr<StatusTransport>(const Group&)> make;
 };
 
-class StatusTransportTest : public ::testing::TestWithParam<Way> {};
-INSTANTIATE_TEST_SUITE_P(Ways, StatusTransportTest,
-                         ::testing::Values(Way{"Board", meet_at_status_board},
-                                           Way{"Gather", gather_statuses_over}),
-                         [](const auto& info) { return info.param.name; });
+class StatusTransportTest : public ::testing::TestWithParam<Transport> {};
+INSTANTIATE_TEST_SUITE_P(
+    Transports, StatusTransportTest,
+    ::testing::Values(Transport{"Shared", make_shared_status_transport},
+                      Transport{"Gathering", make_gathering_status_transport}),
+    [](const auto& info) { return info.param.name; });
 
 StatusTransport::Deadline soon() {
   return std::chrono::steady_clock::now() + std::chrono::milliseconds(50);
@@ -213,10 +226,10 @@ StatusTransport::Deadline late() {
   return std::chrono::steady_clock::now() + kNever;
 }
 
-TEST_P(StatusTransportTest, BringsEachExchangeToAllRanks) {
+TEST_P(StatusTransportTest, DeliversEachExchangeToAllRanks) {
   run_ranks(3, [](const Group& group) {
-    const auto transport = GetParam().meet(group);
-    // More than the ring of a board holds.
+    const auto transport = GetParam().make(group);
+    // More than the ring in shared memory holds.
     for (int64_t i = 1; i <= 3 * kMaxStatusesInFlight; ++i) {
       transport->send({.sequence = i, .iteration = 100 * i + group->getRank()});
       const auto by_rank = transport->receive(i, late());
@@ -229,13 +242,13 @@ TEST_P(StatusTransportTest, BringsEachExchangeToAllRanks) {
   });
 }
 
-TEST_P(StatusTransportTest, AsManyMayBeInFlightAsItSays) {
+TEST_P(StatusTransportTest, TheMaximumMayBeInFlight) {
   run_ranks(2, [](const Group& group) {
-    const auto transport = GetParam().meet(group);
+    const auto transport = GetParam().make(group);
     int64_t received = 0;
     for (int64_t i = 1; i <= 4 * kMaxStatusesInFlight; ++i) {
       transport->send({.sequence = i, .iteration = i + group->getRank()});
-      // Rank 0 lags as far behind as it may, rank 1 keeps up.
+      // Rank 0 lags by the maximum, rank 1 keeps up.
       const int64_t lag = group->getRank() == 0 ? kMaxStatusesInFlight : 1;
       if (i - received < lag) continue;
       const auto by_rank = transport->receive(++received, late());
@@ -251,10 +264,10 @@ TEST_P(StatusTransportTest, AsManyMayBeInFlightAsItSays) {
   });
 }
 
-TEST_P(StatusTransportTest, ADeadlineIsNoFailure) {
+TEST_P(StatusTransportTest, ReturnsNulloptAtTheDeadline) {
   std::latch is_over(1);
   run_ranks(2, [&](const Group& group) {
-    const auto transport = GetParam().meet(group);
+    const auto transport = GetParam().make(group);
     if (group->getRank() == 1) is_over.wait();
     transport->send({.sequence = 1});
     if (group->getRank() == 0) {
@@ -267,18 +280,150 @@ TEST_P(StatusTransportTest, ADeadlineIsNoFailure) {
   });
 }
 
-TEST_P(StatusTransportTest, WhoGivesUpEndsTheWaitsOfOthers) {
+TEST_P(StatusTransportTest, AbortEndsTheWaitsOfOtherRanks) {
   run_ranks(3, [](const Group& group) {
-    const auto transport = GetParam().meet(group);
+    const auto transport = GetParam().make(group);
     const RankStatus own = {.sequence = 1, .iteration = 7};
     if (group->getRank() == 0) {
-      transport->give_up(own);
+      transport->abort(own);
     } else {
       transport->send(own);
       EXPECT_THROW(transport->receive(1, late()), std::exception);
     }
-    group->barrier()->wait();  // the group's own collectives go on
+    group->barrier()->wait();  // the group's own collectives still work
   });
+}
+
+// ---- Processes that are killed, fork or exit
+
+const RankFunction kExchangeForever("exchange_forever", [](RankContext& rank) {
+  GroupScope scope(init_process_group());
+  StatusChannel channel(scope.group());
+  for (int64_t iteration = 0;; ++iteration) {
+    try {
+      channel.await(channel.exchange({.iteration = iteration}));
+    } catch (const PeerError& error) {
+      rank.report(std::string("error ") + error.what_without_backtrace());
+      return;
+    }
+    if (iteration == 0) rank.report("running");
+  }
+});
+
+class StatusFailureTest : public ::testing::TestWithParam<int> {};
+INSTANTIATE_TEST_SUITE_P(WorldSizes, StatusFailureTest,
+                         ::testing::Values(2, 3));
+
+// The timeout is 30 minutes: only the check of the process ends this in time.
+TEST_P(StatusFailureTest, SurvivorsNameTheDeadRank) {
+  ProcessRanks ranks(
+      {.world_size = GetParam(), .function = "exchange_forever"});
+  ranks.wait_for_all("running");
+  ranks.signal(1, SIGKILL);
+  const std::vector<RankResult> results = ranks.finish();
+  for (int rank = 0; rank < GetParam(); ++rank) {
+    if (rank == 1) continue;
+    EXPECT_EQ(results[rank].exit_code, 0) << results[rank].error_output;
+    EXPECT_THAT(
+        results[rank].messages,
+        Contains(AllOf(
+            StartsWith("error waiting for the other ranks' statuses on rank " +
+                       std::to_string(rank) + ", which began iteration "),
+            ContainsRegex("rank 1 \\(process [0-9]+\\) has ended"))));
+  }
+}
+
+TEST(StatusFailureTest, NamesOneOfSeveralDeadRanks) {
+  ProcessRanks ranks({.world_size = 4, .function = "exchange_forever"});
+  ranks.wait_for_all("running");
+  for (const int signal : {SIGSTOP, SIGKILL}) {
+    for (const int rank : {1, 2}) ranks.signal(rank, signal);
+  }
+  const std::vector<RankResult> results = ranks.finish();
+  for (const int rank : {0, 3}) {
+    EXPECT_EQ(results[rank].exit_code, 0) << results[rank].error_output;
+    EXPECT_THAT(
+        results[rank].messages,
+        Contains(ContainsRegex("rank [12] \\(process [0-9]+\\) has ended")));
+  }
+}
+
+// Returns the error of a forked child that uses its parent's channel.
+std::string use_after_fork(std::unique_ptr<StatusChannel> channel) {
+  std::string error = "no error";
+  try {
+    channel->exchange({});
+  } catch (const c10::Error& e) {
+    error = e.what_without_backtrace();
+  }
+  channel = nullptr;
+  return error;
+}
+
+const RankFunction kFork("fork_with_channel", [](RankContext& rank) {
+  GroupScope scope(init_process_group());
+  auto channel = std::make_unique<StatusChannel>(scope.group());
+  channel->await(channel->exchange({}));
+  const RankStatus in_flight = channel->exchange({});
+  const pid_t child = fork();
+  if (child == 0) {
+    const bool refused =
+        use_after_fork(std::move(channel)).find("was forked") !=
+        std::string::npos;
+    _exit(refused ? 0 : 1);
+  }
+  int status = -1;
+  waitpid(child, &status, 0);
+  rank.report("child " + std::to_string(WEXITSTATUS(status)));
+  channel->await(in_flight);
+  channel->await(channel->exchange({}));
+  rank.report("parent continues");
+});
+
+TEST(StatusFailureTest, RejectsAForkedChildAndTheParentContinues) {
+  ProcessRanks ranks({.world_size = 2, .function = "fork_with_channel"});
+  for (const RankResult& result : ranks.finish()) {
+    EXPECT_EQ(result.exit_code, 0) << result.error_output;
+    EXPECT_THAT(result.messages, ElementsAre("child 0", "parent continues"));
+  }
+}
+
+// Sets a key in the store when it is destroyed.
+struct Farewell {
+  explicit Farewell(c10::intrusive_ptr<c10d::Store> store)
+      : store(std::move(store)) {}
+  ~Farewell() { store->set("farewell", "said"); }
+  c10::intrusive_ptr<c10d::Store> store;
+};
+
+const RankFunction kExit("exit_with_channel", [](RankContext& rank) {
+  static const auto group = init_process_group();
+  if (rank.rank() == 0) {
+    static const Farewell after_the_channel(group->getStore());
+    static StatusChannel channel(group);
+    channel.await(channel.exchange({.iteration = 5}));
+    channel.exchange({.iteration = 6});
+    std::exit(0);
+  }
+  StatusChannel channel(group);
+  channel.await(channel.exchange({.iteration = 5}));
+  group->getStore()->wait({"farewell"});
+  try {
+    channel.await(channel.exchange({.iteration = 6}));  // may have been sent
+    channel.await(channel.exchange({.iteration = 7}));
+  } catch (const PeerError& error) {
+    rank.report(error.what_without_backtrace());
+  }
+});
+
+TEST(StatusFailureTest, NamesAProcessThatExitsWithAnExchangeInFlight) {
+  ProcessRanks ranks({.world_size = 2, .function = "exit_with_channel"});
+  const std::vector<RankResult> results = ranks.finish();
+  EXPECT_EQ(results[0].exit_code, 0) << results[0].error_output;
+  EXPECT_EQ(results[0].error_output, "");
+  EXPECT_EQ(results[1].exit_code, 0) << results[1].error_output;
+  EXPECT_THAT(results[1].messages,
+              ElementsAre(HasSubstr("rank 0 has left after iteration 6")));
 }
 
 }  // namespace

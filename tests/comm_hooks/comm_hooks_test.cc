@@ -25,23 +25,23 @@ TEST(AllReduceHookTest, DeclaresScaleAndDtype) {
   EXPECT_EQ(traits_in(bf16_hook(group)).name, "");
 }
 
-TEST(AllReduceHookTest, DoesNotCompressWhatItCannot) {
+TEST(AllReduceHookTest, CompressesLargerFloatingPointOnly) {
   const CommHookPtr hook = fp16_hook(single_process_group());
   const HookTraits traits = traits_in(hook);
   EXPECT_EQ(traits.wire_dtype(at::kFloat), at::kHalf);
   EXPECT_EQ(traits.wire_dtype(at::kComplexFloat), at::kComplexFloat);
   EXPECT_EQ(traits.wire_dtype(at::kBFloat16), at::kBFloat16);
   EXPECT_TRUE(traits.fails_by_network_only);
-  EXPECT_TRUE(traits.lets_go_of_buffer);
+  EXPECT_TRUE(traits.releases_buffer);
   EXPECT_FALSE(traits.throws_own_errors);
 }
 
-TEST(AllReduceHookTest, RefusesNoGroup) {
+TEST(AllReduceHookTest, RejectsANullGroup) {
   EXPECT_THROW(all_reduce_hook(nullptr), c10::ValueError);
 }
 
-class HookWithAName final : public c10d::CommHookInterface,
-                            public CommHookExtension {
+class NamedHook final : public c10d::CommHookInterface,
+                        public CommHookExtension {
  public:
   c10::intrusive_ptr<c10::ivalue::Future> runHook(c10d::GradBucket&) override {
     return nullptr;
@@ -52,22 +52,22 @@ class HookWithAName final : public c10d::CommHookInterface,
   }
 };
 
-TEST(HookTraitsTest, OfAUsersHookAndOfOneAroundIt) {
-  const auto hook = std::make_shared<HookWithAName>();
-  WrappingHook around(hook);
+TEST(HookTraitsTest, OfAUsersHookAndItsWrapper) {
+  const auto hook = std::make_shared<NamedHook>();
+  WrappingHook wrapper(hook);
   EXPECT_EQ(traits_in(hook).wire_format, nullptr);
-  EXPECT_EQ(traits_of(around).wire_dtype(at::kFloat), at::kFloat);
-  for (const HookTraits& traits : {traits_in(hook), traits_of(around)}) {
+  EXPECT_EQ(traits_of(wrapper).wire_dtype(at::kFloat), at::kFloat);
+  for (const HookTraits& traits : {traits_in(hook), traits_of(wrapper)}) {
     EXPECT_FALSE(traits.fails_by_network_only);
-    EXPECT_FALSE(traits.lets_go_of_buffer);
+    EXPECT_FALSE(traits.releases_buffer);
     EXPECT_TRUE(traits.throws_own_errors);
     EXPECT_FALSE(traits.steps_parameters);
     EXPECT_EQ(traits.name, "named");
   }
 }
 
-// A continuation is dropped on a thread of the group that the hook may own.
-TEST(StepInBackwardTest, DoesNotOwnTheHookItGoesOnBehind) {
+// A callback is destroyed on a thread of the group, which the hook may own.
+TEST(StepInBackwardTest, CallbackDoesNotOwnTheHook) {
   const at::Tensor parameter = at::zeros({2});
   const auto future =
       c10::make_intrusive<c10::ivalue::Future>(c10::AnyType::get());
@@ -90,11 +90,11 @@ TEST(StepInBackwardTest, DoesNotOwnTheHookItGoesOnBehind) {
   EXPECT_TRUE(at::equal(parameter, at::zeros({2})));
 }
 
-TEST(FunctionHookTest, RefusesNoFunction) {
+TEST(FunctionHookTest, RejectsAnEmptyFunction) {
   EXPECT_THROW(make_comm_hook(nullptr), c10::ValueError);
 }
 
-TEST(HookResultTest, TakesATensorOrAListOfOne) {
+TEST(HookResultTest, AcceptsATensorOrAListOfOne) {
   const at::Tensor tensor = at::ones({3});
   EXPECT_TRUE(tensor_of_hook_result(tensor).is_same(tensor));
   EXPECT_TRUE(
@@ -105,7 +105,7 @@ TEST(HookResultTest, NoneIsAnUndefinedTensor) {
   EXPECT_FALSE(tensor_of_hook_result(c10::IValue()).defined());
 }
 
-TEST(HookResultTest, RefusesAnythingElse) {
+TEST(HookResultTest, RejectsOtherValues) {
   EXPECT_THROW(tensor_of_hook_result(std::string("no")), c10::TypeError);
   EXPECT_THROW(tensor_of_hook_result(at::Tensor()), c10::TypeError);
   EXPECT_THROW(tensor_of_hook_result(std::vector<at::Tensor>(1)),

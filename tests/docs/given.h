@@ -1,5 +1,5 @@
-// What the C++ blocks on docs/'s pages and in the README take as given: a
-// group, a module, data.
+// Names that the C++ blocks of docs/ and the README use without a definition:
+// a group, a module, data.
 
 #ifndef BRIGADE_TESTS_DOCS_GIVEN_H_
 #define BRIGADE_TESTS_DOCS_GIVEN_H_
@@ -46,7 +46,7 @@ struct Given {
   std::vector<Batch> batches;
 };
 
-// Names of their own, so that a block reads as it would in a program.
+// Local variables, so that blocks read as in a program.
 #define BRIGADE_DOCS_NAMES(given)                           \
   [[maybe_unused]] const auto& group = (given).group;       \
   [[maybe_unused]] const auto store = group->getStore();    \
@@ -56,13 +56,13 @@ struct Given {
   [[maybe_unused]] const auto& batches = (given).batches;   \
   [[maybe_unused]] torch::optim::SGD optimizer(net->parameters(), 0.1)
 
-// As GroupScope, of a group that ends elsewhere.
+// Stands for GroupScope; another one owns the group.
 struct GivenScope {
   Given::Group of;
   const Given::Group& group() const { return of; }
 };
 
-// The README's blocks take more, behind those.
+// Additional names of the README's blocks, after BRIGADE_DOCS_NAMES.
 #define BRIGADE_README_NAMES                                             \
   [[maybe_unused]] const GivenScope scope = {group};                     \
   [[maybe_unused]] const std::vector<at::Tensor> parameters =            \
@@ -78,7 +78,8 @@ struct GivenScope {
         optimizer.step();                                                \
       }
 
-// Says which page's blocks have run, and whether the ranks agree.
+// Runs a page's blocks, checks that the parameters are equal on all ranks, and
+// prints the page's name.
 inline void run_page(const std::string& page, void (*blocks)(Given&),
                      const Given::Group& group) {
   Given given(group);
@@ -86,7 +87,7 @@ inline void run_page(const std::string& page, void (*blocks)(Given&),
   for (const at::Tensor& parameter : given.net->parameters()) {
     std::vector<at::Tensor> first = {parameter.detach().clone()};
     given.group->broadcast(first)->wait();
-    TORCH_CHECK(at::equal(first[0], parameter), "ranks differ behind ", page);
+    TORCH_CHECK(at::equal(first[0], parameter), "ranks differ after ", page);
   }
   std::cout << page << " has run\n" << std::flush;
 }

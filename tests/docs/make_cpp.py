@@ -1,9 +1,9 @@
-"""Makes one C++ program of the C++ blocks on docs/'s pages and in the README.
+"""Writes a C++ program of the C++ blocks in docs/ and the README.
 
-    make_cpp.py <file to write>
+    make_cpp.py <output file>
 
-A page's blocks are one function, below what a page takes as given (given.h). The README's
-first is a program of its own (tests/readme); each of its others stands alone.
+The blocks of a page form one function, which starts with the names of given.h. The README's first
+block is left out, because it is a whole program (tests/readme). Its other blocks have a scope each.
 """
 
 import pathlib

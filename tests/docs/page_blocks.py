@@ -1,8 +1,7 @@
-"""Takes the code blocks out of a page of docs/.
+"""Code blocks of a page of docs/.
 
-A block's fence names its language, and behind it what is to be done with it
-("```python torchrun"). The blocks of one language that have no such word are one
-program, from the top of the page to its end.
+A block's fence names its language and, optionally, its use ("```python torchrun"). The blocks of
+one language without a use form one program, in the order of the page.
 """
 
 from __future__ import annotations
@@ -18,12 +17,10 @@ _FENCE = re.compile(r"^```(?P<words>[^\n]*)\n(?P<code>.*?)^```$", re.DOTALL | re
 
 @dataclass(frozen=True)
 class Block:
-    """Code as it stands on the page."""
-
     page: pathlib.Path
-    line: int  # of its first line
+    line: int  # of the first line of code
     language: str
-    use: str  # the word behind the language, or ""
+    use: str  # the word after the language, or ""
     code: str
 
 
@@ -38,7 +35,7 @@ def blocks_of(page: pathlib.Path) -> list[Block]:
 
 
 def pages_with(language: str) -> list[str]:
-    """Names, without their ending, of the pages that have blocks in a language."""
+    """Returns the names of the pages that have blocks in a language, without suffix."""
     return [
         page.stem
         for page in sorted(DOCS.glob("*.md"))
@@ -47,5 +44,5 @@ def pages_with(language: str) -> list[str]:
 
 
 def cpp_pages() -> list[pathlib.Path]:
-    """Those whose C++ blocks make_cpp.py takes."""
+    """Returns the pages that make_cpp.py compiles."""
     return [*(DOCS / f"{page}.md" for page in pages_with("cpp")), README]

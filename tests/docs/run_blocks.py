@@ -1,4 +1,4 @@
-"""Runs the program that make_cpp.py made on two ranks, in a folder that goes again.
+"""Runs the program of make_cpp.py on two ranks, in a temporary folder.
 
 Usage: run_blocks.py docs_blocks-binary
 """

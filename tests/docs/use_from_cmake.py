@@ -2,14 +2,12 @@
 
     use_from_cmake.py <case> <build folder> <LibTorch> <work folder>
 
-The program is the README's first. Cases:
-    installed      installs the build, and builds and runs the program beside find_package(Torch)
-    other-version  the installed brigade refuses a LibTorch of another minor version, in the
-                   page's words
-    in-tree        the program is compiled beside brigade's sources; these are only configured
-                   (compiling them takes minutes)
+The project's program is the README's first. Cases:
+    installed      installs brigade; builds and runs the program, which also finds Torch
+    other-version  expects the page's error for a LibTorch of another minor version
+    in-tree        adds brigade's sources as a subdirectory and compiles the program only
 
-Exits with 77, which ctest takes for skipped, where torch's own CMake package can't be loaded.
+Exits with 77, ctest's code for skipped, if torch's CMake package needs a missing CUDA toolkit.
 """
 
 import json
@@ -25,14 +23,14 @@ from page_blocks import DOCS, blocks_of
 SOURCE = DOCS.parent
 CMAKE = os.environ.get("CMAKE_COMMAND", "cmake")
 SKIPPED = 77
-# What torch's package says of a LibTorch with CUDA on a machine without a toolkit.
+# The error of torch's CMake package if LibTorch has CUDA and the machine has no toolkit.
 NO_TOOLKIT = "uses CUDA but I cannot find the CUDA libraries"
-# What stands on the page for the versions and the folder of the test.
+# The page's examples of the versions and the folder, which the test replaces.
 PAGE_BUILT_AGAINST, PAGE_FOUND, PAGE_FOLDER = "2.15", "2.14.1", "/opt/libtorch"
 
 
 def block(language: str, use: str = "") -> str:
-    """The page's only block of that kind."""
+    """Returns the page's only block of that language and use."""
     (found,) = [b for b in blocks_of(DOCS / "cmake.md") if (b.language, b.use) == (language, use)]
     return found.code
 
@@ -55,7 +53,7 @@ def run(*command) -> None:
 
 
 def configure(project: pathlib.Path, *settings: str) -> "tuple[bool, str]":
-    """Whether <project>/build was configured, and what was printed."""
+    """Configures <project>/build. Returns whether that succeeded, and the output."""
     done = subprocess.run(
         [CMAKE, "-S", project, "-B", project / "build", *settings],
         stdout=subprocess.PIPE,
@@ -72,7 +70,7 @@ def install(build: pathlib.Path, work: pathlib.Path) -> pathlib.Path:
 
 
 def train(program: pathlib.Path) -> None:
-    """One rank, which needs no port."""
+    """Runs the program on one rank."""
     ranks = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
         [program], env={**os.environ, **ranks}, check=True, stdout=subprocess.PIPE, text=True
@@ -82,7 +80,7 @@ def train(program: pathlib.Path) -> None:
 
 
 def find_in_two_folders(folder: pathlib.Path, prefix: pathlib.Path) -> None:
-    """Beside each other: neither sees what the other's find_package() has set."""
+    """Checks that two subdirectories may each call find_package(brigade)."""
     parts = ("one", "other")
     for part in parts:
         (folder / part).mkdir(parents=True)
@@ -99,9 +97,9 @@ def use_installed(build: pathlib.Path, torch: pathlib.Path, work: pathlib.Path) 
     project = make_project(work / "project", block("cmake"))
     # C++20 comes with brigade::ddp.
     settings = [f"-DCMAKE_PREFIX_PATH={prefix};{torch}", "-DCMAKE_CXX_STANDARD=17"]
-    is_configured, said = configure(project, *settings)
-    if NO_TOOLKIT in in_one_line(said):
-        print("SKIPPED: torch's CMake package wants a CUDA toolkit, which this machine lacks")
+    is_configured, output = configure(project, *settings)
+    if NO_TOOLKIT in in_one_line(output):
+        print("SKIPPED: torch's CMake package needs a CUDA toolkit, which this machine lacks")
         sys.exit(SKIPPED)
     assert is_configured
     find_in_two_folders(work / "two", prefix)
@@ -110,7 +108,7 @@ def use_installed(build: pathlib.Path, torch: pathlib.Path, work: pathlib.Path) 
 
 
 def make_torch(folder: pathlib.Path, version: str) -> None:
-    """What a LibTorch of that version looks like to CMake, and a package that finds it."""
+    """Writes a fake LibTorch of that version, and a CMake package that finds it."""
     header = folder / "include" / "torch" / "headeronly" / "version.h"
     header.parent.mkdir(parents=True)
     numbers = zip(("MAJOR", "MINOR", "PATCH"), version.split("."), strict=True)
@@ -137,12 +135,12 @@ def use_other_version(build: pathlib.Path, torch: pathlib.Path, work: pathlib.Pa
     names = "|".join(map(re.escape, here))
     words = re.sub(names, lambda match: str(here[match[0]]), words)
 
-    # Below 3.21 a cache entry would hide what the list file has set.
+    # Below 3.21 (policy CMP0126) a cache entry would override the list file's variable.
     for policies in ("3.23", "3.18"):
         list_file = block("cmake").replace("VERSION 3.23", f"VERSION {policies}")
-        is_configured, said = configure(make_project(work / policies, list_file), *settings)
+        is_configured, output = configure(make_project(work / policies, list_file), *settings)
         assert not is_configured
-        assert words in in_one_line(said), f"this is not what the page says:\n{words}"
+        assert words in in_one_line(output), f"the error differs from the page's:\n{words}"
 
 
 def use_in_tree(build: pathlib.Path, torch: pathlib.Path, work: pathlib.Path) -> None:

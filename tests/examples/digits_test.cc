@@ -8,7 +8,7 @@
 namespace brigade::digits {
 namespace {
 
-// Images that can be told apart by their label.
+// Images whose labels are 0 to count - 1.
 DigitImages numbered_images(int64_t count) {
   return {.pixels = at::zeros({count, 1, 8, 8}),
           .labels = at::arange(count, at::kLong)};
@@ -39,7 +39,7 @@ TEST(DigitsTest, ReadsAllImagesAndScalesTheirPixels) {
 TEST(DigitsTest, NoImageIsSeenTwiceInAnEpoch) {
   const Batches batches(numbered_images(100), /*batch_size=*/14,
                         /*num_ranks=*/3, /*seed=*/1);
-  EXPECT_EQ(batches.images_per_step(), 12);  // dealt out evenly
+  EXPECT_EQ(batches.images_per_step(), 12);  // a multiple of 3
   ASSERT_EQ(batches.steps_per_epoch(), 8);
   std::set<int64_t> seen;
   for (int64_t step = 0; step < 8; ++step) {
@@ -49,10 +49,10 @@ TEST(DigitsTest, NoImageIsSeenTwiceInAnEpoch) {
   EXPECT_EQ(seen.size(), 96);
 }
 
-TEST(DigitsTest, AStepHasTheSameImagesForAnyNumberOfRanks) {
+TEST(DigitsTest, AStepHasTheSameImagesOnAnyNumberOfRanks) {
   const Batches alone(numbered_images(100), 12, 1, 1);
-  const Batches shared(numbered_images(100), 12, 4, 1);
-  EXPECT_EQ(labels_of(alone, 19), labels_of(shared, 19));
+  const Batches on_4_ranks(numbered_images(100), 12, 4, 1);
+  EXPECT_EQ(labels_of(alone, 19), labels_of(on_4_ranks, 19));
   EXPECT_NE(labels_of(alone, 0), labels_of(alone, 8));  // another epoch
 }
 

@@ -1,5 +1,3 @@
-// The promises that examples/gpt makes of its losses.
-
 #include <unistd.h>
 
 #include <filesystem>
@@ -20,7 +18,7 @@ using ::testing::StartsWith;
 
 using Group = c10::intrusive_ptr<c10d::ProcessGroup>;
 
-// Bits of products must not depend on how many threads are free.
+// The bits of matrix products depend on the number of threads.
 const bool kComputesOnOneThread = (at::set_num_threads(1), true);
 
 TrainingOptions small(FullyShardOptions sharding = {}) {
@@ -35,7 +33,7 @@ class GptTest : public ::testing::Test {
  protected:
   const Corpus corpus_;
 
-  // Of rank 0; all ranks have the same.
+  // Returns rank 0's losses. Expects the same on all ranks.
   std::vector<double> losses(int num_ranks, const TrainingOptions& options,
                              int64_t steps) const {
     std::vector<std::vector<double>> losses(num_ranks);
@@ -50,10 +48,10 @@ class GptTest : public ::testing::Test {
   }
 };
 
-TEST_F(GptTest, AllWaysToShardHaveTheSameLosses) {
-  for (const bool is_narrow : {false, true}) {
+TEST_F(GptTest, AllShardingOptionsHaveTheSameLosses) {
+  for (const bool is_bfloat16 : {false, true}) {
     const auto losses_with = [&](FullyShardOptions sharding) {
-      if (is_narrow) sharding.param_dtype = at::kBFloat16;
+      if (is_bfloat16) sharding.param_dtype = at::kBFloat16;
       return losses(2, small(sharding), 6);
     };
     const std::vector<double> expected = losses_with({.num_shards = 1});
@@ -71,7 +69,7 @@ TEST_F(GptTest, AllWaysToShardHaveTheSameLosses) {
             losses(4, small(), 4));
 }
 
-TEST_F(GptTest, AResumedRunHasTheLossesOfOneThatWasNotInterrupted) {
+TEST_F(GptTest, AResumedRunHasTheLossesOfAnUninterruptedRun) {
   const std::string folder = std::filesystem::path(::testing::TempDir()) /
                              ("gpt_test_" + std::to_string(getpid()));
   const std::vector<double> expected = losses(2, small(), 4);
@@ -107,9 +105,9 @@ TEST_F(GptTest, SamplesOnRank0AndTrainsOn) {
   EXPECT_EQ(samples[1], "");
 }
 
-TEST_F(GptTest, RanksSeeTheirPartsOfOneBatch) {
+TEST_F(GptTest, RanksShareOneBatch) {
   const TextBatch whole = corpus_.batch(/*seed=*/1, /*step=*/2, /*rank=*/0,
-                                        /*num_pieces=*/4, /*length=*/8);
+                                        /*batch_size=*/4, /*length=*/8);
   for (int rank = 0; rank < 2; ++rank) {
     const TextBatch part = corpus_.batch(1, 2, rank, 2, 8);
     EXPECT_TRUE(at::equal(part.inputs, whole.inputs.narrow(0, 2 * rank, 2)));
@@ -119,7 +117,7 @@ TEST_F(GptTest, RanksSeeTheirPartsOfOneBatch) {
   EXPECT_FALSE(at::equal(whole.inputs, corpus_.batch(1, 3, 0, 4, 8).inputs));
 }
 
-TEST_F(GptTest, TextsThatCannotBeUsedAreErrors) {
+TEST_F(GptTest, AMissingFileAndAnUnknownCharacterAreErrors) {
   EXPECT_THROW(Corpus("/no/such/file"), c10::ValueError);
   EXPECT_THROW(corpus_.encode("\x01"), c10::ValueError);
 }

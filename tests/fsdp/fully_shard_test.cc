@@ -14,7 +14,7 @@
 #include <thread>
 #include <vector>
 
-#include "brigade/comm/subgroup.h"
+#include "brigade/comm/process_group.h"
 #include "brigade/fsdp/segmented_model.h"
 #include "brigade/tests/support/local_ranks.h"
 #include "gmock/gmock.h"

@@ -8,7 +8,7 @@
 #include <string>
 #include <vector>
 
-#include "brigade/comm/subgroup.h"
+#include "brigade/comm/process_group.h"
 #include "brigade/fsdp/fully_shard.h"
 #include "brigade/tests/support/local_ranks.h"
 #include "gmock/gmock.h"

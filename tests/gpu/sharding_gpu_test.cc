@@ -98,7 +98,7 @@ TEST(ShardingGpuTest, NcclFuturesAreCompleteAtLaunch) {
   const at::Tensor whole = at::arange(1024.0, at::TensorOptions(kDevice));
   const at::Tensor shard = at::empty_like(whole);
   const auto launch = [&] {
-    return reduce_into(*scope.group(), shard, whole)->getFuture();
+    return reduce_scatter_into(*scope.group(), shard, whole)->getFuture();
   };
   launch()->waitAndThrow();  // makes the communicator
   current_stream().synchronize();
@@ -109,7 +109,8 @@ TEST(ShardingGpuTest, NcclFuturesAreCompleteAtLaunch) {
   sum->waitAndThrow();
   EXPECT_FALSE(current_stream().query()) << "the host has waited";
   EXPECT_TRUE(at::equal(shard, whole));
-  const auto gathered = gather_into(*scope.group(), whole, whole)->getFuture();
+  const auto gathered =
+      all_gather_into(*scope.group(), whole, whole)->getFuture();
   EXPECT_TRUE(gathered->completed());
   gathered->waitAndThrow();
   EXPECT_TRUE(at::equal(shard, whole));

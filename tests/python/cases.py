@@ -1,4 +1,4 @@
-"""Which cases of a parametrized test there are, and which of them are slow."""
+"""Cases of parametrized tests, and the slow ones among them."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 
 
 def quick(values: Iterable[Any], chosen: Collection[Any]) -> list[Any]:
-    """All values; those that are not chosen are cases of the slow tests."""
+    """Returns all values, those outside `chosen` marked as slow tests."""
     return [value if value in chosen else _slow(value) for value in values]
 
 
@@ -20,7 +20,7 @@ def _slow(value: Any) -> Any:
 
 
 def pairwise(**values: Iterable[Any]) -> pytest.MarkDecorator:
-    """Parametrizes by a few cases that have each two values of two parameters together."""
+    """Parametrizes by a few cases that cover each pair of values of each two parameters."""
     choices = [list(each) for each in values.values()]
     rows = list(itertools.product(*(range(len(each)) for each in choices)))
     missing = {pair for row in rows for pair in _pairs(row)}

@@ -1,4 +1,4 @@
-"""Fails early where there is no package; CMake's target brigade_python makes it."""
+"""Exits at once if the package is missing; CMake's target brigade_python builds it."""
 
 import importlib.util
 

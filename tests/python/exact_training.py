@@ -1,4 +1,4 @@
-"""Training whose gradients are known exactly, for tests of what goes wrong and how all go on."""
+"""Training whose gradients are known exactly, for tests of failures and recovery."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import nn
 
 import brigade
 
-ONE_BUCKET_EACH = {"bucket_cap_mb": 1e-6}  # once the order of gradients is known
+ONE_BUCKET_EACH = {"bucket_cap_mb": 1e-6}  # from the second iteration
 SIZES = (2, 3, 5)
 MODES = {
     "plain": {},
@@ -24,7 +24,7 @@ LEARNING_RATE = 1 / 64
 
 
 class SumOverRanks(torch.autograd.Function):
-    """The same value; in backward, a collective that waits."""
+    """Identity whose backward all-reduces the gradient, and waits."""
 
     @staticmethod
     def forward(ctx, x):
@@ -38,11 +38,11 @@ class SumOverRanks(torch.autograd.Function):
 
 
 class UserError(Exception):
-    """What a user's own code raises."""
+    pass
 
 
 class Toy(nn.Module):
-    """Its gradients are the weights it is called with; those of later parameters come earlier."""
+    """Its gradients are its inputs. Later parameters get theirs first."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -54,9 +54,9 @@ class Toy(nn.Module):
 
 
 def weights_of(rank: int, iteration: int) -> list[torch.Tensor | None]:
-    """Others for each rank, parameter, element and iteration.
+    """Returns weights that differ by rank, parameter, element and iteration.
 
-    Multiples of 12, whose averages over 2 and 3 ranks are exact.
+    They are multiples of 12, so that averages over 2 and 3 ranks are exact.
     """
     return [
         12.0 * (torch.arange(size) + 7 * i + 30 * iteration + 100 * rank + 1)
@@ -65,12 +65,12 @@ def weights_of(rank: int, iteration: int) -> list[torch.Tensor | None]:
 
 
 class Training:
-    """Steps of SGD with a Toy.
+    """SGD training of a Toy.
 
     Args:
-        rank: This process's.
-        options: Of the wrapper. With find_unused_parameters, rank 0 never uses p1.
-        wrapper: Its class.
+        rank: Of this process.
+        options: Arguments of the wrapper. With find_unused_parameters, rank 0 never uses p1.
+        wrapper: The class that wraps the Toy.
     """
 
     def __init__(
@@ -95,7 +95,7 @@ class Training:
         self.wrapped(weights).backward()
 
     def expect_gradients(self, without: int | None = None) -> list[torch.Tensor | None]:
-        """Goes backward; gradients are the averages, which it returns."""
+        """Runs backward, checks that gradients are the averages, and returns these."""
         self.backward(without)
         of_ranks = [self._weights_of(rank) for rank in range(dist.get_world_size())]
         averages = []
@@ -108,7 +108,7 @@ class Training:
         return averages
 
     def expect_steps(self, steps: int, *, without: int | None = None) -> None:
-        """Trains; gradients are the averages, parameters are the same on all ranks."""
+        """Trains, and checks gradients, and that parameters are equal on all ranks."""
         for _ in range(steps):
             before = [p.detach().clone() for p in self.model.parameters()]
             averages = self.expect_gradients(without)
@@ -117,12 +117,12 @@ class Training:
                 if average is not None:
                     assert torch.equal(p.detach(), old - LEARNING_RATE * average)
         flat = nn.utils.parameters_to_vector(self.model.parameters()).detach()
-        everybodys = [torch.empty_like(flat) for _ in range(dist.get_world_size())]
-        dist.all_gather(everybodys, flat)
-        assert all(torch.equal(flat, other) for other in everybodys)
+        all_flat = [torch.empty_like(flat) for _ in range(dist.get_world_size())]
+        dist.all_gather(all_flat, flat)
+        assert all(torch.equal(flat, other) for other in all_flat)
 
     def expect_failure(self, failing, error, own_text, peers_text=None) -> None:
-        """Raises from backward on every rank: the own error, or the names of those that failed."""
+        """Expects backward to raise: `error` on failing ranks, an error naming them on others."""
         iteration = self.iteration + 1
         if self.rank in failing:
             with pytest.raises(error, match=own_text) as caught:

@@ -1,9 +1,9 @@
-"""Trains by a framework, with torch's class and with brigade's, compiled in each order.
+"""Training with a framework, by torch's wrapper and by brigade's, in each order of compiling.
 
     torchrun --standalone --nproc-per-node 2 framework_program.py lightning|accelerate|trainer
 
-The framework builds the wrapper; ``install()`` and ``uninstall()`` choose its class. Prints a
-line for each way of compiling; fails if a class is not the one chosen or if weights differ.
+The framework constructs the wrapper; ``install()`` and ``uninstall()`` choose its class. Prints a
+line per order of compiling. Fails if the class is not the chosen one or if weights differ.
 """
 
 from __future__ import annotations
@@ -28,8 +28,6 @@ _ORDERS = ("plain", "compiled inside", "compiled around")
 
 
 class _Rows(Dataset):
-    """The same rows of tokens in each run."""
-
     def __init__(self) -> None:
         generator = torch.Generator().manual_seed(5)
         count = _STEPS * _BATCH * int(os.environ["WORLD_SIZE"])
@@ -51,7 +49,7 @@ def _language_model() -> nn.Module:
 
 
 def _wrapper_in(model: nn.Module) -> str:
-    """The module that the wrapper's class is of."""
+    """Returns the top-level package of the wrapper's class."""
     original = getattr(model, "_orig_mod", model)
     return type(original).__module__.partition(".")[0]
 
@@ -126,7 +124,7 @@ def _trainer(order: str) -> tuple[str, nn.Module]:
     GradientState._reset_state()
     wrappers = []
 
-    class NamesTheWrapper(TrainerCallback):
+    class RecordWrapper(TrainerCallback):
         def on_step_end(self, arguments, state, control, **others) -> None:
             wrappers.append(_wrapper_in(trainer.model_wrapped))
 
@@ -148,7 +146,7 @@ def _trainer(order: str) -> tuple[str, nn.Module]:
                 torch_compile_backend=_BACKEND if order == "compiled around" else None,
             ),
             train_dataset=_Rows(),
-            callbacks=[NamesTheWrapper()],
+            callbacks=[RecordWrapper()],
         )
         trainer.train()
     return wrappers[0], plain

@@ -1,7 +1,7 @@
-"""What the programs on docs/'s pages take as given: a module, data, a loss.
+"""Names that the programs of docs/ use without a definition: a module, data, a loss.
 
-`MY_FAULT` says what goes wrong, once, in the third batch of rank 1: it "dies", is
-"late", or its backward "raises".
+The environment variable `MY_FAULT` selects a fault in the third batch of rank 1, which happens
+once: the rank "dies", is "late", or its backward "raises".
 """
 
 from __future__ import annotations
@@ -22,8 +22,6 @@ _loads = 0
 
 
 class Net(nn.Module):
-    """A few layers, one of them with buffers."""
-
     def __init__(self) -> None:
         super().__init__()
         self.layers = nn.Sequential(
@@ -44,7 +42,7 @@ def criterion(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
 
 
 def batches(rank: int = RANK, count: int = 8) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Others on each rank, the same in each start."""
+    """Yields batches that differ between ranks and are equal in each run."""
     generator = torch.Generator().manual_seed(rank)
     for index in range(count):
         inputs = torch.randn(6, FEATURES, generator=generator)
@@ -54,14 +52,13 @@ def batches(rank: int = RANK, count: int = 8) -> Iterator[tuple[torch.Tensor, to
 
 
 def save(net: nn.Module, optimizer: torch.optim.Optimizer, step: int) -> None:
-    """Writes this rank's file in one piece, or not at all."""
     state = {"net": net.state_dict(), "optimizer": optimizer.state_dict(), "step": step}
     torch.save(state, f"new.{RANK}")
     os.replace(f"new.{RANK}", f"checkpoint.{RANK}")
 
 
 def load(net: nn.Module, optimizer: torch.optim.Optimizer) -> int:
-    """Takes over the furthest of all ranks' files; the step to begin with."""
+    """Loads the file of the highest step of all ranks. Returns the next step."""
     global _loads
     _loads += 1
     if _loads == 2:
@@ -82,7 +79,7 @@ def _faulty(inputs: torch.Tensor) -> torch.Tensor:
         case "dies":
             os.kill(os.getpid(), signal.SIGKILL)
         case "late":
-            while not _gave_up().exists():  # rank 0 loads again: it waits no more
+            while not _gave_up().exists():  # until rank 0 loads again
                 time.sleep(0.01)
         case "raises":
             inputs.requires_grad_().register_hook(_raise)

@@ -1,7 +1,7 @@
-"""What each rank's process starts with: imported once, and shared by all that are forked.
+"""Modules that the ranks' processes share: imported once, before processes are forked.
 
-A collection of garbage writes to every object that it looks at, and a page that is written
-to is copied: each would cost a rank a quarter of a second. Frozen objects are not looked at.
+A garbage collection writes to every object, and so copies the shared pages, which costs a rank a
+quarter of a second. Frozen objects are not written.
 """
 
 import gc

@@ -1,4 +1,4 @@
-"""Process groups written in Python that move data by Gloo, for tests."""
+"""Process groups written in Python over Gloo."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def _inner_future(work: dist.Work, tensors: Tensors) -> torch.futures.Future:
 
 
 def _holding(value_of: Callable[[list[torch.Tensor]], Any]) -> Callable[..., Any]:
-    """A future made in Python, completed by the inner one's completion."""
+    """Returns a function that makes a Python future of this value, completed by the inner one."""
 
     def future_of(work: dist.Work, tensors: Tensors) -> torch.futures.Future:
         future = torch.futures.Future()
@@ -31,7 +31,7 @@ def _continued(work: dist.Work, tensors: Tensors) -> torch.futures.Future:
     return work.get_future().then(lambda done: done.value())
 
 
-# What the future of an all-reduce is.
+# Kinds of futures of an all-reduce.
 FUTURES = {
     "inner": _inner_future,
     "list": _holding(lambda tensors: tensors),
@@ -42,7 +42,7 @@ FUTURES = {
 
 
 class WorkInPython(dist._Work):
-    """Another's work, whose future holds Python objects."""
+    """Another work with a future that holds Python objects."""
 
     def __init__(self, inner: dist.Work, future: torch.futures.Future) -> None:
         super().__init__()
@@ -58,7 +58,7 @@ class WorkInPython(dist._Work):
 
 
 class GroupInPython(dist.ProcessGroup):
-    """Overrides what a group in Python can, as frameworks' own groups do.
+    """A group that overrides the methods that frameworks' Python groups override.
 
     Args:
         inner: Moves the data.

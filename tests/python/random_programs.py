@@ -1,12 +1,12 @@
-"""Random training programs, drawn from a seed and run beside a reference.
+"""Random training programs, drawn from a seed and compared with a reference.
 
 A program is a model of random parts, a wrapper (DDP with some of its options, or `fully_shard` of
 random units), an optimizer, and a list of actions. Each rank runs it twice in lockstep: on the
-wrapped model, and on a reference, which is a plain module whose gradients are averaged over the
-ranks, or torch's own class. What both hold after each action is compared.
+wrapped model and on a reference. The reference is a plain module whose gradients are averaged over
+the ranks, or torch's own class. Each action ends with a comparison of the two.
 
-Against the plain module all values are whole numbers, and gradients multiples of what they are
-divided by, so that sums are exact in any order.
+With a plain module all values are integers, and gradients are multiples of their divisor, so that
+sums are exact in any order.
 """
 
 from __future__ import annotations
@@ -38,14 +38,14 @@ from torch.utils.checkpoint import checkpoint
 import brigade
 
 from exact_training import SumOverRanks, UserError
-from sharded_training import whole_optimizer_state
+from sharded_training import full_optimizer_state
 from training import CLASSES
-from whole_numbers import expect_parameters, own_part
+from whole_numbers import expect_parameters, own_shard
 
-ONE = 12  # gradients are multiples of it, and averages over 2, 3 and 4 ranks whole
-MOST = 3  # of activations; of their gradients in multiples of ONE
-ROWS = 9  # of tables
-WIDE = 3000  # a weight of 60 KB: large gradients need no bucket to share
+ONE = 12  # divides all gradients, so that averages over 2, 3 and 4 ranks are integers
+MOST = 3  # largest activation, and largest gradient of one in multiples of ONE
+ROWS = 9  # of embedding tables
+WIDE = 3000  # a weight of 60 KB, whose gradient fills a bucket
 MESHES = {2: [None, (2,), (1, 2), (2, 1)], 3: [None, (3,)], 4: [None, (2, 2), (4,), (4, 1)]}
 
 
@@ -53,7 +53,7 @@ MESHES = {2: [None, (2,), (1, 2), (2, 1)], 3: [None, (3,)], 4: [None, (2, 2), (4
 
 
 class Bounded(torch.autograd.Function):
-    """Whole numbers that stay small, and so do their gradients."""
+    """Keeps activations and their gradients small integers."""
 
     @staticmethod
     def forward(ctx, x):
@@ -66,23 +66,19 @@ class Bounded(torch.autograd.Function):
 
 @dataclasses.dataclass
 class Call:
-    """Of one part in a forward."""
-
     part: int
     checkpoint: str = ""  # around, inside, both or reentrant
     raises: str = ""  # before, inside, at the end or backward
-    unshards: int | None = None  # another part, ahead of its need
+    unshards: int | None = None  # a later part to unshard ahead of its use
 
 
 @dataclasses.dataclass
 class Forward:
-    """Of one rank."""
-
     calls: list[Call]
     outputs: str = "main"  # main, aux or both
     input_has_gradient: bool = False
-    way: int = 0  # the branch that parts with several branches take
-    with_collective: bool = False  # backward reaches one before the first part
+    way: int = 0  # the branch taken by parts with several branches
+    with_collective: bool = False  # a collective that backward reaches before the first part
 
 
 def whole_numbers(shape, seed, most=2, dtype=torch.float32):
@@ -157,7 +153,7 @@ class Part(nn.Module):
         if self.empty is not None:
             y = y + self.empty.sum()
         if self.table is not None:
-            # A sum would give the table and x one gradient in the same memory.
+            # A sum would give the table and x gradients in the same memory.
             y = y + 1 * self.table(torch.arange(len(y)) + way % (ROWS - len(y)))
         if self.conv is not None:
             y = self.conv(torch.stack([y, y * y], 1).unsqueeze(1)).sum(1).squeeze(1)
@@ -219,7 +215,7 @@ def _loss_of(outputs, which, whole):
 
 
 class Second(nn.Module):
-    """Another model in the same backward: the sum of two parameters, times its input."""
+    """A second model in the same backward: the sum of two parameters, times the input."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -241,7 +237,7 @@ def _fill(net: nn.Module, draw: random.Random, always_trained: nn.Parameter) -> 
 
 
 class Reference:
-    """Plain modules on each rank, whose gradients are averaged."""
+    """Plain modules on each rank, whose gradients are averaged over the ranks."""
 
     def __init__(self, *modules: nn.Module) -> None:
         self.net = modules[0]
@@ -253,7 +249,7 @@ class Reference:
         return contextlib.nullcontext()
 
     def backward(self, loss, reduced: set[int] | None = None, **arguments) -> None:
-        """`reduced`: indices of parameters, None for all; the others' gradients are added up."""
+        """`reduced`: indices of the parameters to reduce, None: all. Others accumulate locally."""
         kept = [parameter.grad for parameter in self.parameters]
         for parameter in self.parameters:
             parameter.grad = None
@@ -301,14 +297,14 @@ def _dense(gradient):
 
 
 class Program:
-    """Drawn while it runs, identically on all ranks.
+    """A program, drawn while it runs, identically on all ranks.
 
     Attributes:
         model: The wrapped model.
-        log: What was drawn, a line each; those of actions are their names.
+        log: A line per draw; an action's line is its name.
     """
 
-    actions: dict[str, int]  # by name, how often they are drawn
+    actions: dict[str, int]  # weights of the draw, by name
     forwards_alone = ("no_grad", "eval", "dropped", "inference")
 
     def __init__(self, rank: int, seed: int, folder: str) -> None:
@@ -337,7 +333,7 @@ class Program:
         self.log.append(f"  {line}")
 
     def new_batches(self) -> int:
-        """The first of ten numbers, the same ones on all ranks."""
+        """Returns the first number of ten new batches, equal on all ranks."""
         self.batches += 10
         return self.batches
 
@@ -346,7 +342,7 @@ class Program:
         return x.requires_grad_(forward.input_has_gradient or forward.with_collective)
 
     def forward(self, forward: Forward, number: int):
-        """Losses and inputs of the model and of the reference; the losses are equal."""
+        """Returns losses and inputs of the model and of the reference; expects equal losses."""
         found = []
         for net in (self.model, self.reference.net):
             x = self.batch(forward, number)
@@ -357,7 +353,7 @@ class Program:
         return found
 
     def backward(self, found, reduced: set[int] | None = None, **arguments) -> None:
-        """`reduced`: indices of parameters."""
+        """`reduced`: indices of the parameters to reduce."""
         (loss, x), (expected, expected_x) = found
         loss.backward(**arguments)
         self.reference.backward(expected, reduced, **arguments)
@@ -366,7 +362,7 @@ class Program:
             self.expect_same(x.grad, expected_x.grad, "input")
 
     def backward_together(self, found, losses: list[torch.Tensor] | None = None) -> None:
-        """One backward for several forwards, of the sum of their losses if no others are given."""
+        """Runs one backward for several forwards, by default from the sum of their losses."""
         nothing = torch.zeros(1)
         losses = losses or [sum(pair[i][0] for pair in found) for i in range(2)]
         self.backward([(losses[0], nothing), (losses[1], nothing)])
@@ -389,8 +385,8 @@ class Program:
         for _ in range(self.draw.randint(1, 2)):
             self.forward_only()
 
-    def expect_same(self, ours, theirs, what) -> None:
-        assert torch.equal(_dense(ours), _dense(theirs)), (what, ours, theirs)
+    def expect_same(self, ours, theirs, name) -> None:
+        assert torch.equal(_dense(ours), _dense(theirs)), (name, ours, theirs)
 
     def make_optimizers(self, parameters) -> None:
         foreach = self.draw.random() < 0.5
@@ -425,20 +421,20 @@ HOOKS = {
     "builtin": lambda w: w._register_builtin_comm_hook(dist.BuiltinCommHookType.ALLREDUCE),
     "builtin fp16": lambda w: w._register_builtin_comm_hook(dist.BuiltinCommHookType.FP16_COMPRESS),
 }
-# Of the forwards that have one backward: synchronised (s) or under no_sync (l). Others are no
-# part of it: without gradients (n), or dropped (d).
+# Forwards with one common backward: synchronized (s) or under no_sync (l). Not part of it:
+# forwards without gradients (n) and dropped ones (d).
 ORDERS = ("s", "s", "sl", "ls", "lsl", "sn", "ns", "ss", "sls")
 FLOATS = (torch.float32, torch.float32, torch.float64, torch.bfloat16, torch.complex64)
 
 
 class Replicated(Program):
-    """DDP. Against the plain module, or in floating-point numbers against torch's class."""
+    """DDP programs, compared with the plain module or, in floating point, with torch's class."""
 
     def __init__(self, rank, seed, folder, against="plain", kind="brigade") -> None:
         super().__init__(rank, seed, folder)
         draw = self.draw
         whole = against == "plain"
-        self.stays = not whole or kind == "torch"  # torch's class trains the program, too
+        self.torch_runs_it = not whole or kind == "torch"
         self.mode = draw.choice(list(MODES))
         self.dtype = torch.float32 if whole else draw.choice(FLOATS)
         self.options = self._draw_options()
@@ -468,7 +464,7 @@ class Replicated(Program):
         if not early:
             self.make_optimizers(net.parameters())
         self.actions = {"step": 8, "forwards": 2, "save_and_load": 1}
-        if self.stays:
+        if self.torch_runs_it:
             self.forwards_alone = ("no_grad", "eval", "inference")
         else:
             self.actions |= {"fail": 2}
@@ -498,7 +494,7 @@ class Replicated(Program):
         kinds = [*KINDS, "wide"] if self.dtype.is_complex else [*KINDS, *DDP_KINDS]
         if self.mode != "plain":
             kinds += UNUSED_KINDS
-        is_used = self.mode != "find_unused" or not self.stays
+        is_used = self.mode != "find_unused" or not self.torch_runs_it
         is_supported = self.dtype in (torch.float32, torch.float64)
         if is_used and is_supported and "fp16" not in (self.hook or ""):
             kinds.append("sparse table")
@@ -506,7 +502,7 @@ class Replicated(Program):
             kinds += FLOAT_KINDS
         torch.manual_seed(draw.randrange(1000))
         net = Net(draw, kinds, whole)
-        if draw.random() < 0.3:  # a layer of the first one's weight
+        if draw.random() < 0.3:  # a layer tied to the first one's weight
             alike = [part for part in net.parts if part.kind in ("linear", "tied")]
             if len(alike) > 1:
                 alike[-1].up.weight = alike[0].up.weight
@@ -517,7 +513,7 @@ class Replicated(Program):
             parameter.requires_grad_(draw.random() < 0.95)
         net.head.weight.requires_grad_(True)
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # buffers stay real
+            warnings.simplefilter("ignore")  # casting to complex warns
             return net.to(self.dtype)
 
     def batch(self, forward: Forward, number: int) -> torch.Tensor:
@@ -533,7 +529,7 @@ class Replicated(Program):
         if left_out:
             parts = [i for i in parts if i == 0 or draw.random() < 0.6]
         elif draw.random() < 0.3:
-            parts.append(draw.choice(parts))  # once more
+            parts.append(draw.choice(parts))
         how = ["", "", "", "around", "inside"]
         if self.mode == "static_graph":
             how.append("reentrant")
@@ -555,14 +551,14 @@ class Replicated(Program):
         return [Forward(self._draw_calls(), "main", has_gradient, way)] * len(self.ranks)
 
     def forward_only(self) -> None:
-        if self.mode == "static_graph" and self.stays:
-            return  # torch's class counts forwards there
+        if self.mode == "static_graph" and self.torch_runs_it:
+            return  # torch's class counts these forwards
         super().forward_only()
 
     def step(self) -> None:
         draw = self.draw
-        # What no rank uses keeps its gradient, and that of one rank alone counts once.
-        # A third of what is there already is no whole number.
+        # A parameter unused on all ranks keeps its gradient; one rank's gradient counts once.
+        # A third of an existing gradient is not an integer.
         is_exact = self.exact_bits and len(self.ranks) != 3
         again = [None] if self.mode != "find_unused" and is_exact else []
         self.zero_grad(True, True, False, *again)
@@ -570,17 +566,17 @@ class Replicated(Program):
         forwards = self.draw_forwards(may_differ=not with_collective)
         if with_collective:
             forwards = [dataclasses.replace(forwards[0], with_collective=True)] * len(self.ranks)
-        # Reentrant checkpoints run a parameter's hook once for each forward.
+        # Reentrant checkpoints run a parameter's hook once per forward.
         is_counted = self.fixed and any(call.checkpoint == "reentrant" for call in self.fixed)
         is_free = self.plain.whole and not is_counted
         order = draw.choice(ORDERS if is_free else ("s", "s", "ns"))
         orders = [order for _ in self.ranks]
-        is_uneven = not with_collective and not self.stays
+        is_uneven = not with_collective and not self.torch_runs_it
         is_uneven = is_uneven and not self.options["broadcast_buffers"]
         if is_uneven and is_free and draw.random() < 0.3:
             orders = ["s" * draw.randint(1, 3) for _ in self.ranks]
         # torch's class sometimes reduces under no_sync after a forward without gradients.
-        is_free = self.plain.whole and (self.mode == "plain" or not self.stays)
+        is_free = self.plain.whole and (self.mode == "plain" or not self.torch_runs_it)
         local = draw.choice((0, 0, 1, 2)) if is_free else 0
         extra = [(0, 0, 0) for _ in self.ranks]
         if is_uneven and draw.random() < 0.4:
@@ -637,7 +633,7 @@ class Replicated(Program):
         for each in (self.second, getattr(self, "plain_second", self.second)):
             each.zero_grad()
         if self.draw.random() < 0.1 and self.mode != "find_unused":
-            return  # the next step may add to these gradients
+            return
         both = [
             [p for p in optimizer.param_groups[0]["params"] if p.grad is not None]
             for optimizer in self.optimizers
@@ -648,14 +644,14 @@ class Replicated(Program):
             torch.testing.assert_close(*norms)
         for optimizer, parameters in zip(self.optimizers, both, strict=True):
             optimizer.param_groups[0]["lr"] = 1.0 if self.plain.whole else 1 / 256
-            for parameter in parameters if self.plain.whole else ():  # steps of whole numbers
+            for parameter in parameters if self.plain.whole else ():
                 gradient = parameter.grad
                 is_sparse = gradient.is_sparse
                 parameter.grad = gradient.coalesce().sign() if is_sparse else gradient.sign_()
             optimizer.step()
 
     def fail(self) -> None:
-        """On one rank, in backward: it is known by name, and all go on."""
+        """Fails on one rank in backward; expects an error that names it, and exact steps later."""
         draw = self.draw
         self.zero_grad(True, False)
         forwards = copy.deepcopy(self.draw_forwards(may_differ=False))
@@ -686,9 +682,9 @@ class Replicated(Program):
             self.model.module.load_state_dict(state)
             self.plain.load_state_dict(state)
 
-    def expect_same(self, ours, theirs, what) -> None:
+    def expect_same(self, ours, theirs, name) -> None:
         if self.exact_bits:
-            return super().expect_same(ours, theirs, what)
+            return super().expect_same(ours, theirs, name)
         ours, theirs = _dense(ours), _dense(theirs)
         most = max(1.0, theirs.abs().max().item() if theirs.numel() else 0.0)
         torch.testing.assert_close(ours, theirs, rtol=2e-2, atol=2e-2 * most)
@@ -706,7 +702,7 @@ class Replicated(Program):
     def expect_equal_state(self) -> None:
         own = self.model.module.state_dict()
         for name, value in self.plain.state_dict().items():
-            if not name.endswith("calls"):  # counts of this rank, which are broadcast
+            if not name.endswith("calls"):  # each rank's own counts, which are broadcast
                 self.expect_same(own[name], value, name)
 
 
@@ -724,7 +720,7 @@ SETTINGS = {
 
 
 class Sharded(Program):
-    """fully_shard of random units, against the plain module."""
+    """Programs with fully_shard of random units, compared with the plain module."""
 
     actions: ClassVar = {
         "step": 8,
@@ -741,7 +737,7 @@ class Sharded(Program):
     def __init__(self, rank: int, seed: int, folder: str) -> None:
         super().__init__(rank, seed, folder)
         net = self._draw_net()
-        self.units = self._draw_units(net)  # names of modules, in the order that they are sharded
+        self.units = self._draw_units(net)  # names of modules, in the order of sharding
         self.plain = copy.deepcopy(net)
         self.reference = Reference(self.plain)
         made = self.draw.choice(["early", "late", "late", "unsharded"])
@@ -764,7 +760,7 @@ class Sharded(Program):
         if self.draw.random() < 0.1:
             self.log.append("optimizer state before the first forward")
             with_state = torch.optim.Adagrad(self.shards.values())
-            whole_optimizer_state(self.model, with_state)
+            full_optimizer_state(self.model, with_state)
         self.log += [f"kind {part.kind}" for part in self.plain.parts]
 
     def _draw_net(self) -> Net:
@@ -809,7 +805,7 @@ class Sharded(Program):
         shapes = draw.choice(MESHES[world_size]), draw.choice(MESHES[world_size])
         depth = draw.choice([0, 1, 1, 2])
         policy = None
-        if draw.random() < 0.2:  # exact: small whole numbers
+        if draw.random() < 0.2:
             policy = MixedPrecisionPolicy(torch.float16, torch.float32)
         self.has_policy = policy is not None
         self.numbers: dict[str, bool | int | None] = {}  # of ranks that keep parts, by first name
@@ -834,7 +830,6 @@ class Sharded(Program):
         return net
 
     def _members(self) -> list[set[int]]:
-        """Indices of each unit's parameters."""
         places = {id(parameter): i for i, parameter in enumerate(self.reference.parameters)}
         members: list[set[int]] = []
         for names in self.units:
@@ -857,7 +852,7 @@ class Sharded(Program):
         self._expect_gradients()
 
     def expect_equal_state(self) -> None:
-        state = self.model.full_state_dict()  # first, since peers may need units again
+        state = self.model.full_state_dict()  # first, because peers may need units again
         expected = self.plain.state_dict()
         assert state.keys() == expected.keys()
         for name, value in expected.items():
@@ -873,7 +868,7 @@ class Sharded(Program):
             assert shard.requires_grad == whole.requires_grad, name
             assert (shard.grad is None) == (whole.grad is None), (name, shard.grad, whole.grad)
             if whole.grad is not None:
-                expected = own_part(shard, whole.grad)
+                expected = own_shard(shard, whole.grad)
                 assert torch.equal(shard.grad.to_local(), expected), (name, shard.grad, expected)
 
     def draw_forwards(self) -> list[Forward]:
@@ -970,7 +965,7 @@ class Sharded(Program):
             self.backward(each)
 
     def _one_ahead(self, many: int) -> None:
-        """A pipeline stage's order; reduces each backward, or the last one alone."""
+        """Runs forwards one ahead of backwards, as pipeline stages do. Reduces each or the last."""
         reduces_each = self.draw.random() < 0.5
         found = [self._forward()]
         for i in range(many):
@@ -985,7 +980,7 @@ class Sharded(Program):
         draw = self.draw
         self._expect_gradients()
         if draw.random() < 0.1:
-            return  # the next step adds to these gradients
+            return
         has_gradients = any(p.grad is not None and p.grad.any() for p in self.plain.parameters())
         if draw.random() < 0.25 and has_gradients:
             self._clip()
@@ -1011,13 +1006,13 @@ class Sharded(Program):
         torch.testing.assert_close(found, norm, check_dtype=False, rtol=1e-5, atol=0)
         for shard, whole in zip(self.shards.values(), self.plain.parameters(), strict=True):
             if whole.grad is not None:
-                expected = own_part(shard, whole.grad)
+                expected = own_shard(shard, whole.grad)
                 torch.testing.assert_close(shard.grad.to_local(), expected, rtol=1e-5, atol=0)
                 shard.grad.sign_()
                 whole.grad.sign_()
 
     def fail(self) -> None:
-        """On one rank or on all: gradients are as before, others are dropped."""
+        """Fails on one rank or on all; expects the previous gradients."""
         draw = self.draw
         self.zero_grad(True, True, False, None)
         if draw.random() < 0.3:
@@ -1033,9 +1028,9 @@ class Sharded(Program):
         own = forwards[self.rank]
         if self.rank in failing:
             own.calls[len(own.calls) // 2].raises = raises
-        # Of several ranks that fail, one may be told of the others' first.
-        told = (UserError,) if failing == {self.rank} else (UserError, dist.DistBackendError)
-        with pytest.raises(told if self.rank in failing else dist.DistBackendError):
+        # If several ranks fail, one may raise a peer's error.
+        expected = (UserError,) if failing == {self.rank} else (UserError, dist.DistBackendError)
+        with pytest.raises(expected if self.rank in failing else dist.DistBackendError):
             _loss_of(self.model(self.batch(own, self.new_batches()), own), "main", True).backward()
         self.reference.forget()
         for name, buffer in self.plain.named_buffers():
@@ -1162,7 +1157,6 @@ def _mesh(shape):
 
 
 def run_programs(rank: int, make: type[Program], seeds: list[int], how: dict[str, Any]) -> set[str]:
-    """Returns what the programs' logs say, without details."""
     _mesh.cache_clear()
     seen: set[str] = set()
     with tempfile.TemporaryDirectory() as own:
@@ -1175,8 +1169,8 @@ def run_programs(rank: int, make: type[Program], seeds: list[int], how: dict[str
                 log = program.log
                 program.run()
             except Exception as error:
-                what = f"{make.__name__}, seed {seed}, {how}: {error!r}\n"
-                raise AssertionError(what + "\n".join(log)) from error
+                text = f"{make.__name__}, seed {seed}, {how}: {error!r}\n"
+                raise AssertionError(text + "\n".join(log)) from error
             seen.update(line.split(":")[0].split(",")[0].strip() for line in log)
         dist.barrier()
     return seen

@@ -1,4 +1,4 @@
-"""State of a rank's process that one call could leave behind for the next one."""
+"""State of a rank's process that a call may change for the next call."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from torch.optim import optimizer as torch_optimizer
 
 import brigade._install
 
-# Packages whose functions and classes programs and tests replace.
+# Packages whose functions and classes tests replace.
 _WATCHED = ("torch.autograd", "torch.distributed", "torch.nn", "torch.optim", "torch.utils")
 _DTENSOR_STATISTICS = "_get_DTensor_sharding_propagator_cache_stats"
 _LIMITS = (resource.RLIMIT_AS, resource.RLIMIT_FSIZE, resource.RLIMIT_NOFILE)
@@ -49,12 +49,12 @@ def _namespaces() -> Iterator[tuple[str, Any]]:
             continue
         yield name, vars(module)
         for key, value in list(vars(module).items()):
-            # Not isinstance(): some of torch's objects warn when they are asked for their class.
+            # Not isinstance(): some of torch's objects warn when their __class__ is read.
             if issubclass(type(value), type) and value.__module__ == name:
                 yield f"{name}.{key}", vars(value)
 
 
-# Made before processes are forked, so that all share it.
+# Computed before processes are forked, so that they share it.
 _ATTRIBUTES = [
     (name, space, [(k, v) for k, v in space.items() if issubclass(type(v), _REPLACEABLE)])
     for name, space in _namespaces()
@@ -63,8 +63,8 @@ _GENERATOR = torch.default_generator.get_state()
 
 
 def _is_lasting(value: Any) -> bool:
-    """True of what brigade replaces in torch for good, and torch in its optimizers."""
-    if getattr(value, "hooked", False):  # Optimizer.step, of the first instance of a class
+    """Returns True for permanent replacements: brigade's in torch, and torch's in optimizers."""
+    if getattr(value, "hooked", False):  # Optimizer.step, wrapped by the class's first instance
         return True
     code = getattr(value, "__code__", None)
     return code is not None and code.co_filename.startswith(_BRIGADE)
@@ -80,7 +80,7 @@ def _replaced() -> list[str]:
 
 
 def _global_hooks() -> list[int]:
-    """Numbers of hooks, without those of brigade."""
+    """Returns the numbers of global hooks, except brigade's."""
     tables = [
         value
         for owner in (nn_module, torch_optimizer)
@@ -91,7 +91,7 @@ def _global_hooks() -> list[int]:
 
 
 def _module_globals() -> dict[str, Any]:
-    """Sizes and identities of the global variables of tests' modules."""
+    """Returns ids and sizes of the global variables of test modules."""
     found = {}
     for name, module in list(sys.modules.items()):
         if not str(getattr(module, "__file__", None) or "").startswith(_FOLDER):
@@ -105,20 +105,20 @@ def _module_globals() -> dict[str, Any]:
 
 
 class RankState:
-    """A snapshot, which is_left() compares with what there is after a call."""
+    """A snapshot, which difference() compares with the state after a call."""
 
     def __init__(self) -> None:
         self._values = self._take()
         self._globals: dict[str, Any] = {}
 
     def begin_call(self) -> None:
-        """Resets generators; remembers the variables of the modules loaded so far."""
+        """Resets random generators and records the variables of loaded modules."""
         torch.default_generator.set_state(_GENERATOR)
         random.seed(0)
         self._globals = _module_globals()
 
     def difference(self) -> str | None:
-        """The name of something that the call has left behind, or None."""
+        """Returns a description of one change by the call, or None."""
         gc.collect()
         if replaced := _replaced():
             return f"replaced {replaced}"
@@ -160,7 +160,7 @@ class RankState:
                 torch.get_float32_matmul_precision(),
                 torch.backends.mkldnn.enabled,
             ),
-            # What DTensors cache names groups that are gone by then.
+            # DTensor's caches refer to the call's groups, which are destroyed afterwards.
             "DTensors": getattr(torch._C, _DTENSOR_STATISTICS, tuple)(),
             "compiled": dict(torch._dynamo.utils.counters),
             "threads": [each.name for each in threading.enumerate() if not each.daemon],

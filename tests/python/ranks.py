@@ -1,6 +1,6 @@
-"""Runs a function on several ranks, each in a process of its own, over Gloo on loopback.
+"""Runs a function on several ranks, each in its own process, over Gloo on loopback.
 
-The processes are kept for later calls; one that a call has changed (rank_state.py) is not.
+Later calls reuse the processes, unless a call has changed a process's state (rank_state.py).
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ from multiprocessing.context import ForkServerProcess
 from typing import Any
 
 _DEADLINE_S = 300
-# Processes are forked from one that has imported torch and started no thread.
+# Ranks are forked from a process that has imported torch and has no other threads.
 _CONTEXT = multiprocessing.get_context("forkserver")
 _CONTEXT.set_forkserver_preload(["preloaded"])
 
 
 @dataclasses.dataclass
 class _Call:
-    """What a rank is to do; its function and arguments are sent after it."""
+    """Set-up of a call. Its function and arguments are sent separately."""
 
     rank: int
     world_size: int
@@ -46,11 +46,11 @@ class _Call:
 
 @dataclasses.dataclass
 class _Answer:
-    """Of a call.
+    """Result of a call.
 
     Attributes:
-        value: Returned by the function, or the traceback of its error.
-        left: Something that the call has left in the process, which is not used again then.
+        value: The function's result, or the traceback of its error.
+        left: A change of the process's state, which prevents its reuse; None if there is none.
     """
 
     ok: bool
@@ -63,7 +63,7 @@ _LATE = _Answer(False, "gave no answer before the deadline", "lateness")
 
 
 class _Process:
-    """A process that runs calls, until one leaves something behind."""
+    """A process that runs calls until one changes its state."""
 
     def __init__(self) -> None:
         self._pipe, far = _CONTEXT.Pipe()
@@ -85,7 +85,7 @@ class _Process:
             return _DIED
 
     def end(self, timeout_s: float) -> int | None:
-        """Ends it, by force after `timeout_s`; returns its exit code."""
+        """Ends the process, by SIGKILL after `timeout_s`, and returns its exit code."""
         self._pipe.close()
         self._process.join(timeout_s)
         if self._process.is_alive():
@@ -105,7 +105,7 @@ def _end_idle() -> None:
 
 @functools.cache
 def _start_forkserver() -> None:
-    """Starts the process that ranks are forked from; it looks for modules in PYTHONPATH alone."""
+    """Starts the process from which ranks are forked. It imports from PYTHONPATH only."""
     folder = os.path.dirname(os.path.abspath(__file__))
     with unittest.mock.patch.dict(os.environ):
         os.environ["PYTHONPATH"] = os.pathsep.join(
@@ -127,19 +127,18 @@ def run_ranks(
     """Calls ``function(rank, *args)`` on each rank of a group.
 
     Args:
-        function: Of a module, so that another process finds it. May destroy the group.
-        backend: Of the group; with "nccl" each rank needs a GPU of its own.
+        function: A module's function, which other processes can import. May destroy the group.
+        backend: Of the group. "nccl" needs a GPU per rank.
         timeout_s: Of the group.
-        deadline_s: Of all ranks together: one that has not answered then is killed.
-        may_die: Ranks that may end without an answer.
-        fresh: In processes that have run nothing before: of what brigade replaces in torch
-            when it is first used, nothing is replaced.
+        deadline_s: For all ranks together; a rank without a result is then killed.
+        may_die: Ranks that may exit without a result.
+        fresh: Uses new processes, in which brigade has not yet replaced any function of torch.
 
     Returns:
-        What each rank returned, by rank; the exit code of one that died.
+        The results by rank; for a rank that died, its exit code.
 
     Raises:
-        AssertionError: A rank raised, died or took too long; with its traceback.
+        AssertionError: A rank raised, died or missed the deadline; with its traceback.
     """
     _start_forkserver()
     processes: list[_Process] = []
@@ -169,10 +168,10 @@ def run_ranks(
 
 
 def torchrun(*command: Any, world_size: int = 2, **options: Any) -> str:
-    """Runs a program under torchrun; returns its output.
+    """Runs a program under torchrun and returns its output.
 
     Args:
-        command: After torchrun's own arguments.
+        command: The program and its arguments.
         options: Of subprocess.run().
     """
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(world_size)]
@@ -189,9 +188,9 @@ def torchrun(*command: Any, world_size: int = 2, **options: Any) -> str:
 
 
 def on_ranks(world_size: int = 2, **options: Any) -> Callable[[Callable[..., None]], Any]:
-    """Makes a function that is called with a rank a test of pytest, which calls it on each rank.
+    """Decorator: turns function(rank, ...) into a pytest test that calls it on each rank.
 
-    The test takes the arguments after the rank; one called `world_size` is the number of ranks.
+    The test has the parameters after `rank`. A parameter `world_size` sets the number of ranks.
 
     Args:
         options: Of run_ranks().
@@ -218,7 +217,7 @@ def _call_test(rank: int, module: str, name: str, given: dict[str, Any]) -> None
 def _put_back(
     processes: list[_Process], answers: list[_Answer], timeout_s: float, fresh: bool
 ) -> dict[int, int | None]:
-    """Keeps the processes that can be used again; returns the exit codes of the others."""
+    """Keeps the reusable processes; ends the others and returns their exit codes by rank."""
     died = any(answer in (_DIED, _LATE) for answer in answers)
     codes = {}
     for rank, process in enumerate(processes):
@@ -230,9 +229,9 @@ def _put_back(
 
 
 def _serve(pipe: Connection) -> None:
-    """Runs calls, until one fails or leaves something behind."""
+    """Runs calls until one fails or changes the process's state."""
     if "preloaded" not in sys.modules:
-        raise ImportError("the process that ranks are forked from lacks preloaded.py")
+        raise ImportError("the fork server has not imported preloaded.py")
     import torch
 
     from rank_state import RankState
@@ -246,7 +245,7 @@ def _serve(pipe: Connection) -> None:
         try:
             call = pipe.recv()
         except EOFError:
-            return  # nobody has more for it to do
+            return  # the parent has closed the pipe
         try:
             function, args = pipe.recv()
             state.begin_call()
@@ -260,7 +259,7 @@ def _serve(pipe: Connection) -> None:
 
 
 def _run(call: _Call, function: Callable[..., Any], args: tuple[Any, ...]) -> tuple[Any, bool]:
-    """Returns what the function does, and whether it has left the group as it was."""
+    """Returns the function's result, and whether the process group still exists."""
     import torch
     import torch.distributed as dist
 
@@ -275,6 +274,6 @@ def _run(call: _Call, function: Callable[..., Any], args: tuple[Any, ...]) -> tu
     value = function(call.rank, *args)
     if not dist.is_initialized():
         return value, False
-    dist.barrier()  # a peer may still want what this rank has to send
+    dist.barrier()  # a peer may still be receiving from this rank
     dist.destroy_process_group()
     return value, True

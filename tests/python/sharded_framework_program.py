@@ -1,10 +1,10 @@
-"""Shards by a framework, with torch's fully_shard and with brigade's.
+"""Sharded training with a framework, by torch's fully_shard and by brigade's.
 
     torchrun --standalone --nproc-per-node 2 sharded_framework_program.py lightning|accelerate
 
-``install()`` chooses which. Fails if it is not the one chosen, or if losses or, for Lightning,
-the weights of a checkpoint differ. ``accelerate-cuda``: on a rank that has a device, where losses
-of a GPT are those of torch's to a millionth: its sums have no order there.
+``install()`` selects the implementation. Fails if the other one is used, or if losses or the
+weights of Lightning's checkpoint differ. ``accelerate-cuda`` trains on a device. Its losses may
+differ by 1e-6, because sums on devices have no fixed order.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def _lightning() -> tuple[nn.Module, list[float]]:
         devices=_WORLD_SIZE,
         strategy=ModelParallelStrategy(_WORLD_SIZE, 1, save_distributed_checkpoint=False),
         max_epochs=1,
-        gradient_clip_val=10.0,  # more than any norm here: the last bits of norms differ
+        gradient_clip_val=10.0,  # above all norms, whose last bits differ
         logger=False,
         enable_checkpointing=False,
         enable_progress_bar=False,
@@ -90,7 +90,7 @@ def _accelerate(on_cpus: bool = True) -> tuple[nn.Module, list[float]]:
         transformer_cls_names_to_wrap=["GPT2Block"],
         cpu_ram_efficient_loading=False,
     )
-    if on_cpus:  # accelerate offers it on accelerators only
+    if on_cpus:  # accelerate supports FSDP on accelerators only
         accelerator = Accelerator(cpu=True)
         accelerator.state.distributed_type = DistributedType.FSDP
         accelerator.state.fsdp_plugin = plugin

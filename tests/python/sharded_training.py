@@ -1,4 +1,4 @@
-"""A net that sharding is tried on, and one process that it is compared with."""
+"""A sharded net, and an unsharded net of one process to compare it with."""
 
 import torch
 import torch.distributed as dist
@@ -10,7 +10,7 @@ import brigade
 
 
 class Block(nn.Module):
-    """A residual MLP, of sizes that no number of ranks divides."""
+    """Residual MLP whose sizes no tested world size divides."""
 
     def __init__(self, size: int) -> None:
         super().__init__()
@@ -51,23 +51,23 @@ def batch_of(rank, step):
 
 
 def shard_blocks(net, shard=brigade.fully_shard, **arguments):
-    """Each block a unit, the rest another one."""
+    """Makes each block an FSDP unit, and the remaining parameters another."""
     for block in net.blocks:
         shard(block, **arguments)
     return shard(net, **arguments)
 
 
 def replicated(net, **arguments):
-    """A unit of which every rank holds all parameters."""
+    """Makes a unit that is not sharded: every rank holds all parameters."""
     mesh = dist.init_device_mesh("cpu", (dist.get_world_size(), 1))
     return brigade.fully_shard(net, mesh=mesh, **arguments)
 
 
 def step_of_all(plain, optimizer, step, world_size, without=()):
-    """A step of one process: separate gradients of the ranks' batches, summed in order.
+    """Runs a step in one process: adds the gradients of the ranks' batches in rank order.
 
     Args:
-        without: Ranks that have no batch.
+        without: Ranks without a batch.
     """
     sums = None
     for rank in sorted({*range(world_size)} - {*without}):
@@ -91,10 +91,11 @@ def train_step(model, optimizer, step, rank):
 
 
 class Pair:
-    """A sharded net, one process that does what its ranks do, and an optimizer of each.
+    """A sharded net, an unsharded net that trains on all ranks' batches, and their optimizers.
 
     Args:
-        nets: Both, plain and sharded; by default make_net() by shard_blocks() with `arguments`.
+        nets: The unsharded and the sharded net; default: make_net(), sharded by
+            shard_blocks() with `arguments`.
     """
 
     def __init__(self, rank, make=torch.optim.SGD, world_size=None, nets=None, **arguments):
@@ -111,7 +112,6 @@ class Pair:
         step_of_all(self.plain, self.optimizers[0], step, self.world_size)
 
     def step(self, step):
-        """Of both."""
         self.step_plain(step)
         self.optimizers[1].zero_grad()
         self.loss(step).backward()
@@ -126,7 +126,7 @@ class Pair:
 
 
 def is_unsharded(parameter):
-    """Whether it can be read as a whole by its address; a sharded one has none."""
+    """Returns whether the parameter has an address; a sharded parameter has none."""
     try:
         parameter.data_ptr()
     except RuntimeError:
@@ -137,21 +137,21 @@ def is_unsharded(parameter):
 def expect_equal(model, plain):
     state = model.full_state_dict()
     for name, value in plain.state_dict().items():
-        assert torch.equal(state[name], value.cpu()), name  # whole states are on the host
+        assert torch.equal(state[name], value.cpu()), name  # full states are on the CPU
 
 
-def whole_optimizer_state(model, optimizer, rank0_only=False):
+def full_optimizer_state(model, optimizer, rank0_only=False):
     options = StateDictOptions(full_state_dict=True, cpu_offload=rank0_only)
     return get_optimizer_state_dict(model, optimizer, options=options)
 
 
-def whole_state(model, optimizer):
-    """Of a sharded model and its optimizer. Collective."""
-    return model.full_state_dict(), whole_optimizer_state(model, optimizer)
+def full_state(model, optimizer):
+    """Collective. Returns the full state of a sharded model and of its optimizer."""
+    return model.full_state_dict(), full_optimizer_state(model, optimizer)
 
 
 def expect_same(found, expected, name=""):
-    """Containers of equal structure, tensors of equal bits, and other equal values."""
+    """Expects containers of equal structure, tensors with equal bits, and other values equal."""
     if isinstance(expected, dict):
         assert found.keys() == expected.keys(), name
         for key, value in expected.items():
@@ -165,15 +165,15 @@ def expect_same(found, expected, name=""):
         assert found == expected, name
 
 
-def expect_alike(value):
-    """On all ranks. Collective."""
+def expect_equal_on_ranks(value):
+    """Collective. Expects the value to be equal on all ranks."""
     of_ranks = [None] * dist.get_world_size()
     dist.all_gather_object(of_ranks, value)
     assert all(other == value for other in of_ranks), of_ranks
 
 
-def expect_losses_alike(rank, *shards):
-    """Of training that each of these ways to shard leads to. Collective."""
+def expect_equal_losses(rank, *shards):
+    """Collective. Expects equal losses of training with each of these functions that shard."""
     results = []
     for shard in shards:
         model = shard_blocks(make_net(), shard)

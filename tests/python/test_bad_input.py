@@ -1,4 +1,4 @@
-"""Whatever is handed in or goes wrong: an error that says so, no crash, no hang."""
+"""Invalid arguments, modules and hooks: an error that names the cause, no crash, no hang."""
 
 from __future__ import annotations
 
@@ -21,6 +21,7 @@ import brigade
 
 from cases import quick
 from ranks import on_ranks
+from training import completed_future
 
 TIMEOUT_S = 20
 
@@ -43,13 +44,7 @@ def _backward_with(hook):
     wrapped(torch.ones(1, 2)).sum().backward()
 
 
-def _done(value):
-    future = torch.futures.Future()
-    future.set_result(value)
-    return future
-
-
-# By option of the wrapper: values that are refused with its name.
+# Invalid values by option of the wrapper; the error names the option.
 WRONG_OPTIONS = {
     "device_ids": ["cuda", ["cpu"]],
     "output_device": ["x"],
@@ -59,19 +54,19 @@ WRONG_OPTIONS = {
     "bucket_cap_mb_list": [3, ["a"], [1, -1]],
     "delay_all_reduce_named_params": [[1], [("w", 3)]],
 }
-# Words of the error, and the hook that causes it.
+# (regex of the error, hook that causes it)
 WRONG_HOOKS = [
     ("<lambda>.*returned None", lambda state, bucket: None),
     ("<lambda>.*returned 3", lambda state, bucket: 3),
     ("argument", lambda: None),
-    ("", lambda state, bucket: _done(3)),
-    ("", lambda state, bucket: _done(torch.ones(600))),
-    ("", lambda state, bucket: _done(torch.ones(2))),
-    ("", lambda state, bucket: _done(torch.ones(6, device="meta"))),
+    ("", lambda state, bucket: completed_future(3)),
+    ("", lambda state, bucket: completed_future(torch.ones(600))),
+    ("", lambda state, bucket: completed_future(torch.ones(2))),
+    ("", lambda state, bucket: completed_future(torch.ones(6, device="meta"))),
     ("", lambda state, bucket: bucket.set_buffer(None)),
-    ("", lambda state, bucket: _done(bucket.buffer().resize_(0))),
+    ("", lambda state, bucket: completed_future(bucket.buffer().resize_(0))),
 ]
-# Words of the error, and the call that raises it.
+# (regex of the error, call that raises it)
 WRONG = [
     *(
         ("torch.nn.Module", functools.partial(_wrap, m))
@@ -86,7 +81,7 @@ WRONG = [
 
 
 @on_ranks(1)
-def test_what_is_of_a_wrong_type_is_refused(rank):
+def test_values_of_a_wrong_type_are_errors(rank):
     for option, values in WRONG_OPTIONS.items():
         needs = {"param_to_hook_all_reduce": 3} if option.startswith("delay") else {}
         for value in values:
@@ -95,7 +90,6 @@ def test_what_is_of_a_wrong_type_is_refused(rank):
     for words, call in WRONG:
         with pytest.raises((TypeError, ValueError, RuntimeError), match=words):
             call()
-    # The group goes on working.
     wrapped = _wrap()
     wrapped(torch.ones(1, 2)).sum().backward()
     assert wrapped.module.weight.grad.eq(1).all()
@@ -133,13 +127,12 @@ def _changed_with(words, options):
     for _ in range(2):
         wrapped(x).sum().backward()
     CHANGES[words](wrapped.module)
-    for _ in range(2):  # again and again
+    for _ in range(2):
         with pytest.raises(RuntimeError, match=words):
             wrapped(x.to(next(wrapped.parameters()).dtype))
     assert wrapped._get_ddp_logging_data()["has_error"]
     with torch.no_grad():
         wrapped(x.to(next(wrapped.parameters()).dtype))
-    # Wrapped anew it trains.
     module, dtype = wrapped.module, next(wrapped.parameters()).dtype
     del wrapped
     gc.collect()
@@ -150,13 +143,13 @@ def _changed_with(words, options):
 
 @pytest.mark.parametrize("words", CHANGES)
 @on_ranks(1)
-def test_a_change_of_the_wrapped_module_is_named_at_the_next_forward(rank, words):
+def test_the_next_forward_names_a_change_of_the_module(rank, words):
     for options in ({}, {"find_unused_parameters": True, "gradient_as_bucket_view": True}):
         _changed_with(words, options)
 
 
 @on_ranks(1)
-def test_an_unfrozen_parameter_is_named_at_the_next_forward(rank):
+def test_the_next_forward_names_an_unfrozen_parameter(rank):
     model = nn.Sequential(nn.Linear(3, 4).requires_grad_(False), nn.Linear(4, 2))
     wrapped = brigade.DistributedDataParallel(model)
     x = torch.ones(2, 3)
@@ -171,14 +164,14 @@ def test_an_unfrozen_parameter_is_named_at_the_next_forward(rank):
 
 
 @on_ranks(1)
-def test_changes_that_leave_the_parameters_alone_are_none(rank):
+def test_changes_that_keep_the_parameters_are_allowed(rank):
     model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2))
     wrapped = brigade.DistributedDataParallel(model)
     x = torch.ones(2, 3)
     for change in (
         lambda: None,
         lambda: model[0].register_buffer("more", torch.ones(1)),
-        lambda: prune.identity(model[0], "weight"),  # under another name
+        lambda: prune.identity(model[0], "weight"),
         lambda: setattr(model, "frozen", nn.Linear(2, 2).requires_grad_(False)),
         lambda: setattr(model, "activation", nn.ReLU()),
         lambda: torch.func.functional_call(
@@ -215,7 +208,7 @@ def test_a_parameter_ignored_by_its_second_name_may_be_unfrozen(rank):
 
 @pytest.mark.parametrize("views", [False, True])
 @on_ranks()
-def test_a_hook_may_keep_a_buckets_tensor_and_spoil_it_later(rank, views):
+def test_a_hook_may_keep_a_buckets_tensor_and_write_it_later(rank, views):
     kept = []
 
     def hook(state, bucket):
@@ -270,7 +263,7 @@ def test_a_destroyed_group_does_no_harm(rank, between):
 
 
 def _fork(child):
-    """Calls `child` in a fork; returns how that ended."""
+    """Calls `child` in a forked process and returns its exit status."""
     process = os.fork()
     if process == 0:
         try:
@@ -283,7 +276,7 @@ def _fork(child):
 
 
 @on_ranks(timeout_s=TIMEOUT_S)
-def test_a_fork_is_told_to_wrap_its_own_model(rank):
+def test_using_the_wrapper_in_a_fork_is_an_error(rank):
     wrapped = _small()
     _step(wrapped)
 
@@ -307,7 +300,7 @@ def test_a_fork_is_told_to_wrap_its_own_model(rank):
     _step(wrapped)
 
 
-# Both ranks train; rank 1 runs a line of its own in between.
+# Both ranks train; rank 1 also runs TEST_LINE.
 _PROGRAM = """
 import datetime, os, sys
 import torch
@@ -346,7 +339,7 @@ else:
 """
 
 
-# A thread of a process group that works without the GIL, and then drops Python objects.
+# A process group's thread that works without the GIL, then releases Python objects.
 _BUSY_THREAD = """
 import hashlib, threading
 
@@ -373,7 +366,7 @@ groups[1].allreduce([x.clone()])
 began.wait()
 """
 
-# What is in flight when the interpreter of rank 1 exits, and its exit code.
+# Work in flight when rank 1's interpreter exits: source code, exit code.
 EXITS = {
     "a busy thread of a group": (_BUSY_THREAD, 0),
     "an exit in a hook": ("state[0] = lambda: sys.exit(5); step()", 5),

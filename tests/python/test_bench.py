@@ -1,4 +1,4 @@
-"""brigade.bench: what users give, what is measured, the command."""
+"""brigade.bench: workloads, measurements, the command."""
 
 import json
 import pathlib
@@ -12,7 +12,7 @@ import brigade
 from brigade import bench
 
 from ranks import on_ranks, torchrun
-from sharded_training import expect_alike
+from sharded_training import expect_equal_on_ranks
 
 _EXAMPLE = pathlib.Path(__file__).parents[2] / "examples" / "python" / "bench_mlp.py"
 
@@ -27,9 +27,9 @@ def test_a_factory_is_found_by_module_and_by_file(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("static_graph", [False, True])
 @on_ranks()
-def test_a_sweep_times_each_plan_once_and_leaves_the_module_as_it_was(rank, static_graph):
+def test_a_sweep_times_each_plan_once_and_keeps_the_module(rank, static_graph):
     module = nn.Sequential(nn.Linear(512, 256, bias=False), nn.Linear(256, 512, bias=False))
-    for parameter in module.parameters():  # 0.5 MiB
+    for parameter in module.parameters():
         nn.init.constant_(parameter, 2)
     before = [parameter.detach().clone() for parameter in module.parameters()]
 
@@ -41,7 +41,7 @@ def test_a_sweep_times_each_plan_once_and_leaves_the_module_as_it_was(rank, stat
     assert all(torch.equal(a, b) for a, b in zip(before, module.parameters(), strict=True))
     assert all(parameter.grad is None for parameter in module.parameters())
 
-    # Nothing of the sweep is left on the module.
+    # The sweep leaves no hooks on the module.
     model = brigade.DistributedDataParallel(module)
     loss(model).backward()
     # Four rows of 512 * 2 reach each weight of the last layer.
@@ -53,13 +53,13 @@ def test_a_sweep_times_each_plan_once_and_leaves_the_module_as_it_was(rank, stat
     ]
     assert table.startswith("Sequential: 2 gradients, 1.05 MB")
     assert "\nrecommended: " in table
-    expect_alike(table)  # times are those of the slowest rank
+    expect_equal_on_ranks(table)  # ranks agree on the slowest rank's times
 
 
 @on_ranks(1)
-def test_a_size_that_is_none_is_refused(rank):
+def test_an_invalid_size_is_an_error(rank):
     for size in ("x", "-1", "0", "nan", ""):
-        with pytest.raises(ValueError, match="expected a size in MiB above 0"):
+        with pytest.raises(ValueError, match="expected a size of more than 0 MiB"):
             bench.sweep(nn.Linear(2, 2), torch.sum, [size])
 
 
@@ -73,6 +73,7 @@ def test_the_command_prints_the_table_and_writes_json(tmp_path):
     assert lines[title].startswith("MLP, bucket views: 16 gradients, 8.40 MB; step without")
     rows = lines[title + 2 : title + 5]
     assert [row.split("  ")[0] for row in rows] == ["default", "one per parameter", "one"]
-    assert lines[title + 5].startswith("recommended: the default")
+    assert lines[title + 5].startswith("exposed: ")
+    assert lines[title + 6].startswith("recommended: the default")
     (model,) = json.loads(file.read_text())["models"]
     assert [arm["buckets"] for arm in model["arms"]] == [2, 16, 1]

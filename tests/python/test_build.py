@@ -1,4 +1,4 @@
-"""How the package is built: which torch is found, and what is said where none will do."""
+"""The package's build: its choice of torch, and its errors without a supported one."""
 
 import importlib.metadata
 import importlib.util
@@ -28,7 +28,7 @@ def load(path):
 def backend(monkeypatch):
     monkeypatch.syspath_prepend(str(ROOT / "python_bindings"))
     monkeypatch.delitem(sys.modules, "torch_wheel", raising=False)
-    monkeypatch.chdir(ROOT)  # where front ends run it
+    monkeypatch.chdir(ROOT)  # the folder in which build front ends run
     yield load(ROOT / "python_bindings" / "build_backend.py")
     sys.modules.pop("torch_wheel", None)
 
@@ -47,7 +47,7 @@ def site_packages(monkeypatch, tmp_path):
     return tmp_path
 
 
-def test_the_installed_torch_is_built_against_and_not_required_again(backend):
+def test_the_build_uses_the_installed_torch_and_does_not_require_another(backend):
     assert not any("torch" in required for required in backend.get_requires_for_build_wheel())
     settings = backend._with_torch(None)
     assert settings == {"cmake.define.BRIGADE_LIBTORCH": str(INSTALLED)}
@@ -56,22 +56,22 @@ def test_the_installed_torch_is_built_against_and_not_required_again(backend):
 
 
 @pytest.mark.parametrize("kind", ["wheel", "editable"])
-def test_without_torch_it_is_said_before_anything_is_built(backend, site_packages, kind):
+def test_a_missing_torch_is_an_error_before_the_build(backend, site_packages, kind):
     ask = getattr(backend, f"get_requires_for_build_{kind}")
     with pytest.raises(RuntimeError) as error:
         ask()
-    words = str(error.value)
-    assert f"found none in {site_packages}" in words
-    assert f"pip install torch=={backend.torch_wheel.pinned()}" in words
+    text = str(error.value)
+    assert f"found none in {site_packages}" in text
+    assert f"pip install torch=={backend.torch_wheel.pinned()}" in text
 
 
-def test_a_torch_that_is_not_supported_is_named(backend, site_packages):
+def test_an_unsupported_torch_is_an_error_that_names_it(backend, site_packages):
     folder = install_torch(site_packages, "2.7")
     with pytest.raises(RuntimeError, match=re.escape(f"found version 2.7 in {folder}")):
         backend.get_requires_for_build_wheel()
 
 
-def test_a_libtorch_that_the_user_names_is_not_looked_for(backend, site_packages):
+def test_the_build_uses_the_users_libtorch(backend, site_packages):
     folder = install_torch(site_packages / "own", "2.13")
     settings = {"cmake.define.BRIGADE_LIBTORCH": str(folder)}
     backend.get_requires_for_build_wheel(settings)
@@ -79,7 +79,7 @@ def test_a_libtorch_that_the_user_names_is_not_looked_for(backend, site_packages
     assert backend.torch_wheel.chosen == folder
 
 
-def test_another_torch_than_it_was_built_with_is_named_when_it_is_imported():
+def test_importing_with_another_torch_is_an_error_that_names_it():
     program = "import torch; torch.__version__ = '2.1.0+cpu'; import brigade"
     run = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
     assert run.returncode != 0

@@ -1,4 +1,4 @@
-"""Sharded models that are cast: before the first forward, and between steps."""
+"""Casts of sharded models, before the first forward and between steps."""
 
 import pytest
 import torch
@@ -28,7 +28,7 @@ def _step(pair, step):
 @pytest.mark.parametrize("begins", [True, False])
 @pytest.mark.parametrize("reshards", [True, False])
 @on_ranks()
-def test_training_goes_on_in_another_dtype(rank, begins, reshards):
+def test_training_continues_in_another_dtype(rank, begins, reshards):
     pair = Pair(rank, reshard_after_forward=reshards)
     nets, model = (pair.plain, pair.model), pair.model
     model.blocks[1].set_reshard_after_backward(False)
@@ -39,7 +39,7 @@ def test_training_goes_on_in_another_dtype(rank, begins, reshards):
         assert all(p is q for p, q in zip(parts, model.parameters(), strict=True))
         _step(pair, step)
         if step == 2:
-            for net in nets:  # with their gradients
+            for net in nets:  # casts the gradients too
                 net.double()
             assert model.head.weight.grad.dtype == torch.float64
         for optimizer in pair.optimizers:
@@ -66,7 +66,7 @@ def test_one_block_is_cast(rank):
 
 
 @on_ranks()
-def test_settings_policies_and_hooks_stay(rank):
+def test_casts_keep_settings_policies_and_hooks(rank):
     mesh = dist.device_mesh.init_device_mesh("cpu", (1, 2))
     model = make_net()
     model.head.weight.requires_grad_(False)
@@ -110,7 +110,7 @@ def test_settings_policies_and_hooks_stay(rank):
 
 
 @on_ranks()
-def test_what_is_no_cast_or_at_the_wrong_time_is_refused(rank):
+def test_partial_casts_and_casts_at_the_wrong_time_are_errors(rank):
     model = shard_blocks(make_net())
     for _ in range(2):
         model.blocks[0].up.double()

@@ -1,4 +1,4 @@
-"""How much memory full_state_dict() takes beside the model: by the process's own peak."""
+"""Memory of full_state_dict() in addition to the model's, by the process's peak."""
 
 import ctypes
 import gc
@@ -15,10 +15,10 @@ import brigade
 from ranks import run_ranks
 
 UNITS = 8
-UNIT_MIB = 8  # whole, in float32
+UNIT_MIB = 8  # unsharded, in float32
 MIB = 1 << 20
 WHOLE_MIB = UNITS * UNIT_MIB
-SLACK_MIB = 3  # of what a call has for itself
+SLACK_MIB = 3  # for a call's own allocations
 
 _CLEAR_REFS = pathlib.Path("/proc/self/clear_refs")
 _M_MMAP_THRESHOLD = -3
@@ -34,7 +34,7 @@ def _mib_of(field):
 
 
 def _peak_mib(call):
-    """How far the process grows in it, at most, beyond what it has before."""
+    """Returns the peak memory of the process during `call`, less that before it."""
     gc.collect()
     _CLEAR_REFS.write_text("5")
     before = _mib_of("VmRSS")
@@ -43,8 +43,6 @@ def _peak_mib(call):
 
 
 class _Quarters(nn.Module):
-    """A unit of four parameters, of which each of two ranks has two."""
-
     def __init__(self):
         super().__init__()
         numel = UNIT_MIB * MIB // 4
@@ -55,7 +53,7 @@ class _Quarters(nn.Module):
 
 
 def _model():
-    # What is freed goes back to the system, and does not hide what is allocated later.
+    # Returns freed memory to the system, so that it does not hide later allocations.
     ctypes.CDLL(None).mallopt(_M_MMAP_THRESHOLD, 64 * 1024)
     model = nn.Sequential()
     for _ in range(UNITS):
@@ -70,7 +68,7 @@ def _keeps_on_rank_0(rank):
     return _peak_mib(lambda: model.full_state_dict(rank0_only=True))
 
 
-def test_ranks_that_keep_nothing_of_a_state_have_few_units_at_once():
+def test_only_rank_0_holds_more_than_a_few_unsharded_units():
     first, second = run_ranks(_keeps_on_rank_0)
     print(f"{first:.1f}, {second:.1f} MiB")
     assert first >= WHOLE_MIB - SLACK_MIB

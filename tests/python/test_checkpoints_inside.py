@@ -1,4 +1,4 @@
-"""Activation checkpoints inside of a unit's forward: the bits of one process without them."""
+"""Activation checkpoints inside a unit's forward, compared bit for bit with none."""
 
 import functools
 
@@ -19,7 +19,7 @@ def _checkpoint(use_reentrant):
 
 
 class _SomeOfIt(Block):
-    """A part, whose parameters the other part uses as well."""
+    """A checkpointed region whose parameters are also used outside it."""
 
     def forward(self, x):
         y = self.again(lambda h: self.down(torch.tanh(self.up(self.norm(h)))), x)
@@ -27,8 +27,6 @@ class _SomeOfIt(Block):
 
 
 class _Nested(Block):
-    """One inside of another."""
-
     def forward(self, x):
         def inner(h):
             return torch.tanh(self.up(self.norm(h)))
@@ -44,7 +42,7 @@ class _Plain(_SomeOfIt):
 
 
 class _AroundCall(Block):
-    """As transformers' layers do: what it calls runs the hooks of the module."""
+    """Checkpoints __call__(), and so the module's hooks, as transformers' layers do."""
 
     def __call__(self, x):
         return self.again(super().__call__, x)
@@ -124,6 +122,6 @@ _MODES = [(name, again) for name in _KINDS for again in (False, True)]
 
 @pytest.mark.parametrize(("name", "use_reentrant"), _MODES)
 @on_ranks()
-def test_they_change_nothing(rank, name, use_reentrant):
+def test_checkpoints_change_no_bits(rank, name, use_reentrant):
     for shard in _SHARDS.values():
         _trains(rank, _KINDS[name], use_reentrant, shard)

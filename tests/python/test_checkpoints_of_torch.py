@@ -1,4 +1,4 @@
-"""Folders of torch.distributed.checkpoint that FSDP2 and one process read and write as brigade."""
+"""torch.distributed.checkpoint folders, exchanged between brigade, FSDP2 and one process."""
 
 import pytest
 import torch
@@ -12,11 +12,11 @@ import brigade
 from ranks import on_ranks, run_ranks
 from sharded_training import (
     expect_same,
+    full_state,
     make_net,
     shard_blocks,
     step_of_all,
     train_step,
-    whole_state,
 )
 
 dcp = pytest.importorskip("torch.distributed.checkpoint")
@@ -37,7 +37,7 @@ def _optimizer(model):
 
 
 def _of_one_process(num_steps):
-    """The whole state behind so many steps of two ranks."""
+    """Trains in one process on two ranks' batches; returns the net and its optimizer."""
     plain = make_net()
     optimizer = _optimizer(plain)
     for step in range(num_steps):
@@ -64,9 +64,8 @@ def _nest(model, optimizer):
 
 
 def _expect_state_of(model, optimizer, plain, plain_optimizer):
-    """Of one process, in all bits."""
     if isinstance(model, brigade.FSDPModule):
-        parameters, states = whole_state(model, optimizer)
+        parameters, states = full_state(model, optimizer)
     else:
         nest = _nest(model, optimizer)
         nest = tree_map_only(DTensor, lambda tensor: tensor.full_tensor(), nest)
@@ -83,7 +82,7 @@ def _writes(rank, folder, kind):
 
 
 def _one_writes(rank, folder):
-    """Of one thread, as the ranks' processes are."""
+    """Trains and saves in one process, which has one thread, as the ranks do."""
     state = _nest(*_of_one_process(STEPS))
     dcp.save(state, checkpoint_id=f"{folder}/one process", no_dist=True)
 
@@ -101,28 +100,27 @@ def folder(tmp_path_factory):
     ("kind", "world_size"), [("brigade", 1), ("brigade", 2), ("brigade", 3), ("FSDP2", 2)]
 )
 @on_ranks()
-def test_ranks_read_what_others_have_written(rank, folder, kind, world_size):
-    """And goes on for two steps, exactly."""
+def test_ranks_resume_from_folders_of_other_writers(rank, folder, kind, world_size):
     for written_by in ("brigade", "FSDP2", "one process"):
         model, optimizer = MAKERS[kind]()
-        train_step(model, optimizer, 7, rank)  # which is undone
+        train_step(model, optimizer, 7, rank)  # loading undoes this
         nest = _nest(model, optimizer)
         dcp.load(nest, checkpoint_id=f"{folder}/{written_by}")
         model.load_state_dict(nest["model"])
         set_optimizer_state_dict(model, optimizer, nest["optimizer"])
         _expect_state_of(model, optimizer, *_of_one_process(STEPS))
         if dist.get_world_size() != 2:
-            continue  # FSDP2 adds up in another order than one process
+            continue  # FSDP2 sums in another order than one process
         for step in range(STEPS, STEPS + 2):
             train_step(model, optimizer, step, rank)
         _expect_state_of(model, optimizer, *_of_one_process(STEPS + 2))
 
 
 @on_ranks(1)
-def test_one_process_reads_what_ranks_have_written(rank, folder):
+def test_one_process_resumes_from_folders_of_ranks(rank, folder):
     expected = _of_one_process(STEPS)
     for written_by in ("brigade", "FSDP2"):
-        plain, optimizer = _of_one_process(STEPS + 1)  # which is undone
+        plain, optimizer = _of_one_process(STEPS + 1)  # loading undoes this
         nest = _nest(plain, optimizer)
         dcp.load(nest, checkpoint_id=f"{folder}/{written_by}", no_dist=True)
         plain.load_state_dict(nest["model"])

@@ -1,4 +1,4 @@
-"""How often units are gathered and reduced in micro-batches, by their settings."""
+"""Numbers of all-gathers and reduce-scatters in micro-batches, by the units' settings."""
 
 import collections
 import itertools
@@ -23,7 +23,7 @@ NUM_BATCHES = 3
 SIZES = (3, 8, 4, 8)
 UNITS = ["", "0", "1"]
 
-# What is set before each micro-batch, and whether it is the last.
+# Settings before each micro-batch, given whether it is the last.
 KINDS = {
     "each": lambda model, is_last: None,
     "sum": lambda model, is_last: model.set_requires_gradient_sync(is_last),
@@ -48,7 +48,7 @@ def _pair(mesh_shape, reshards):
 
 
 def _expected_gathers(kind, reshards, batch):
-    """By unit and whether it is in forward, how often."""
+    """Returns the number of all-gathers by (unit, is forward)."""
     if batch > 0 and kind.endswith("whole"):  # unsharded since the first backward
         return collections.Counter()
     in_backward = ["1", "0"] if reshards else []
@@ -69,7 +69,7 @@ def test_of_micro_batches(rank, kind, mesh_shape, reshards):
     plain, model = _pair(mesh_shape, reshards)
     learned = []
     for step in range(2):
-        of_timeline = collections.Counter()  # since a backward was reduced
+        of_timeline = collections.Counter()  # of backwards since the last reduction
         for batch in range(NUM_BATCHES):
             is_last = batch == NUM_BATCHES - 1
             KINDS[kind](model, is_last)
@@ -100,7 +100,7 @@ def test_of_micro_batches(rank, kind, mesh_shape, reshards):
     assert learned[0] == learned[1]
 
 
-# ---- Micro-batches whose forwards and backwards come in turn, as in stages of a pipeline.
+# ---- Micro-batches whose forwards and backwards alternate, as in pipeline stages.
 
 
 def _batch(rank, step, batch):
@@ -117,7 +117,6 @@ def _expect_step(model, plain, step):
 
 @on_ranks()
 def test_two_stages_in_one_process(rank):
-    """Two models in one process, one's outputs the other's inputs, each an outermost one."""
     plain, model = layers(*SIZES, 2), layers(*SIZES, 2)
     stages = [model[:2], model[2:]]
     for stage in stages:
@@ -125,7 +124,7 @@ def test_two_stages_in_one_process(rank):
         brigade.fully_shard(stage)
     for step in range(2):
         activations = []
-        for batch in range(NUM_BATCHES + 2):  # two forwards are ahead
+        for batch in range(NUM_BATCHES + 2):
             if batch < NUM_BATCHES:
                 first = stages[0](_batch(rank, step, batch))
                 received = first.detach().requires_grad_()

@@ -1,4 +1,4 @@
-"""Comm hooks: what they see, what they may do behind the first collective, how they fail."""
+"""Comm hooks: their input, work after the first collective, failures."""
 
 import functools
 
@@ -12,9 +12,9 @@ import brigade
 from cases import pairwise
 from exact_training import MODES, Training, UserError
 from ranks import on_ranks, run_ranks
-from training import Perceptron, inputs, loss_of, train
+from training import Perceptron, completed_future, inputs, loss_of, train
 
-LIMITS = {"timeout_s": 20, "deadline_s": 60}  # ranks that wait for different things fail early
+LIMITS = {"timeout_s": 20, "deadline_s": 60}  # ranks that wait for different collectives fail early
 
 
 def _sum(tensor):
@@ -25,14 +25,8 @@ def _average_of(future):
     return future.then(lambda done: done.value()[0] / dist.get_world_size())
 
 
-def _done(value):
-    future = torch.futures.Future()
-    future.set_result(value)
-    return future
-
-
 @on_ranks()
-def test_what_a_hook_raises_comes_out_of_backward_and_training_goes_on(rank):
+def test_backward_raises_the_hooks_exception_and_training_continues(rank):
     for kind in (ValueError, RuntimeError, KeyError, Exception):
         fail = [type("Mine", (kind,), {})(f"from rank {rank}")]
 
@@ -50,7 +44,7 @@ def test_what_a_hook_raises_comes_out_of_backward_and_training_goes_on(rank):
         assert not any(t.isnan().any() for t in train(wrapped, batches[1:]))
 
 
-# ------------------------------------------- work that is finished at the end of backward
+# ------------------------------------------- work that completes at the end of backward
 
 
 def at_the_end_of_backward(callback):
@@ -58,15 +52,15 @@ def at_the_end_of_backward(callback):
 
 
 def finish_bucket(state, bucket):
-    """One callback per bucket; what is delivered is that memory, finished or not."""
+    """Queues a callback per bucket, which completes the bucket's buffer."""
     buffer = bucket.buffer()
     work = dist.all_reduce(buffer, async_op=True)
     at_the_end_of_backward(lambda: (work.wait(), buffer.div_(dist.get_world_size())))
-    return _done(buffer)
+    return completed_future(buffer)
 
 
 def complete_future(state, bucket):
-    """The future is completed by the callback, with memory of the hook's own."""
+    """Queues a callback that completes the future with the hook's own tensor."""
     buffer, future = bucket.buffer().clone(), torch.futures.Future()
     work = dist.all_reduce(buffer, async_op=True)
     at_the_end_of_backward(lambda: (work.wait(), future.set_result(buffer / dist.get_world_size())))
@@ -74,7 +68,6 @@ def complete_future(state, bucket):
 
 
 def finish_in_a_second_callback(state, bucket):
-    """What is finished by a callback that the first one queues."""
     buffer = bucket.buffer()
     work = dist.all_reduce(buffer, async_op=True)
 
@@ -83,11 +76,11 @@ def finish_in_a_second_callback(state, bucket):
         at_the_end_of_backward(lambda: buffer.div_(dist.get_world_size()))
 
     at_the_end_of_backward(wait)
-    return _done(buffer)
+    return completed_future(buffer)
 
 
 def the_collectives_own(state, bucket):
-    """The value of a collective's own future is a list of the bucket's buffer."""
+    """Returns the collective's future, whose value is a list with the bucket's buffer."""
     return _sum(bucket.buffer().div_(dist.get_world_size()))
 
 
@@ -102,7 +95,7 @@ HOOKS = [
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("hook", HOOKS)
 @on_ranks(**LIMITS)
-def test_gradients_are_delivered_behind_what_hooks_have_queued(rank, hook, mode):
+def test_gradients_are_delivered_after_the_hooks_queued_callbacks(rank, hook, mode):
     training = Training(rank, MODES[mode])
     training.wrapped.register_comm_hook([], hook)
     training.expect_steps(4)
@@ -112,7 +105,7 @@ def test_gradients_are_delivered_behind_what_hooks_have_queued(rank, hook, mode)
 
 
 class Ordered:
-    """Second collectives by then_collective(); ranks differ in which firsts are done when."""
+    """Second collectives by then_collective(). The order of completions differs by rank."""
 
     def __init__(self, rank) -> None:
         self.backwards = rank == 1
@@ -154,8 +147,8 @@ def test_then_collective_launches_in_plan_order(rank, mode):
 
 @pairwise(bucket=[0, 2], fault=["fail_at", "return_nothing_at"])
 @on_ranks(**LIMITS)
-def test_a_second_launch_that_fails_on_one_rank_is_told_to_the_others(rank, fault, bucket):
-    """Nothing can stand in for what its peers have launched: the group is of no more use."""
+def test_peers_raise_when_a_second_launch_fails_on_one_rank(rank, fault, bucket):
+    """The peers' launched collectives can't be matched, so the group is closed."""
     training, hook = Training(rank, {}), Ordered(rank)
     training.wrapped.register_comm_hook(None, hook)
     training.expect_steps(2)
@@ -206,8 +199,7 @@ def _set_exception(future, error):
 
 @pairwise(mode=MODES, bucket=[0, 2], way=[_raises_at_the_end, _raises_then, _set_exception])
 @on_ranks(**LIMITS)
-def test_a_continuation_that_raises_on_one_rank_is_told_to_the_others(rank, way, bucket, mode):
-    """That rank raises its own error (torch's then() makes a RuntimeError of it)."""
+def test_peers_raise_when_a_continuation_raises_on_one_rank(rank, way, bucket, mode):
     armed, at_bucket = False, bucket
 
     def hook(state, bucket):
@@ -225,7 +217,7 @@ def test_a_continuation_that_raises_on_one_rank_is_told_to_the_others(rank, way,
     training.expect_steps(2)
 
 
-# ---------------------------------------------- hooks that never end, or are unlike
+# ---------------------------------------------- hooks that never complete, or differ
 
 
 def averages(state, bucket):
@@ -234,7 +226,7 @@ def averages(state, bucket):
 
 def two_collectives(state, bucket):
     _sum(bucket.buffer().clone())
-    return averages(state, bucket) if not bucket.is_last() else _done(bucket.buffer())
+    return averages(state, bucket) if not bucket.is_last() else completed_future(bucket.buffer())
 
 
 def never_done(state, bucket):
@@ -262,6 +254,6 @@ def test_a_future_that_never_completes_ends_at_the_timeout(first):
     assert "never_done" in texts[0] or "rank 1" in texts[0], texts
 
 
-def test_unlike_hooks_on_unlike_ranks_are_named():
+def test_unlike_hooks_on_two_ranks_are_named():
     for text in _texts_of([averages, two_collectives]):
         assert "averages" in text and "two_collectives" in text, text

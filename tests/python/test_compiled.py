@@ -1,4 +1,4 @@
-"""torch.compile around the wrapper, and inside of it."""
+"""torch.compile of the wrapper, and of the wrapped module."""
 
 import pathlib
 
@@ -54,7 +54,7 @@ def _train(rank, wrapped, compiled):
     ],
 )
 @on_ranks()
-def test_compiled_either_way_the_gradients_have_torchs_bits(rank, make, options):
+def test_compiled_gradients_have_torchs_bits(rank, make, options):
     results = {}
     for name, wrapper in CLASSES.items():
         torch._dynamo.reset()
@@ -64,8 +64,8 @@ def test_compiled_either_way_the_gradients_have_torchs_bits(rank, make, options)
 
 @pytest.mark.parametrize("make", [_around, _inside, _in_a_step])
 @on_ranks(1)
-def test_the_compiler_converts_nothing_of_the_wrappers_python(rank, make):
-    """The compiler's callback gets each frame that is new to it, and tells what it made of it."""
+def test_the_compiler_skips_the_wrappers_python_code(rank, make):
+    """Records the frames that the compiler converts, by its callback for new frames."""
     from torch._dynamo.convert_frame import CatchErrorsWrapper
 
     converted, ours = [], []
@@ -85,14 +85,13 @@ def test_the_compiler_converts_nothing_of_the_wrappers_python(rank, make):
     for step, x in enumerate(inputs(rank, 6)):
         compiled(x).sum().backward()
         if step < 2:
-            ours.clear()  # what is skipped is marked so
+            ours.clear()  # the compiler remembers skipped frames
     assert converted == []
     assert ours == []
 
 
 @on_ranks()
-def test_the_compiler_may_reduce_in_one_graph(rank):
-    """The compiled backward reduces, so that there is no break in either graph."""
+def test_a_compiled_backward_reduces_without_graph_breaks(rank):
     results = {}
     with torch._dynamo.config.patch(optimize_ddp="python_reducer", compiled_autograd=True):
         for name, wrapper in CLASSES.items():
@@ -109,7 +108,7 @@ def test_the_compiler_may_reduce_in_one_graph(rank):
 
 
 @on_ranks(1)
-def test_a_compiled_backward_through_a_reducer_is_told_what_to_set(rank):
+def test_a_compiled_backward_through_a_reducer_names_the_setting(rank):
     from torch._dynamo import compiled_autograd
 
     wrapped = brigade.DistributedDataParallel(_model())

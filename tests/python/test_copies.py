@@ -1,4 +1,4 @@
-"""Copies and pickled wrappers are made by one rank alone, and train with the others."""
+"""Copies and pickles of a wrapper, made on one rank, train with the other ranks."""
 
 import copy
 import io
@@ -36,7 +36,7 @@ def test_one_rank_may_copy_its_wrapper_alone(rank, make, options):
         again = make(wrapped)
         store.set("copied", "")
     else:
-        store.wait(["copied"])  # rank 0 is not waiting for anything of this rank's
+        store.wait(["copied"])  # rank 0 waits for no collective of this rank
         again = make(wrapped)
     del wrapped
     assert type(again) is brigade.DistributedDataParallel

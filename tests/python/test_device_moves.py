@@ -1,6 +1,6 @@
-"""Modules move to the devices of their mesh, as torch's fully_shard moves them.
+"""fully_shard moves modules to their mesh's device, as torch's does.
 
-Here from one type to another that needs no device; on CUDA: test_on_cuda.py.
+These tests need no device; test_on_cuda.py moves modules to CUDA.
 """
 
 from unittest import mock
@@ -18,7 +18,7 @@ from ranks import on_ranks
 
 
 def _group_of(*types):
-    """A group that tensors of these types can travel in, the last one's its own."""
+    """Returns a mock group with backends for these device types."""
     group = mock.Mock(bound_device_id=None)
     group._device_types = [torch.device(t) for t in types]
     return group
@@ -39,21 +39,21 @@ def _moves(found, group, device_type):
         ("cpu", ("cpu",), None, "cpu"),
         ("cpu", ("cpu", "cuda"), None, "cpu"),  # torch moves it
         ("cuda:3", ("cpu", "cuda"), None, "cuda:3"),
-        ("cpu", ("cuda",), None, "cuda:2"),  # can't travel: to the group's device
-        ("cuda:3", ("cpu",), None, "cuda:3"),  # an error will say so
-        ("cpu", ("cpu", "cuda"), "cuda", "cuda:1"),  # to the current one
-        ("cuda:3", ("cuda",), "cuda", "cuda:3"),  # torch moves it to the current one
+        ("cpu", ("cuda",), None, "cuda:2"),  # no backend: moves to the group's device
+        ("cuda:3", ("cpu",), None, "cuda:3"),  # an error later
+        ("cpu", ("cpu", "cuda"), "cuda", "cuda:1"),  # to the current device
+        ("cuda:3", ("cuda",), "cuda", "cuda:3"),  # torch moves it to the current device
         ("cuda:3", ("cpu", "cuda"), "cpu", "cpu"),
         ("cpu", ("cpu",), "cpu", "cpu"),
     ],
 )
-def test_where_to(found, types, of_mesh, becomes):
+def test_the_target_device(found, types, of_mesh, becomes):
     assert _moves(found, _group_of(*types), of_mesh) == torch.device(becomes)
 
 
 @on_ranks()
-def test_what_moves(rank):
-    """What is asked where it goes: not what units below have, is ignored or on meta."""
+def test_the_moved_tensors(rank):
+    """Inner units' tensors, ignored parameters and meta tensors do not move."""
 
     class Inner(nn.Module):
         def __init__(self):
@@ -105,7 +105,7 @@ def test_a_move_that_fails_on_one_rank_fails_on_all(rank):
 
 
 @pytest.mark.parametrize("is_parameter", [True, False])
-def test_subclasses_move_with_what_is_inside(is_parameter):
+def test_subclasses_move_with_their_inner_tensors(is_parameter):
     pair = TwoTensor(torch.ones(2), torch.ones(2))
     tensor = nn.Parameter(pair, requires_grad=False) if is_parameter else pair
     _prepare_parameters.move(tensor, torch.device("meta"))

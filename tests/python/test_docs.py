@@ -1,8 +1,7 @@
-"""The Python blocks on the pages of docs/ run on two ranks, as they stand there.
+"""Runs the Python blocks of docs/ on two ranks.
 
-A page's blocks are one program, below lines that give it what it takes as given
-(my_training.py); a block with a word behind its language is a program of its own,
-under torchrun, and the word is what goes wrong in it.
+A page's blocks form one program, after lines that define the names it uses (my_training.py). A
+block with a word after its language is a separate program under torchrun; the word names its fault.
 """
 
 import contextlib
@@ -69,7 +68,7 @@ dist.destroy_process_group()
 
 
 def _padded(blocks: list[Block]) -> str:
-    """One program whose lines have the numbers that they have on the page."""
+    """Returns the blocks as one program with the page's line numbers."""
     lines: list[str] = []
     for block in blocks:
         lines += [""] * (block.line - 1 - len(lines)) + block.code.splitlines()
@@ -79,7 +78,7 @@ def _padded(blocks: list[Block]) -> str:
 def _run(
     folder: pathlib.Path, blocks: list[Block], before: str, after: str, fault: str = ""
 ) -> str:
-    """Runs the blocks between `before` and `after` under torchrun; returns the output."""
+    """Runs `before`, the blocks and `after` under torchrun, and returns the output."""
     program = folder / "page.py"
     name = str(blocks[0].page) if blocks else "no page"
     program.write_text(f"{before}exec(compile({_padded(blocks)!r}, {name!r}, 'exec'))\n{after}")
@@ -90,7 +89,7 @@ def _run(
 
 
 def _programs(page: str) -> dict[str, list[Block]]:
-    """The blocks of each program, by the word behind the language."""
+    """Returns the blocks of each program, by the word after the language."""
     programs: dict[str, list[Block]] = {}
     for block in blocks_of(DOCS / f"{page}.md"):
         if block.language == "python":
@@ -99,7 +98,7 @@ def _programs(page: str) -> dict[str, list[Block]]:
 
 
 def _weights(output: str) -> str:
-    """Those of both ranks at the end, which are equal."""
+    """Returns the final weights. Expects them to be equal on both ranks."""
     found = re.findall(r"rank (\d) is through with weights (-?\d+)", output)
     assert {rank for rank, _ in found} == {"0", "1"}, output
     (weights,) = {weights for _, weights in found}
@@ -107,7 +106,7 @@ def _weights(output: str) -> str:
 
 
 def _run_page(rank: int, page: str, folder: str, fault: str, world_size: int) -> tuple:
-    """The page's blocks, on a rank that has a group: its parameters, and what it printed."""
+    """Runs the page's blocks on a rank with a group. Returns the parameters and the output."""
     os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(world_size), "MY_FAULT": fault}
     os.chdir(folder)
     names: dict = {}
@@ -118,8 +117,8 @@ def _run_page(rank: int, page: str, folder: str, fault: str, world_size: int) ->
     return [tensor.tolist() for tensor in names["net"].parameters()], printed.getvalue()
 
 
-def test_no_block_is_of_a_language_that_no_test_runs():
-    # make_cpp.py takes the C++ blocks, use_from_cmake.py those of CMake and its error.
+def test_all_blocks_have_a_language_that_a_test_runs():
+    # make_cpp.py uses the C++ blocks, use_from_cmake.py the CMake and text blocks.
     elsewhere = {("cpp", ""), ("cmake", ""), ("cmake", "in-tree"), ("text", "")}
     here = {("python", ""), ("python", "late"), ("python", "dies")}
     blocks = [block for page in DOCS.glob("*.md") for block in blocks_of(page) if block.language]
@@ -133,7 +132,7 @@ def test_a_page_runs_and_ranks_end_with_equal_parameters(page, tmp_path):
     assert first == second
 
 
-def test_a_batch_that_fails_on_one_rank_is_left_out_on_all(tmp_path):
+def test_a_batch_that_fails_on_one_rank_is_skipped_on_all(tmp_path):
     (first, said), (second, said_too) = run_ranks(_run_page, "recovery", tmp_path, "raises", 2)
     assert first == second
     assert said.startswith("left out on all ranks: Reducer: rank 1 failed in iteration 3")
@@ -148,7 +147,7 @@ def _run_unbroken(rank: int) -> list:
     return [tensor.tolist() for tensor in names["net"].parameters()]
 
 
-def test_a_resumed_training_has_the_bits_of_one_that_was_not_interrupted(tmp_path):
+def test_resumed_training_has_the_bits_of_uninterrupted_training(tmp_path):
     resumed = run_ranks(_run_page, "checkpoints", tmp_path, "", 3, world_size=3)
     unbroken = run_ranks(_run_unbroken, world_size=3)
     assert [parameters for parameters, _ in resumed] == unbroken
@@ -161,7 +160,7 @@ def test_the_readmes_sharded_program_learns(tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("fault", ["late", "dies"])
-def test_training_that_a_rank_broke_ends_as_if_nothing_had_been(fault, tmp_path):
+def test_training_recovers_from_a_fault_to_the_same_bits(fault, tmp_path):
     blocks = _programs("recovery")[fault]
     done = _run(tmp_path, blocks, _GIVEN, _END, fault)
     assert "rank 0, step 2: " in done, done

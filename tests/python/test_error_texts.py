@@ -1,4 +1,4 @@
-"""Errors say what to do in Python, and have the words that programs look for in torch's."""
+"""Error texts: remedies in Python's terms, and torch's phrases for which programs search."""
 
 import re
 
@@ -27,7 +27,7 @@ def _returns_a_number(state: object, bucket: dist.GradBucket) -> int:
 
 
 class Two(nn.Module):
-    """Uses one or both of its layers; the second one in two checkpoints if `twice`."""
+    """Uses one or both of its layers; the second in two checkpoints if `twice`."""
 
     def __init__(self, use_both=True, twice=False):
         super().__init__()
@@ -65,7 +65,7 @@ def _use_twice(wrapper):
     wrapped(X).sum().backward()
 
 
-# What programs look for, which torch's class says too.
+# Phrases of torch's class for which programs search.
 WORDS = {
     "Communication hook must be callable": _register(3),
     r"bucket annotation should be dist\.GradBucket": _register(_takes_a_number),
@@ -80,7 +80,7 @@ WORDS = {
 
 
 @on_ranks(1)
-def test_the_words_that_programs_look_for_are_torchs(rank):
+def test_errors_have_torchs_phrases(rank):
     for words, run in WORDS.items():
         with pytest.raises(Exception, match=words) as theirs:
             run(TorchDistributedDataParallel)
@@ -88,7 +88,7 @@ def test_the_words_that_programs_look_for_are_torchs(rank):
             run(brigade.DistributedDataParallel)
 
 
-# ------------------------------------------------------- what to do, in Python
+# ------------------------------------------------------- remedies in Python
 
 
 def _error_of(run):
@@ -112,7 +112,7 @@ def _resize(wrapper):
 
 
 @on_ranks(1)
-def test_texts_name_what_can_be_done_in_python(rank):
+def test_errors_name_a_remedy_in_python(rank):
     text = _error_of(_leave_out)
     assert "2 of 4 parameters got no gradient in iteration 1 on rank 0" in text
     assert "parameters 2 ('b.weight'), 3 ('b.bias')." in text
@@ -139,7 +139,7 @@ class Lazy(nn.Module):
 
 
 @on_ranks(1)
-def test_a_module_that_builds_submodules_lazily_is_told_to_run_first(rank):
+def test_the_error_for_lazy_submodules_asks_for_a_forward_first(rank):
     wrapped = brigade.DistributedDataParallel(Lazy())
     wrapped(X).sum().backward()
     with pytest.raises(

@@ -1,4 +1,4 @@
-"""The programs of examples/python run on two ranks, where their packages are installed."""
+"""Runs the programs of examples/python on two ranks, if their packages are installed."""
 
 import pathlib
 import re
@@ -19,7 +19,7 @@ def _need(*packages: str) -> None:
         pytest.importorskip(package, reason=f"examples/python/requirements.txt: no {package}")
 
 
-def test_a_resnet_ends_in_the_weights_that_torchs_class_gives():
+def test_a_resnet_has_the_weights_of_torchs_class():
     _need("sklearn", "torchvision", "tqdm")
     output = _run("train_resnet.py", "--ddp", "both", "--steps", "2", "--image-size", "8")
     assert "weights equal bit for bit" in output
@@ -34,13 +34,13 @@ def test_lightning_uses_brigades_class():
 
 
 @pytest.mark.slow
-def test_a_gpt_ends_in_the_same_weights_however_it_is_sharded_or_interrupted(tmp_path):
+def test_a_gpt_has_equal_weights_for_each_strategy_and_when_resumed(tmp_path):
     _need("tqdm")
     small = ["--size", "32", "--blocks", "2", "--batch-size", "2"]
     in_folder = ["--folder", str(tmp_path), "--save-every", "2", *small]
     _run("train_gpt.py", "--steps", "2", *in_folder)
     outputs = [_run("train_gpt.py", "--steps", "4", *in_folder)]
-    assert "goes on behind step 2" in outputs[0]
+    assert "resuming after step 2" in outputs[0]
     for strategy in ("grad", "none"):
         outputs.append(_run("train_gpt.py", "--steps", "4", "--strategy", strategy, *small))
     weights = {re.search(r"weights (\w{16})", output).group(1) for output in outputs}

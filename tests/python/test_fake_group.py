@@ -1,4 +1,4 @@
-"""torch's `fake` group, whose collectives go nowhere: one rank of many, tried on one machine."""
+"""torch's `fake` process group, which simulates one rank of many in one process."""
 
 import pytest
 import torch
@@ -35,11 +35,11 @@ def test_data_parallel_training_needs_no_peers(rank):
         plain(x).sum().backward()
         model(x).sum().backward()
         for expected, found in zip(plain.parameters(), module.parameters(), strict=True):
-            assert torch.equal(found.grad, expected.grad)  # as if all ranks were alike
+            assert torch.equal(found.grad, expected.grad)  # as if all ranks had equal gradients
 
 
 @on_ranks(1)
-def test_sharded_training_takes_what_one_rank_of_many_takes(rank):
+def test_sharded_training_has_the_memory_of_one_rank_of_many(rank):
     _be_one_of_many()
     model = _net()
     for layer in (model[0], model[2]):

@@ -1,4 +1,4 @@
-"""Backwards whose end the caller chooses, as torch 2.15 has them."""
+"""Manual finalization of backwards, an option of torch 2.15."""
 
 import pytest
 import torch
@@ -18,8 +18,7 @@ _NOTHING = "no gradient reduction requires finalization"
 
 @pytest.mark.parametrize("mode", MODES)
 @on_ranks()
-def test_gradients_are_averaged_when_the_caller_says_so(rank, mode):
-    """Against a wrapper that finalizes by itself: the same bits, once they are asked for."""
+def test_gradients_are_averaged_when_the_caller_finalizes(rank, mode):
     options = MODES[mode]
     results = {}
     for manual in (False, True):
@@ -39,8 +38,7 @@ def test_gradients_are_averaged_when_the_caller_says_so(rank, mode):
 
 @pytest.mark.parametrize("mode", MODES)
 @on_ranks()
-def test_the_caller_is_told_when_only_the_end_of_backward_will_do(rank, mode):
-    """Whether the end of backward has to be waited for, forward by forward, as torch's."""
+def test_forwards_report_whether_finalization_needs_the_end_of_backward(rank, mode):
     options = MODES[mode]
     answers = {}
     for name, wrapper in CLASSES.items():
@@ -57,8 +55,8 @@ def test_the_caller_is_told_when_only_the_end_of_backward_will_do(rank, mode):
 
 @pytest.mark.parametrize("name", CLASSES)
 @on_ranks()
-def test_a_hook_in_backward_may_finalize_once_all_gradients_are_there(rank, name):
-    """Something before the model is still in backward when the averages are there."""
+def test_a_hook_in_backward_may_finalize_once_all_gradients_are_ready(rank, name):
+    """Averages are delivered while backward still runs layers before the model."""
     wrapper = CLASSES[name]
     wrapped = wrapper(nn.Linear(3, 2, bias=False))
     wrapped.require_manual_backward_finalization = True
@@ -79,7 +77,7 @@ def test_a_hook_in_backward_may_finalize_once_all_gradients_are_there(rank, name
 
 @pytest.mark.parametrize("name", CLASSES)
 @on_ranks()
-def test_misuse_is_told_in_words_that_torch_has_too(rank, name):
+def test_errors_of_misuse_have_torchs_phrases(rank, name):
     wrapper = CLASSES[name]
     wrapped = wrapper(Perceptron())
     x = inputs(rank, 1)[0]
@@ -100,7 +98,7 @@ def test_misuse_is_told_in_words_that_torch_has_too(rank, name):
         wrapped.require_manual_backward_finalization = False
     with pytest.raises(RuntimeError, match="Expected to have finalized the prior backward pass"):
         wrapped(x)
-    wrapped.finalize_backward()  # it was waiting for this
+    wrapped.finalize_backward()  # the pending backward
     with pytest.raises(RuntimeError, match=_NOTHING):
         wrapped.finalize_backward()
     with wrapped.no_sync():
@@ -108,7 +106,7 @@ def test_misuse_is_told_in_words_that_torch_has_too(rank, name):
         with pytest.raises(RuntimeError, match=_NOTHING):
             wrapped.finalize_backward()
     wrapped.require_manual_backward_finalization = False
-    loss_of(wrapped(x)).backward()  # averages what no_sync() left, too
+    loss_of(wrapped(x)).backward()  # also averages the gradients of no_sync()
     flat = torch.cat([gradient.flatten() for gradient in gradients_of(wrapped)])
     gathered = [torch.empty_like(flat) for _ in range(2)]
     torch.distributed.all_gather(gathered, flat)

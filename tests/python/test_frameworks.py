@@ -1,4 +1,4 @@
-"""Frameworks that build the wrapper themselves train to torch's bits with brigade's class."""
+"""Frameworks that construct the wrapper themselves: same bits with brigade's class."""
 
 import pathlib
 
@@ -17,7 +17,6 @@ _PACKAGES = {
 
 
 def _run(program: str, framework: str, world_size: int = 2) -> str:
-    """What it prints on all ranks."""
     for package in _PACKAGES[framework]:
         pytest.importorskip(package, reason=f"examples/python/requirements.txt: no {package}")
     return torchrun(_FOLDER / program, framework, world_size=world_size)
@@ -25,7 +24,7 @@ def _run(program: str, framework: str, world_size: int = 2) -> str:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("framework", ["lightning", "accelerate", "trainer"])
-def test_a_framework_ends_in_torchs_bits_however_it_compiles(framework):
+def test_a_framework_has_torchs_bits_in_each_order_of_compiling(framework):
     output = _run("framework_program.py", framework)
     for order in ("plain", "compiled inside", "compiled around"):
         for rank in range(2):
@@ -34,7 +33,7 @@ def test_a_framework_ends_in_torchs_bits_however_it_compiles(framework):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("framework", ["lightning", "accelerate"])
-def test_a_framework_shards_to_torchs_losses(framework):
+def test_a_sharding_framework_has_torchs_losses(framework):
     if framework == "lightning":
         pytest.importorskip("transformers", reason="examples/python/requirements.txt")
     output = _run("sharded_framework_program.py", framework)

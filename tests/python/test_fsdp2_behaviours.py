@@ -1,6 +1,6 @@
-"""What users of torch's fully_shard count on, each against one process.
+"""Behaviours of torch's fully_shard on which users rely, each compared with one process.
 
-The behaviours are those that torch's own tests of FSDP2 look at; the tests are ours.
+torch's own tests of FSDP2 check the same behaviours.
 """
 
 import copy
@@ -23,8 +23,7 @@ def _random(size, rank, step):
 
 @pytest.mark.parametrize("reshards", [None, True, False])
 @on_ranks()
-def test_a_forward_and_backward_of_an_inner_unit_by_itself(rank, reshards):
-    """A forward of an inner unit and its backward, after one through all."""
+def test_a_forward_and_backward_of_an_inner_unit_alone(rank, reshards):
     plain, model = make_net(), shard_blocks(make_net(), reshard_after_forward=reshards)
     optimizers = [torch.optim.AdamW(net.parameters(), 0.1, foreach=False) for net in (plain, model)]
     for step in range(7):
@@ -53,7 +52,7 @@ def test_a_scaler_skips_a_step_on_all_ranks(rank):
             net.zero_grad()
         backward_of_all(plain, 2, lambda net, r, step=step: scalers[0].scale(loss_of(net, r, step)))
         scalers[1].scale(loss_of(model, rank, step)).backward()
-        if step in (1, 3):  # in the part of one rank alone
+        if step in (1, 3):  # in one rank's shard only
             plain.head.bias.grad[step // 2] = float("inf")
             own = model.head.bias
             first = brigade._C.offset_of(own)
@@ -70,7 +69,7 @@ def test_a_scaler_skips_a_step_on_all_ranks(rank):
     assert scalers[1].get_scale() == 2.0**8
 
 
-class Speaker(nn.Module):
+class Generator(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.embed = nn.Embedding(9, 6)
@@ -91,17 +90,17 @@ class Speaker(nn.Module):
         return torch.stack(said)
 
 
-def _speakers():
+def _generators():
     torch.manual_seed(0)
-    plain = Speaker()
+    plain = Generator()
     model = copy.deepcopy(plain)
     brigade.fully_shard(model.body)
     return plain, brigade.fully_shard(model), torch.arange(4)
 
 
 @on_ranks()
-def test_generation_in_parts_and_whole(rank):
-    plain, model, token = _speakers()
+def test_generation_sharded_and_unsharded(rank):
+    plain, model, token = _generators()
     expected = plain.generate(token, 5)
     assert torch.equal(model.generate(token, 5), expected)
     with model.whole_parameters():
@@ -110,7 +109,7 @@ def test_generation_in_parts_and_whole(rank):
         assert all(isinstance(p.grad, brigade.TensorShard) for p in model.parameters())
         model.zero_grad()
         assert torch.equal(model.generate(token, 5), expected)
-        own, steps = token[rank:], 2 + rank  # no rank waits for another one
+        own, steps = token[rank:], 2 + rank  # no rank waits for another
         assert torch.equal(model.generate(own, steps), plain.generate(own, steps))
         if rank == 0:
             with pytest.raises(IndexError):
@@ -121,8 +120,8 @@ def test_generation_in_parts_and_whole(rank):
 
 
 @on_ranks()
-def test_a_method_in_forwards_place(rank):
-    plain, model, token = _speakers()
+def test_a_registered_forward_method(rank):
+    plain, model, token = _generators()
     with pytest.raises(ValueError, match="has no method 'speak'"):
         brigade.register_fsdp_forward_method(model, "speak")
     brigade.register_fsdp_forward_method(plain, "encode")

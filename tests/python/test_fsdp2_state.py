@@ -1,4 +1,4 @@
-"""State dicts of sharded modules: which parts they have, and what training does to them."""
+"""State dicts of sharded modules: their shards, and the effect of training on them."""
 
 import copy
 import io
@@ -15,8 +15,6 @@ from whole_numbers import batch_of, expect_parameters, layers, loss_of, step_by_
 
 
 class Uneven(nn.Module):
-    """Its parameters have 2 to 5 rows, of one to three dimensions; and it has buffers."""
-
     def __init__(self) -> None:
         super().__init__()
         numel = 0
@@ -40,7 +38,7 @@ def _shard(model, as_units):
 
 
 def _assembled(part):
-    """The whole tensor, of all ranks' boxes, each element of which is in one. Collective."""
+    """Collective. Returns the unsharded tensor of all ranks' boxes, which must partition it."""
     boxes = [
         (chunk.offsets, part.__get_tensor_shard__(_Index(chunk.offsets)))
         for chunk in part.__create_chunk_list__()
@@ -64,7 +62,7 @@ class _Index:
 @pytest.mark.parametrize("world_size", [2, 3, 4])
 @pytest.mark.parametrize("as_units", [False, True])
 @on_ranks()
-def test_parts_of_few_rows_are_all_of_each_tensor_once(rank, world_size, as_units):
+def test_shards_partition_tensors_of_few_rows(rank, world_size, as_units):
     plain = nn.Sequential(Uneven(), Uneven())
     with torch.no_grad():
         for parameter in plain[1].parameters():
@@ -84,7 +82,6 @@ def test_parts_of_few_rows_are_all_of_each_tensor_once(rank, world_size, as_unit
         assert list(full) == list(plain.state_dict())
         assert all(torch.equal(full[name], v) for name, v in plain.state_dict().items())
 
-        # What is loaded is what is there then, behind a forward and backward too.
         tripled = {n: v * 3 if isinstance(v, brigade.TensorShard) else v for n, v in state.items()}
         model.load_state_dict(tripled)
         with torch.no_grad():
@@ -96,8 +93,8 @@ def test_parts_of_few_rows_are_all_of_each_tensor_once(rank, world_size, as_unit
 
 @pytest.mark.parametrize("reshards", [True, False])
 @on_ranks()
-def test_a_state_dict_from_before_follows_training_and_copies_do_not(rank, reshards):
-    """state_dict() shares memory with the parts, as any module's; full_state_dict() is a copy."""
+def test_an_older_state_dict_follows_training_and_copies_do_not(rank, reshards):
+    """state_dict() shares the shards' memory, as any module's; full_state_dict() copies."""
     model = layers(3, 5, 2)
     plain = copy.deepcopy(model)
     brigade.fully_shard(model[0], reshard_after_forward=reshards)
@@ -127,8 +124,7 @@ def test_a_state_dict_from_before_follows_training_and_copies_do_not(rank, resha
 
 
 @on_ranks()
-def test_a_state_dict_inside_of_whole_parameters_is_whole(rank):
-    """Parameters are whole there; values of a state dict are sharded again behind it."""
+def test_a_state_dict_within_whole_parameters_is_unsharded(rank):
     plain, model = layers(3, 5, 2), layers(3, 5, 2)
     _shard(model, as_units=True)
     parts = model.state_dict()

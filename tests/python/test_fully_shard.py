@@ -1,4 +1,4 @@
-"""Sharded training against one process, and against torch's fully_shard."""
+"""Sharded training, compared with one process and with torch's fully_shard."""
 
 import copy
 import functools
@@ -21,7 +21,7 @@ from sharded_training import (
     Pair,
     batch_of,
     expect_equal,
-    expect_losses_alike,
+    expect_equal_losses,
     make_net,
     shard_blocks,
 )
@@ -33,7 +33,7 @@ from sharded_training import (
     reshards=[None, True, False],
 )
 @on_ranks()
-def test_equals_one_process(rank, world_size, optimizer, reshards):
+def test_training_equals_one_process(rank, world_size, optimizer, reshards):
     pair = Pair(rank, getattr(torch.optim, optimizer), reshard_after_forward=reshards)
     for step in range(4):
         pair.step(step)
@@ -43,7 +43,7 @@ def test_equals_one_process(rank, world_size, optimizer, reshards):
 
 
 @on_ranks()
-def test_surface(rank):
+def test_the_module_has_torchs_interface(rank):
     model = shard_blocks(make_net())
     assert isinstance(model, brigade.FSDPModule)
     assert isinstance(model, Net)
@@ -103,7 +103,7 @@ def test_parameters_of_two_units_that_have_one_memory_are_an_error(rank):
 
 
 @on_ranks()
-def test_what_is_tied_has_the_name_of_its_first_place(rank, tmp_path):
+def test_a_tied_parameter_has_its_first_name(rank, tmp_path):
     model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4))
     model[2].weight = model[0].weight
     plain = copy.deepcopy(model)
@@ -120,11 +120,11 @@ def test_what_is_tied_has_the_name_of_its_first_place(rank, tmp_path):
 @on_ranks()
 def test_losses_equal_torchs_on_two_ranks(rank):
     mesh = dist.device_mesh.init_device_mesh("cpu", (2,))
-    expect_losses_alike(rank, brigade.fully_shard, functools.partial(torch_fully_shard, mesh=mesh))
+    expect_equal_losses(rank, brigade.fully_shard, functools.partial(torch_fully_shard, mesh=mesh))
 
 
 @on_ranks()
-def test_a_model_that_is_let_go_of_is_gone(rank):
+def test_an_unreferenced_model_is_freed(rank):
     model = shard_blocks(make_net())
     model(batch_of(rank, 0)).square().mean().backward()
     assert next(model.parameters()).grad is not None
@@ -139,7 +139,7 @@ def test_a_model_that_is_let_go_of_is_gone(rank):
 
 
 @on_ranks()
-def test_full_state_is_that_of_the_masters(rank):
+def test_the_full_state_has_full_precision(rank):
     model = shard_blocks(make_net(), mp_policy=MixedPrecisionPolicy(torch.bfloat16))
     expect_equal(model, make_net())
     with model.whole_parameters(writes=True):
@@ -154,7 +154,7 @@ def test_full_state_is_that_of_the_masters(rank):
 
 
 @on_ranks(1)
-def test_one_class_for_all_modules_of_a_class(rank):
+def test_modules_of_one_class_get_one_sharded_class(rank):
     first, second = shard_blocks(make_net()), shard_blocks(make_net())
     assert type(first) is type(second)
     assert type(first).__name__ == "FSDPNet"
@@ -162,7 +162,7 @@ def test_one_class_for_all_modules_of_a_class(rank):
 
 
 class _Product(torch.autograd.Function):
-    """inputs @ weight, whose gradient is written where it is to be reduced."""
+    """inputs @ weight; backward writes the weight's gradient to its reduction buffer."""
 
     @staticmethod
     def forward(ctx, inputs, weight, model, slots):
@@ -199,17 +199,17 @@ class _Products(nn.Module):
 
 
 @on_ranks()
-def test_a_functions_gradient_is_written_in_place(rank):
+def test_a_function_writes_its_gradient_to_the_reduction_buffer(rank):
     plain, net = nn.Sequential(_Products()), nn.Sequential(_Products())
     brigade.fully_shard(net[0])
     model = brigade.fully_shard(net)
     object.__setattr__(net[0], "model", model)
-    assert model.gradient_slot(net[0].first) is None  # no forward has run
+    assert model.gradient_slot(net[0].first) is None
     pair = Pair(rank, nets=(plain, net))
     for step in range(3):
         net[0].slots.clear()
         pair.step(step)
-        # In the order of backward; the first weight's second gradient is added to its first.
+        # In backward order; the first weight's second gradient accumulates.
         last, second, first = net[0].slots
         assert first is None and last is not None and second is not None
         assert last.untyped_storage().data_ptr() == second.untyped_storage().data_ptr()
@@ -220,7 +220,7 @@ def test_a_functions_gradient_is_written_in_place(rank):
 
 @pytest.mark.parametrize("on_all", [True, False])
 @on_ranks()
-def test_a_part_may_run_by_itself(rank, on_all):
+def test_a_submodule_may_run_alone(rank, on_all):
     pair = Pair(rank)
     model, plain = pair.model, pair.plain
     if on_all or rank == 0:
@@ -232,7 +232,7 @@ def test_a_part_may_run_by_itself(rank, on_all):
 
 
 @on_ranks(3)
-def test_reproducible_sums_are_those_of_cpus_in_any_case(rank):
+def test_sums_on_cpus_are_always_reproducible(rank):
     wanted = shard_blocks(make_net(), reproducible=True)
     default = shard_blocks(make_net())
     for model in (wanted, default):

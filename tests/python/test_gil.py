@@ -1,4 +1,4 @@
-"""Other threads of a rank run while its backward waits for a peer."""
+"""A rank's other threads run while its backward waits for a peer."""
 
 import sys
 import threading
@@ -13,8 +13,8 @@ import brigade
 
 from ranks import on_ranks
 
-# So often the peer hears from the other thread before it takes part: backward has long
-# reached its wait by then, and the thread needs the GIL each time.
+# Rounds between the peer and the other thread before the peer joins. Backward reaches its wait
+# meanwhile, and the thread needs the GIL in each round.
 ROUNDS = 50
 
 
@@ -24,7 +24,6 @@ def _all_reduce(state, bucket):
 
 
 def _other_thread(in_backward, seen):
-    """Tells the peer of each round, and waits for its answer."""
     store = dist.distributed_c10d._get_default_store()
     in_backward.wait()
     for i in range(ROUNDS):
@@ -56,7 +55,7 @@ def test_a_thread_runs_while_backward_waits_for_a_peer(rank, options, with_hook)
     if with_hook:
         wrapped.register_comm_hook(None, _all_reduce)
     x = torch.full((1, 2), 2.0 * rank)
-    for _ in range(2):  # afterwards buckets stay
+    for _ in range(2):  # buckets are final after two
         wrapped(x).sum().backward()
     wrapped.zero_grad()
     loss = wrapped(x).sum()
@@ -72,5 +71,5 @@ def test_a_thread_runs_while_backward_waits_for_a_peer(rank, options, with_hook)
         thread.join()
         assert "backward" in seen, seen
     assert model[1].bias.grad.eq(1).all()
-    # Averages of gradients in proportion to 0 and 2.
+    # The average of gradients that are 0 and 2 times the input.
     assert torch.equal(model[0].weight.grad, model[1].weight.detach().sum(0)[:, None].expand(2, 2))

@@ -1,4 +1,4 @@
-"""What a user keeps of a gradient stays as it was, whosever memory the gradient has."""
+"""References to a gradient keep their values, even if it shares the bucket's memory."""
 
 import numpy as np
 import pytest
@@ -9,10 +9,10 @@ import brigade
 
 from ranks import on_ranks
 
-WIDTH = 160  # weights of 100 KB: their gradients may get their bucket's memory
+WIDTH = 160  # weights of 100 KB, whose gradients may use the bucket's memory
 STEPS = 5
 
-# What is kept of a gradient, and how its values are read later.
+# Ways to keep a gradient, and to read its values later.
 FORMS = {
     "tensor": (lambda g: g, lambda kept: kept),
     "alias": (lambda g: g.detach(), lambda kept: kept),
@@ -46,8 +46,8 @@ def _step(model, x):
 
 @pytest.mark.parametrize("form", FORMS)
 @on_ranks()
-def test_what_is_kept_of_a_gradient_stays(rank, form):
-    """And what is kept in backward gets the average at its end."""
+def test_kept_gradients_keep_their_values(rank, form):
+    """A reference taken during backward gets the average at the end of backward."""
     keep, read = FORMS[form]
     model = brigade.DistributedDataParallel(_net())
     first, second = model.module[0].weight, model.module[2].weight

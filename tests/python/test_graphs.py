@@ -1,4 +1,4 @@
-"""Outputs that the loss leaves out or changes, and what is told of a step's graph."""
+"""Outputs that the loss ignores or modifies, and logging data of a step's graph."""
 
 import pytest
 import torch
@@ -13,7 +13,7 @@ from training import CLASSES, Perceptron, expect_torchs_bits, gradients_of, inpu
 
 
 class Branches(nn.Module):
-    """Goes the way it is told: parameters of the other ways are unused."""
+    """Runs one of several branches; the others' parameters are unused."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -26,7 +26,7 @@ class Branches(nn.Module):
 
 
 class _Marked(torch.Tensor):
-    """A subclass in Python, as quantities with units are."""
+    """A tensor subclass in Python, such as a quantity with a unit."""
 
 
 class _Marking(Branches):
@@ -42,8 +42,8 @@ class _Marking(Branches):
     copies=[True, False],
 )
 @on_ranks()
-def test_the_loss_may_leave_outputs_out_and_change_them(rank, make, views, set_to_none, copies):
-    """Rank 0 leaves the head out in odd steps, rank 1 in the last three."""
+def test_the_loss_may_ignore_and_modify_outputs(rank, make, views, set_to_none, copies):
+    """Rank 0's loss ignores the head in odd steps, rank 1's in the last three."""
 
     def run(wrapper):
         wrapped = wrapper(make(), find_unused_parameters=True, gradient_as_bucket_view=views)
@@ -66,7 +66,7 @@ def test_the_loss_may_leave_outputs_out_and_change_them(rank, make, views, set_t
 class _Heads(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.norm = nn.BatchNorm1d(6).requires_grad_(False)  # both backwards would go through it
+        self.norm = nn.BatchNorm1d(6).requires_grad_(False)  # both backwards would reach it
         self.left, self.right = nn.Linear(6, 3), nn.Linear(6, 3)
 
     def forward(self, x):
@@ -75,7 +75,7 @@ class _Heads(nn.Module):
 
 
 @on_ranks(timeout_s=30)
-def test_a_forward_without_gradients_between_two_backwards_leaves_their_reduction_alone(rank):
+def test_a_forward_without_gradients_between_two_backwards_changes_no_reduction(rank):
     def run(wrapper):
         wrapped, seen = wrapper(_Heads()), []
         for x in inputs(rank, 3):
@@ -91,11 +91,11 @@ def test_a_forward_without_gradients_between_two_backwards_leaves_their_reductio
     expect_torchs_bits(run)
 
 
-# ---------------------------------------------------------------------- what is told
+# ---------------------------------------------------------------------- logging data
 
 
 @on_ranks()
-def test_logging_data_are_torchs_and_tell_times_order_and_errors(rank):
+def test_logging_data_have_torchs_keys_times_order_and_errors(rank):
     wrapped = brigade.DistributedDataParallel(Perceptron(), bucket_cap_mb=1.5)
     expected = CLASSES["torch"](Perceptron(), bucket_cap_mb=1.5)._get_ddp_logging_data()
     data = wrapped._get_ddp_logging_data()

@@ -1,4 +1,4 @@
-"""brigade.install(): torch's names make brigade's classes, and stay torch's."""
+"""brigade.install(): torch's classes construct brigade's, and remain torch's."""
 
 import copy
 import functools
@@ -48,7 +48,6 @@ def _is_torchs(wrapped):
 
 
 def _trains(wrapped, rank):
-    """Its gradients are averaged over 2 ranks."""
     for _ in range(2):
         wrapped.zero_grad()
         wrapped(torch.full((1, 3), 2.0 * rank)).sum().backward()
@@ -59,7 +58,7 @@ def _trains(wrapped, rank):
 
 
 @on_ranks()
-def test_torchs_class_makes_ours_for_a_while_and_nothing_is_left_behind(rank):
+def test_torchs_class_constructs_brigades_until_uninstall(rank):
     before = [dict(vars(owner)) for owner in OWNERS]
     with brigade.install():
         ours = nn.parallel.DistributedDataParallel(_net())
@@ -73,7 +72,7 @@ def test_torchs_class_makes_ours_for_a_while_and_nothing_is_left_behind(rank):
     _trains(ours, rank)
 
 
-# ------------------------------------------------------- what was bound before
+# ------------------------------------------------------- names bound earlier
 
 
 class Derived(DistributedDataParallel):
@@ -94,7 +93,7 @@ class DerivedInOldStyle(DistributedDataParallel):
 
 
 @on_ranks()
-def test_classes_derived_from_torchs_keep_their_methods_over_our_reducer(rank):
+def test_subclasses_of_torchs_class_keep_their_methods_with_brigades_reducer(rank):
     for kind in (Derived, DerivedInOldStyle):
         with brigade.install():
             ours = kind(_net())
@@ -110,7 +109,7 @@ def test_classes_derived_from_torchs_keep_their_methods_over_our_reducer(rank):
 
 
 @on_ranks(1)
-def test_modules_imported_meanwhile_have_torchs_classes_afterwards(rank):
+def test_modules_imported_while_installed_have_torchs_classes_afterwards(rank):
     with brigade.install():
         library = types.ModuleType("library")
         exec(
@@ -133,7 +132,7 @@ def test_modules_imported_meanwhile_have_torchs_classes_afterwards(rank):
 
 
 def _joins(wrapped, rank):
-    """Rank 1 has twice the data; the mean is over those that are left."""
+    """Checks join(): rank 1 has twice the data; the mean is over the remaining ranks."""
     with wrapped.join():
         for _ in range(1 + rank):
             wrapped.zero_grad()
@@ -147,7 +146,7 @@ def _sum_halved(state, bucket):
 
 
 @on_ranks(fresh=True)
-def test_instances_of_either_class_live_on_through_both(rank):
+def test_instances_survive_install_and_uninstall(rank):
     early = DistributedDataParallel(_net())
     brigade.install()
     ours = DistributedDataParallel(_net())
@@ -169,8 +168,7 @@ def test_instances_of_either_class_live_on_through_both(rank):
 
 
 @on_ranks(1)
-def test_a_pickle_of_an_older_torchs_wrapper_is_read(rank):
-    """What torch 2.12 leaves out of a pickle, and has in it."""
+def test_a_pickle_of_an_older_torchs_wrapper_loads(rank):
     wrapped = DistributedDataParallel(_net(), broadcast_buffers=False)
     state = wrapped.__getstate__()
     for name in (
@@ -189,7 +187,7 @@ def test_a_pickle_of_an_older_torchs_wrapper_is_read(rank):
 
 
 @on_ranks(1)
-def test_pickles_are_of_the_class_that_the_program_named(rank):
+def test_pickles_name_the_class_that_the_program_named(rank):
     theirs = {kind: pickle.dumps(kind(_net())) for kind in (DistributedDataParallel, Derived)}
     with brigade.install():
         ours = {kind: pickle.dumps(kind(_net())) for kind in theirs}
@@ -205,7 +203,7 @@ def test_pickles_are_of_the_class_that_the_program_named(rank):
             assert type(again) is kind
 
 
-# What a program without brigade does with a model that was saved whole.
+# A program without brigade that loads a pickled model.
 _READER = """
 import sys
 sys.modules["brigade"] = None  # importing it fails
@@ -226,7 +224,7 @@ def _saves(rank, path):
         torch.save(wrapped, path)
 
 
-def test_a_model_saved_whole_is_read_where_brigade_is_not(tmp_path):
+def test_a_pickled_model_loads_without_brigade(tmp_path):
     path = tmp_path / "model.pt"
     run_ranks(_saves, str(path), world_size=1)
     subprocess.run([sys.executable, "-c", _READER, str(path)], check=True, timeout=300)
@@ -236,7 +234,7 @@ def test_a_model_saved_whole_is_read_where_brigade_is_not(tmp_path):
 
 
 @on_ranks(1)
-def test_only_the_outer_context_undoes(rank):
+def test_only_the_outer_context_uninstalls(rank):
     with brigade.install():
         with brigade.install():
             pass
@@ -245,7 +243,7 @@ def test_only_the_outer_context_undoes(rank):
 
 
 @on_ranks(1)
-def test_what_others_have_put_around_our_patch_stays_theirs(rank):
+def test_uninstall_keeps_patches_of_others_around_ours(rank):
     torchs = DistributedDataParallel.__init__
     brigade.install()
     ours = DistributedDataParallel.__init__
@@ -262,7 +260,7 @@ def test_what_others_have_put_around_our_patch_stays_theirs(rank):
     assert DistributedDataParallel.__init__ is theirs
     assert _is_torchs(DistributedDataParallel(_net()))
     assert len(seen) == 2
-    DistributedDataParallel.__init__ = ours  # which they found
+    DistributedDataParallel.__init__ = ours  # the function that they wrapped
     assert _is_torchs(DistributedDataParallel(_net()))
     DistributedDataParallel.__init__ = torchs
 

@@ -23,8 +23,6 @@ from whole_numbers import (
 
 
 class Tied(nn.Module):
-    """What a language model is made of: its first and its last layer share a weight."""
-
     def __init__(self) -> None:
         super().__init__()
         self.embed = nn.Embedding(11, 7)
@@ -62,7 +60,7 @@ def _tokens(rank, step):
 
 
 @on_ranks()
-def test_whole_from_the_first_forward_to_the_last(rank):
+def test_a_joint_unit_is_unsharded_from_the_first_to_the_last_forward(rank):
     model = _sharded(_model())
     seen = []
     model.blocks[0].register_forward_hook(lambda *_: seen.append(is_unsharded(model.head.weight)))
@@ -79,7 +77,7 @@ def test_whole_from_the_first_forward_to_the_last(rank):
 
 
 @on_ranks()
-def test_outermost(rank):
+def test_a_joint_root_unit(rank):
     torch.manual_seed(0)
     modules = [nn.Linear(4, 4), nn.Linear(4, 4)]
     plain = copy.deepcopy(nn.ModuleList(modules))
@@ -102,7 +100,7 @@ def test_outermost(rank):
 
 
 @on_ranks(1)
-def test_lists_that_are_refused(rank):
+def test_invalid_lists_are_errors(rank):
     model = _model()
     with pytest.raises(ValueError, match="an empty list"):
         brigade.fully_shard([])
@@ -120,11 +118,11 @@ def test_lists_that_are_refused(rank):
         brigade.fully_shard(other)
 
 
-# ---- Some of them are called alone, outside of the model's forward.
+# ---- Members called alone, outside the model's forward.
 
 
 class Heads(nn.Module):
-    """Forward goes through one of two heads, which are a unit together."""
+    """Forward runs one of two heads, which form one unit."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -143,7 +141,6 @@ def _pair(reshards):
 
 
 def _whole_then_alone(net, rank, step):
-    """The second head has not run in the forward before; one backward goes through both."""
     loss = loss_of(net, batch_of(3, rank, step))
     return loss + loss_of(net.heads[1], batch_of(4, rank, step))
 
@@ -158,7 +155,7 @@ def _both_alone(net, rank, step):
 
 
 def _one_alone_behind_the_other(net, rank, step):
-    """The output of the model is what the member that has run goes on from."""
+    """Runs the second head on the output of the model, whose forward ran the first."""
     y = net(batch_of(3, rank, step))
     return loss_of(net.heads[0], torch.cat([y, y[:, :1]], 1))
 
@@ -171,7 +168,7 @@ LOSSES = [_whole_then_alone, _alone_then_whole, _both_alone, _one_alone_behind_t
 @on_ranks()
 def test_a_member_called_alone_trains_as_in_one_process(rank, reshards, loss):
     plain, model = _pair(reshards)
-    with torch.no_grad():  # makes the root
+    with torch.no_grad():  # creates the root
         assert torch.equal(model(batch_of(3, rank, 9)), plain(batch_of(3, rank, 9)))
     for step in range(4):
         backward_of_all(plain, 2, lambda net, r, step=step: loss(net, r, step))

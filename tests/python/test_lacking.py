@@ -1,4 +1,4 @@
-"""Calls that are lacking and modules that are refused: an error on all ranks, and all goes on."""
+"""Unsupported methods and modules: an error on all ranks, after which training continues."""
 
 import copy
 import inspect
@@ -16,7 +16,7 @@ from sharded_training import Pair, make_net
 
 
 def _lacking_methods():
-    """Of the class, those that only raise: bound to one function."""
+    """Returns the methods that only raise, which are one function."""
     lacks = brigade.fully_shard.__globals__["_lacks"]
     methods = vars(brigade.FSDPModule).items()
     return {name for name, value in methods if getattr(value, "func", None) is lacks}
@@ -28,7 +28,7 @@ def test_fully_shard_takes_all_of_torchs_arguments():
 
 
 @on_ranks()
-def test_methods_are_lacking_with_whatever_arguments(rank):
+def test_unsupported_methods_raise_with_any_arguments(rank):
     pair = Pair(rank)
     for name in sorted(_lacking_methods()):
         for arguments in ((), (None,)):
@@ -38,18 +38,17 @@ def test_methods_are_lacking_with_whatever_arguments(rank):
 
 
 @on_ranks()
-def test_offloading_is_named(rank):
+def test_the_error_for_offloading_names_it(rank):
     model = make_net()
     before = dict(model.named_parameters())
     with pytest.raises(NotImplementedError, match="offload_policy"):
         brigade.fully_shard(model, offload_policy=fsdp.CPUOffloadPolicy())
-    # It is the module that it was.
     assert not isinstance(model, brigade.FSDPModule)
     assert dict(model.named_parameters()) == before
     Pair(rank, offload_policy=fsdp.OffloadPolicy()).expect_step(0)
 
 
-# What torch's programs do with modules, each with words of what is said of it.
+# Unsupported calls of torch's programs, by regex of the error.
 CALLS = {
     "deepcopy": (copy.deepcopy, "can't be copied"),
     "pickle": (lambda m: pickle.dumps(m.head.weight), "can't be pickled"),
@@ -66,8 +65,8 @@ CALLS = {
 
 
 @on_ranks()
-def test_what_is_refused_is_named_and_changes_nothing(rank):
-    """All of them of one model, which trains exactly behind them."""
+def test_errors_name_the_unsupported_call_and_change_nothing(rank):
+    """Makes all calls on one model, which then trains exactly."""
     pair = Pair(rank)
     for name, (call, words) in CALLS.items():
         module = brigade.fully_shard(nn.Conv2d(2, 2, 3)) if name == "memory format" else pair.model
@@ -84,7 +83,7 @@ def test_a_module_with_shards_is_not_wrapped(rank):
         brigade.DistributedDataParallel(net)
 
 
-# ---- Modules that would train to silently wrong values.
+# ---- Modules that would silently train to wrong values.
 
 
 def _embedding():
@@ -142,7 +141,7 @@ def test_the_same_error_on_all_ranks(rank, make, error, words):
 
 
 @on_ranks()
-def test_ignored_parameters_may_have_all_that(rank):
+def test_ignored_parameters_may_have_these_properties(rank):
     net = _embedding()
     brigade.fully_shard(net, ignored_params={net[0].weight})
     net(torch.tensor([1, 2])).sum().backward()

@@ -1,4 +1,4 @@
-"""Parameters of a unit: outer and inner modules', ignored, late, scalars and views with gaps."""
+"""A unit's parameters: of outer and inner modules, ignored, added late, scalars, strided views."""
 
 import copy
 
@@ -16,7 +16,7 @@ from whole_numbers import (
     expect_gradients,
     linear,
     loss_of,
-    own_part,
+    own_shard,
 )
 
 
@@ -44,7 +44,7 @@ class Outer(nn.Module):
 
 
 @on_ranks()
-def test_each_parameter_is_its_innermost_units_or_ignored(rank):
+def test_each_parameter_belongs_to_its_innermost_unit_or_is_ignored(rank):
     plain = Outer()
     model = copy.deepcopy(plain)
     modules = list(model.modules())
@@ -64,7 +64,7 @@ def test_each_parameter_is_its_innermost_units_or_ignored(rank):
     def loss_on(net, r):
         return loss_of(net, batch_of(3, r, 0))
 
-    # Of what is ignored each rank has its own gradient.
+    # Gradients of ignored parameters are each rank's own.
     loss_on(plain, rank).backward()
     own = {n: p.grad.clone() for n, p in plain.named_parameters() if n in names}
     plain.zero_grad()
@@ -75,12 +75,11 @@ def test_each_parameter_is_its_innermost_units_or_ignored(rank):
         if name in names:
             assert torch.equal(part.grad, own[name]) and not torch.equal(part.grad, whole.grad)
         else:
-            assert torch.equal(part.grad.to_local(), own_part(part, whole.grad)), name
+            assert torch.equal(part.grad.to_local(), own_shard(part, whole.grad)), name
 
 
 @on_ranks()
-def test_what_an_inner_unit_ignores_is_nobodys(rank):
-    """What the inner unit ignores is not the outer one's either, though that isn't told of it."""
+def test_no_unit_shards_what_an_inner_unit_ignores(rank):
     model = Outer()
     bias = model.inner.norm.bias
     brigade.fully_shard(model.inner, ignored_params={bias})
@@ -99,7 +98,7 @@ LATE = {
 @pytest.mark.parametrize("ranks", [(0, 1), (0,)], ids=["all", "one"])
 @pytest.mark.parametrize("path", LATE)
 @on_ranks()
-def test_what_is_registered_before_the_first_forward_is_named(rank, path, ranks):
+def test_parameters_registered_before_the_first_forward_are_named(rank, path, ranks):
     plain = Outer()
     model = copy.deepcopy(plain)
     brigade.fully_shard(model.inner)
@@ -122,8 +121,6 @@ def test_what_is_registered_before_the_first_forward_is_named(rank, path, ranks)
 
 
 class Scalar(nn.Module):
-    """Has fewer elements than there are ranks."""
-
     def __init__(self) -> None:
         super().__init__()
         self.scale = nn.Parameter(torch.tensor(0.75))
@@ -133,8 +130,6 @@ class Scalar(nn.Module):
 
 
 class Views(nn.Module):
-    """Its parameters are views of tensors that are larger than they are, and scalars."""
-
     def __init__(self) -> None:
         super().__init__()
         self.shift = nn.Parameter(torch.randn(()))
@@ -145,7 +140,7 @@ class Views(nn.Module):
         self.scale = nn.Parameter(torch.randn(3)[1])
 
     def forward(self, x):
-        """Of single elements, whose bits do not depend on their places in memory."""
+        """Computes elementwise, so that bits do not depend on the memory layout."""
         tensors = (self.gapped, self.every_third, self.transposed, self.permuted)
         elements = torch.cat([tensor.reshape(-1) for tensor in tensors])
         return (elements * x.mean() + self.shift) * self.scale

@@ -1,4 +1,4 @@
-"""What torch's fully_shard says of meshes and placements."""
+"""Meshes and placements that torch's fully_shard accepts."""
 
 import inspect
 
@@ -36,7 +36,7 @@ def _gradient(model, rank):
 )
 @on_ranks(8)
 def test_dimensions_of_a_larger_mesh(rank, shard, replicate, bits, num_shards):
-    """A group is of ranks that differ in bits of its dimensions."""
+    """A rank's group has the ranks that differ in the bits of its mesh dimensions."""
     mesh = dist.init_device_mesh("cpu", (2, 2, 2), mesh_dim_names=("outer", "inner", "model"))
     plain = make_net()
     model = shard_blocks(
@@ -52,7 +52,7 @@ def test_dimensions_of_a_larger_mesh(rank, shard, replicate, bits, num_shards):
 
 @pytest.mark.skipif(_Dims is None, reason="torch has no DataParallelMeshDims")
 @on_ranks()
-def test_dimensions_that_the_mesh_does_not_have(rank):
+def test_dimensions_outside_the_mesh_are_errors(rank):
     mesh = dist.init_device_mesh("cpu", (2, 1), mesh_dim_names=("data", "model"))
     for wrong in (_Dims(shard="dat"), _Dims(shard="data", replicate="data")):
         with pytest.raises(ValueError, match=r"each once.*mesh with \('data', 'model'\)"):
@@ -82,7 +82,7 @@ def test_replicas_may_be_the_inner_dimension(rank):
     model = nn.Linear(5, 3, bias=False)
     nn.init.ones_(model.weight)
     brigade.fully_shard(model, mesh=mesh, dp_mesh_dims=_Dims(shard="shards", replicate="copies"))
-    places = {0: 0, 1: 0, 2: 8, 3: 8}  # of 15 elements and one of padding
+    places = {0: 0, 1: 0, 2: 8, 3: 8}  # 15 elements and one of padding
     num_held = (8, 7)[rank // 2]
     assert model.weight.to_local().numel() == num_held
     expected = torch.ones(3, 5)
@@ -108,7 +108,7 @@ def test_a_mesh_whose_first_rank_is_not_the_lowest(rank):
 
 
 @on_ranks()
-def test_tensors_that_are_split_already_are_refused(rank):
+def test_sharded_tensors_are_errors(rank):
     mesh = dist.init_device_mesh("cpu", (2,))
     model = nn.Linear(2, 2)
     model.weight = nn.Parameter(distribute_tensor(model.weight.detach(), mesh, [Shard(0)]))

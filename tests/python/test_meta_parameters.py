@@ -1,4 +1,4 @@
-"""Models that are sharded on meta, and get memory and values afterwards."""
+"""Models sharded on the meta device, which get memory and values later."""
 
 import math
 
@@ -31,7 +31,7 @@ def _reset(model):
 
 
 def _init(module):
-    """As users' own: by kind, of shapes, rows and values."""
+    """Initializes as a user's function: by kind of module, by shapes, rows and values."""
     if isinstance(module, nn.Linear):
         nn.init.xavier_uniform_(module.weight)
         nn.init.normal_(module.bias, std=module.weight.shape[1] ** -0.5)
@@ -50,7 +50,7 @@ _WAYS = {
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 @pytest.mark.parametrize("way", list(_WAYS))
 @on_ranks()
-def test_values_are_those_of_one_process(rank, way, world_size):
+def test_initial_values_equal_one_process(rank, way, world_size):
     plain, model = make_net(), _on_meta()
     shard_blocks(model, reshard_after_forward=world_size > 1)
     assert all(p.is_meta and isinstance(p, brigade.ShardedParameter) for p in model.parameters())
@@ -64,7 +64,7 @@ def test_values_are_those_of_one_process(rank, way, world_size):
 
 
 def _init_all(model):
-    """From the outermost module down; some of it needs the whole of a unit's parameter."""
+    """Initializes from the root down; some modules need a unit's unsharded parameter."""
     _reset(model)
     nn.init.trunc_normal_(model.head.weight, std=model.head.weight.shape[-1] ** -0.5)
     nn.init.orthogonal_(model.blocks[1].up.weight)
@@ -97,7 +97,7 @@ def test_a_model_initializes_itself(rank, mesh):
 
 
 @on_ranks()
-def test_what_is_still_on_meta_is_named_on_all_ranks(rank):
+def test_parameters_still_on_meta_are_named_on_all_ranks(rank):
     plain, model = make_net(), shard_blocks(_on_meta())
     words = r"22 on meta: 'embed.weight', .* and 17 more.*\nCall to_empty"
     for _ in range(2):
@@ -109,13 +109,13 @@ def test_what_is_still_on_meta_is_named_on_all_ranks(rank):
     with pytest.raises(RuntimeError, match="16 on meta"):
         model(batch_of(rank, 0))
     parameters = list(model.parameters())
-    model.load_state_dict(plain.state_dict(), assign=True)  # gives memory
+    model.load_state_dict(plain.state_dict(), assign=True)
     assert all(a is b for a, b in zip(model.parameters(), parameters, strict=True))
     _expect_trains_alike(rank, model, plain)
 
 
 @on_ranks()
-def test_a_rank_that_alone_gives_memory_raises_with_the_others(rank):
+def test_all_ranks_raise_if_one_rank_alone_allocates(rank):
     model = shard_blocks(_on_meta())
     with pytest.raises(RuntimeError, match=r"rank 1: .*22 on meta: 'embed.weight'"):
         if rank == 0:
@@ -125,7 +125,6 @@ def test_a_rank_that_alone_gives_memory_raises_with_the_others(rank):
 
 @on_ranks()
 def test_a_rank_may_initialize_alone(rank):
-    """Draws are local: no rank waits for another one."""
     model, plain = shard_blocks(_on_meta()).to_empty(device="cpu"), make_net()
     for net in (model, plain):
         torch.manual_seed(5)
@@ -141,7 +140,7 @@ def test_a_rank_may_initialize_alone(rank):
 
 
 @on_ranks()
-def test_a_unit_is_on_meta_or_not(rank):
+def test_a_unit_partly_on_meta_is_an_error(rank):
     model = _on_meta()
     model.head = nn.Linear(7, 2)
     with pytest.raises(ValueError, match=r"'head\.weight' .* is on cpu, the first one on meta"):
@@ -152,15 +151,14 @@ def test_a_unit_is_on_meta_or_not(rank):
 
 
 @on_ranks()
-def test_functions_that_initialize_parts(rank):
-    """Outside of modules' methods: right or an error."""
+def test_functions_that_initialize_shards(rank):
     plain, model = make_net(), shard_blocks(make_net())
     inits = nn.init.xavier_normal_, nn.init.kaiming_uniform_, nn.init.trunc_normal_, nn.init.zeros_
     for _ in range(2):  # before there is a root, and afterwards
         for init in inits:
             for net in (model, plain):
                 torch.manual_seed(3)
-                init(net.embed.weight)  # parts of it on both
+                init(net.embed.weight)
             expect_equal(model, plain)
         for net in (model, plain):
             torch.manual_seed(1)
@@ -176,7 +174,7 @@ def test_functions_that_initialize_parts(rank):
 
 
 @on_ranks(4)
-def test_replicas_begin_alike(rank):
+def test_replicas_start_with_equal_values(rank):
     mesh = dist.device_mesh.init_device_mesh("cpu", (2, 2))
     model = shard_blocks(_on_meta(), mesh=mesh).to_empty(device="cpu")
     torch.manual_seed(rank)

@@ -1,4 +1,4 @@
-"""torch's native mixed precision: parameters that are swapped for low-precision copies."""
+"""torch's native mixed precision, which replaces parameters by low-precision copies."""
 
 from contextlib import nullcontext
 from unittest import mock
@@ -41,7 +41,7 @@ def test_training_in_low_precision_gives_torchs_bits(rank, views, set_to_none, r
     with streams, current:
         for name, wrapper in CLASSES.items():
             torch.manual_seed(0)
-            # On the CPU, torch's views keep the gradients of one iteration for ever.
+            # On the CPU, torch's gradient views keep the values of one iteration.
             views_here = views and name == "brigade"
             wrapped = wrapper(
                 Perceptron(), mixed_precision=precision, gradient_as_bucket_view=views_here
@@ -53,7 +53,7 @@ def test_training_in_low_precision_gives_torchs_bits(rank, views, set_to_none, r
                 for parameter in wrapped.parameters():
                     assert parameter.dtype == parameter.grad.dtype == torch.float32
                 gradients[name].append([p.grad.clone() for p in wrapped.parameters()])
-    # And its first iteration gives memory that nobody has written.
+    # torch's first iteration returns uninitialized gradients.
     assert_equal(gradients["brigade"][0], gradients["torch"][1])
     for ours, torchs in zip(gradients["brigade"][1:], gradients["torch"][1:], strict=True):
         assert_equal(ours, torchs)

@@ -1,6 +1,6 @@
-"""Training on a CUDA device: over NCCL in a world of 1, and on ranks that share one over Gloo.
+"""Training on a CUDA device: over NCCL on one rank, and over Gloo on ranks that share it.
 
-Everything else on devices with streams is tried on simulated ones (tests/simulated_device).
+tests/simulated_device has the other tests of devices with streams.
 """
 
 import copy
@@ -32,7 +32,7 @@ STRATEGIES = {"reshard": True, "keep": False}
 
 
 class WithUnused(nn.Module):
-    """A net, and a layer that every other forward leaves out."""
+    """A net with a layer that every other forward skips."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -55,7 +55,6 @@ def _batch_of(rank, step):
 
 
 def _busy():
-    """Some seconds of work for the current stream."""
     torch.cuda._sleep(8_000_000_000)
 
 
@@ -69,7 +68,7 @@ def _expect_same(model, plain):
 
 @pytest.mark.parametrize("mode", MODES)
 @on_ranks(1, backend="nccl")
-def test_bits_are_those_of_one_process_over_nccl(rank, mode):
+def test_bits_over_nccl_equal_one_process(rank, mode):
     options = MODES[mode]
     uses_all = not options.get("find_unused_parameters", False)
     plain = _make(WithUnused)
@@ -114,7 +113,7 @@ def test_the_host_never_waits_over_nccl(rank, kind):
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("low", [None, torch.bfloat16])
 @on_ranks(1, backend="nccl")
-def test_sharded_as_one_process_over_nccl(rank, strategy, low):
+def test_sharded_bits_over_nccl_equal_one_process(rank, strategy, low):
     reshards = STRATEGIES[strategy]
     plain = _make()
     policy = MixedPrecisionPolicy(param_dtype=low, reduce_dtype=torch.float32 if low else None)
@@ -140,7 +139,7 @@ def test_sharded_as_one_process_over_nccl(rank, strategy, low):
 
 @pytest.mark.parametrize("has_mesh", [True, False])
 @on_ranks(1, backend="nccl")
-def test_modules_of_the_host_move_to_their_mesh(rank, has_mesh):
+def test_modules_on_the_cpu_move_to_their_mesh(rank, has_mesh):
     torch.manual_seed(0)
     sharded = Net()
     plain = copy.deepcopy(sharded).to(DEVICE)
@@ -199,7 +198,7 @@ def test_compiled_over_nccl(rank):
 @pytest.mark.parametrize("mode", ["copies", "views", "static_graph"])
 @on_ranks(1, backend="nccl")
 def test_captured_in_a_cuda_graph(rank, mode):
-    """As torch's class is captured: on a side stream, after 11 steps there."""
+    """Captures as torch's class requires: on a side stream, after 11 steps."""
     options = MODES[mode]
     torch.cuda.set_stream(torch.cuda.Stream())
     model = brigade.DistributedDataParallel(_make(), **options)

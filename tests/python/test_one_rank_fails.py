@@ -1,4 +1,4 @@
-"""One rank fails or is gone: every rank raises and says which one it was, then all train on."""
+"""A rank fails or dies: every rank raises an error that names it, then training continues."""
 
 import os
 
@@ -11,7 +11,7 @@ from cases import pairwise
 from exact_training import MODES, SIZES, SumOverRanks, Training, UserError
 from ranks import on_ranks
 
-HOUR_S = 3600  # of the group: nobody may wait for that
+HOUR_S = 3600  # the group's timeout, which no rank may wait for
 
 
 @pairwise(
@@ -21,16 +21,14 @@ HOUR_S = 3600  # of the group: nobody may wait for that
     failing=[[1], [0, 1]],
 )
 @on_ranks(timeout_s=20, deadline_s=90)
-def test_an_exception_in_the_backward_of_one_rank_ends_that_of_all(
-    rank, name, mode, world_size, failing
-):
+def test_an_exception_in_one_ranks_backward_raises_on_all(rank, name, mode, world_size, failing):
     training = Training(rank, MODES[mode])
 
     def raise_once(gradient):
         handle.remove()
         raise UserError("the user's own")
 
-    for _ in range(2):  # in the first iteration and in a later one
+    for _ in range(2):  # in the first and in a later iteration
         if rank in failing:
             handle = getattr(training.model, name).register_hook(raise_once)
         training.expect_failure(failing, UserError, "^the user's own$", "an exception ended")
@@ -40,7 +38,7 @@ def test_an_exception_in_the_backward_of_one_rank_ends_that_of_all(
 
 @pytest.mark.parametrize("mode", MODES)
 @on_ranks()
-def test_a_comm_hook_that_raises_on_one_rank_is_quoted_on_the_others(rank, mode):
+def test_peers_quote_a_comm_hooks_exception(rank, mode):
     armed = False
 
     def hook(state, bucket):
@@ -59,7 +57,7 @@ def test_a_comm_hook_that_raises_on_one_rank_is_quoted_on_the_others(rank, mode)
 
 
 @on_ranks(timeout_s=HOUR_S, deadline_s=60)
-def test_all_raise_where_a_peer_is_in_a_collective_of_its_own_backward(rank):
+def test_all_raise_while_a_peers_backward_waits_in_its_own_collective(rank):
     training = Training(rank, {})
     training.expect_steps(2)
 
@@ -76,11 +74,11 @@ def test_all_raise_where_a_peer_is_in_a_collective_of_its_own_backward(rank):
     dist.destroy_process_group()
 
 
-# ------------------------------------------------------------------ a rank is gone
+# ------------------------------------------------------------------ a rank dies
 
 
 def _go_on_without_the_last(rank, training):
-    """As a user's loop does: asks, and makes a new group of the survivors over the old store."""
+    """Recovers as a user's loop does: creates a group of the survivors over the old store."""
     steps = 0
     while training.wrapped.reducer.can_continue():
         assert steps < 3
@@ -103,7 +101,7 @@ def _go_on_without_the_last(rank, training):
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("way", ["dies_in_backward", "dies", "leaves"])
 @on_ranks(3, timeout_s=20, deadline_s=90, may_die=[2])
-def test_survivors_of_a_rank_that_is_gone_train_on_in_a_new_group(rank, way, mode):
+def test_survivors_of_a_dead_rank_continue_in_a_new_group(rank, way, mode):
     training = Training(rank, MODES[mode])
     training.expect_steps(2)
     if rank < 2:
@@ -114,5 +112,5 @@ def test_survivors_of_a_rank_that_is_gone_train_on_in_a_new_group(rank, way, mod
         training.backward()
     elif way == "dies":
         os._exit(3)
-    del training.wrapped  # leaves
+    del training.wrapped
     dist.destroy_process_group()

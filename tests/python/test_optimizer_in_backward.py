@@ -1,4 +1,4 @@
-"""Optimizers that step in backward, alone and behind a comm hook."""
+"""Optimizers that step in backward, alone and with a comm hook."""
 
 import pytest
 import torch
@@ -17,7 +17,7 @@ OPTIONS = {"lr": 0.25, "momentum": 0.5}
 
 
 def _own_average(state, bucket):
-    """Returns other memory than the bucket's."""
+    """A comm hook that returns its own tensor, not the bucket's buffer."""
     average = bucket.buffer().clone().div_(dist.get_world_size())
     return dist.all_reduce(average, async_op=True).get_future().then(lambda f: f.value()[0])
 
@@ -45,7 +45,7 @@ def _wrap(net, hook, **options):
     hook=HOOKS,
 )
 @on_ranks()
-def test_steps_in_backward_are_those_after_it(rank, hook, views, stepped):
+def test_steps_in_backward_equal_steps_after_it(rank, hook, views, stepped):
     hook = HOOKS[hook]
     net, expected = _net(), _net()
     some = [p for p in list(net.parameters())[:stepped] if p.requires_grad]
@@ -74,7 +74,7 @@ def test_steps_in_backward_are_those_after_it(rank, hook, views, stepped):
                 assert torch.equal(p.grad, q.grad), (step, i)
 
 
-# ------------------------------------------------------------ what is not waited for
+# -------------------------------------------------- gradients that need no wait
 
 
 # ----------------------------------------------------------------------- failures
@@ -104,15 +104,13 @@ def _assert_equal_on_ranks(model):
 
 
 @pairwise(
-    which=[0, 1],  # after others have been launched
+    which=[0, 1],  # after other buckets are launched
     failing=[[0, 1], [1]],
     mode=["plain", "views", "find_unused"],
     hook=["none", "own"],
 )
 @on_ranks()
-def test_gradients_of_a_backward_that_failed_are_not_added_to_the_next(
-    rank, mode, hook, failing, which
-):
+def test_gradients_of_a_failed_backward_are_discarded(rank, mode, hook, failing, which):
     net = Toy()
     _apply_optimizer_in_backward(torch.optim.SGD, net.parameters(), {"lr": 0.25})
     model = _wrap(net, HOOKS[hook], **MODES[mode])
@@ -128,7 +126,7 @@ def test_gradients_of_a_backward_that_failed_are_not_added_to_the_next(
         for i in range(2):
             _expect_exact_step(model, rank, iteration + i)
         with model.no_sync():
-            model(weights_of(rank, iteration)).backward()  # goes with what failed
+            model(weights_of(rank, iteration)).backward()  # part of the failed iteration
         fails = rank in failing
         kind, text = (UserError, "in backward") if fails else (RuntimeError, "rank 1 failed")
         with pytest.raises(kind, match=text):
@@ -146,7 +144,7 @@ def test_gradients_of_a_backward_that_failed_are_not_added_to_the_next(
 
 @pytest.mark.parametrize("hook", ["none", "own"])
 @on_ranks()
-def test_ranks_that_have_joined_do_not_step_and_end_with_the_others_parameters(rank, hook):
+def test_joined_ranks_do_not_step_and_end_with_the_others_parameters(rank, hook):
     results = []
     for in_backward in (True, False):
         net = Toy()
@@ -158,7 +156,7 @@ def test_ranks_that_have_joined_do_not_step_and_end_with_the_others_parameters(r
             for iteration in range(2 + 2 * rank):
                 net.zero_grad()
                 model(weights_of(rank, iteration)).backward()
-                optimizer.step()  # finds no gradient where backward has stepped
+                optimizer.step()  # finds no gradients, because backward has stepped
         _assert_equal_on_ranks(net)
         results.append([p.detach().clone() for p in net.parameters()])
     for stepped, expected in zip(*results, strict=True):

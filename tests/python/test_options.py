@@ -1,4 +1,4 @@
-"""Options of the wrapper: what each does, beside torch's own class."""
+"""Options of the wrapper, compared with torch's class."""
 
 import inspect
 import warnings
@@ -17,7 +17,7 @@ from training import CLASSES
     ("check", "expected"), [("error", RuntimeError), ("warn", UserWarning), ("off", None)]
 )
 @on_ranks()
-def test_a_changed_module_is_an_error_a_warning_or_nobodys_business(rank, check, expected):
+def test_a_changed_module_is_an_error_a_warning_or_ignored(rank, check, expected):
     wrapped = brigade.DistributedDataParallel(nn.Sequential(nn.Linear(3, 2)), check_module=check)
     wrapped.module.append(nn.Linear(2, 2))
     x = torch.full((1, 3), float(rank))
@@ -34,7 +34,7 @@ def test_a_changed_module_is_an_error_a_warning_or_nobodys_business(rank, check,
         assert len(texts) == (expected is UserWarning)
         assert all("added: '1.weight', '1.bias'" in text for text in texts)
         average = wrapped.module[0].weight.grad / wrapped.module[1].weight.sum(0)[:, None]
-        assert torch.allclose(average, torch.full((2, 3), 0.5))  # the others are reduced
+        assert torch.allclose(average, torch.full((2, 3), 0.5))  # other parameters are reduced
 
 
 class _OwnBuffer(nn.Module):
@@ -47,7 +47,7 @@ class _OwnBuffer(nn.Module):
         return self.layer(x)
 
 
-# torch's too, if its version knows the argument.
+# Compares with torch's class if its version has the argument.
 _CLASSES = [brigade.DistributedDataParallel]
 if "forward_sync_buffers" in inspect.signature(CLASSES["torch"]).parameters:
     _CLASSES.append(CLASSES["torch"])
@@ -67,7 +67,7 @@ if "forward_sync_buffers" in inspect.signature(CLASSES["torch"]).parameters:
     ids=str,
 )
 @on_ranks()
-def test_buffers_are_synced_where_torch_syncs_them(rank, options, at_construction, in_forward):
+def test_buffers_are_synced_when_torch_syncs_them(rank, options, at_construction, in_forward):
     for wrapper in _CLASSES:
         wrapped = wrapper(_OwnBuffer(rank), **options)
         assert wrapped.module.seen.item() == (1 if at_construction else rank + 1)

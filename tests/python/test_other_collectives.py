@@ -1,4 +1,4 @@
-"""Backward has other collectives on the same group: they keep their places among the buckets'."""
+"""Other collectives in backward on the same group, whose order is equal on all ranks."""
 
 import pytest
 import torch
@@ -10,12 +10,10 @@ from ranks import on_ranks
 from training import CLASSES
 
 ONE_BUCKET_EACH = {"bucket_cap_mb": 1e-6}
-TIMEOUT_S = 20  # of the group: ranks that wait for different things fail early
+TIMEOUT_S = 20  # ranks that wait for different collectives fail early
 
 
 class First(nn.Module):
-    """y = 2 x."""
-
     def __init__(self) -> None:
         super().__init__()
         self.a = nn.Parameter(torch.tensor([2.0]))
@@ -25,7 +23,7 @@ class First(nn.Module):
 
 
 class Second(nn.Module):
-    """y = 5 h, or 5 h + 7 x; backward comes to the parameter 7 first, then to 5, then to h."""
+    """y = 5 h, or 5 h + 7 x; backward reaches the parameter 7 first, then 5, then h."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -38,7 +36,7 @@ class Second(nn.Module):
 
 
 class Both(nn.Module):
-    """What lies between the gradients of b and a: a collective, or another wrapper's bucket."""
+    """Has a collective or another wrapper's bucket between the gradients of b and a."""
 
     def __init__(self, wrapper=None, options=None) -> None:
         super().__init__()
@@ -59,21 +57,21 @@ def _average(terms):
     return torch.tensor([sum(terms) / len(terms)])
 
 
-# Ranks whose loss leaves c out, in each step; of three ranks, the third with both others.
-LEAVE_C_OUT = [(), (), (), (1,), (), (0,), (0, 1, 2), (), (1,)]
+# By step, the ranks whose loss does not use c. (0, 1, 2): all ranks, also of three.
+WITHOUT_C = [(), (), (), (1,), (), (0,), (0, 1, 2), (), (1,)]
 
 
 @pytest.mark.parametrize("world_size", [2, 3])
 @pytest.mark.parametrize("is_apart", [False, True])
 @pytest.mark.parametrize("kind", CLASSES)
 @on_ranks(timeout_s=TIMEOUT_S)
-def test_a_parameter_left_out_after_some_steps_moves_no_other_collective(
+def test_a_parameter_that_becomes_unused_moves_no_other_collective(
     rank, kind, is_apart, world_size
 ):
     options = {**ONE_BUCKET_EACH, "find_unused_parameters": True}
     wrapper = CLASSES[kind]
     model = Both(wrapper, options) if is_apart else wrapper(Both(), **options)
-    for step, without_c in enumerate(LEAVE_C_OUT):
+    for step, without_c in enumerate(WITHOUT_C):
         model.zero_grad()
         xs = _xs(step)
         model(torch.tensor([xs[rank]]), rank not in without_c).sum().backward()
@@ -89,7 +87,7 @@ def test_a_parameter_left_out_after_some_steps_moves_no_other_collective(
 
 
 class EitherFirst(nn.Module):
-    """Backward comes to c before or behind the collective; to a behind it in any case."""
+    """Backward reaches c before or after the collective, and always a after it."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -108,12 +106,12 @@ class EitherFirst(nn.Module):
 @pytest.mark.parametrize("mode", ["plain", "find_unused_parameters", "static_graph"])
 @pytest.mark.parametrize("kind", CLASSES)
 @on_ranks(3, timeout_s=TIMEOUT_S)
-def test_a_peers_first_gradient_may_lie_behind_a_collective(rank, kind, mode):
+def test_a_peers_first_gradient_may_come_after_a_collective(rank, kind, mode):
     wrapped = CLASSES[kind](EitherFirst(), **({} if mode == "plain" else {mode: True}))
     for step in range(6):
         wrapped.zero_grad()
         xs = _xs(step)
-        # Each rank has its turn. One bucket: it is launched behind the collective on all ranks.
+        # Ranks take turns. The only bucket is launched after the collective on all ranks.
         wrapped(torch.tensor([xs[rank]]), rank == step % 3).sum().backward()
         a, c = (parameter.grad for parameter in wrapped.parameters())
         assert torch.equal(a, _average([3 * x for x in xs])), (step, a)

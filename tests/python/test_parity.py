@@ -1,4 +1,4 @@
-"""Training gives the bits that torch's own class gives."""
+"""Training has the bits of torch's class."""
 
 import collections
 
@@ -72,7 +72,7 @@ class Nested(nn.Module):
         return Pair(self.a(x), {"list": [self.b(x)], "tuple": (self.c(x), None, 3)})
 
 
-# A model, the shape of its inputs, and options of the wrapper.
+# (model, shape of its inputs, options of the wrapper)
 CASES = [
     (Perceptron, (4, 6), {}),
     *((make, (4, 6), VIEWS) for make in (Embedding, Complex, Nested)),
@@ -83,7 +83,7 @@ CASES = [
 
 @pytest.mark.parametrize(("make", "shape", "options"), CASES)
 @on_ranks()
-def test_training_gives_the_same_bits(rank, make, shape, options):
+def test_training_has_torchs_bits(rank, make, shape, options):
     batches = inputs(rank, 5, shape)
     if make is Embedding:
         batches = [(batch.abs() * 100).long() % 11 for batch in batches]
@@ -93,7 +93,7 @@ def test_training_gives_the_same_bits(rank, make, shape, options):
 
 @on_ranks(timeout_s=30, deadline_s=60)
 def test_a_rank_may_evaluate_inside_of_join(rank):
-    """Forwards that nothing is reduced behind, on a rank whose peer may have run out."""
+    """Runs forwards without a reduction on a rank whose peer may have joined."""
     seen = {}
     for evaluates in (False, True):
         torch.manual_seed(0)
@@ -126,7 +126,7 @@ def test_ranks_with_fewer_inputs_join(rank, by_initial, batches):
 
 
 class Summed(nn.Module):
-    """Autograd gives the layer and the table one gradient in the same memory."""
+    """Autograd gives the layer and the table gradients in the same memory."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -137,7 +137,7 @@ class Summed(nn.Module):
 
 
 @on_ranks()
-def test_a_sparse_gradient_that_shares_memory_leaves_the_other_one_alone(rank):
+def test_a_sparse_gradient_in_shared_memory_keeps_the_other_gradient(rank):
     torch.manual_seed(0)
     model = Summed()
     wrapped = brigade.DistributedDataParallel(model)

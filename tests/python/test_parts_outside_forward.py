@@ -1,7 +1,7 @@
-"""What programs do with parts outside of forward: the whole's value, or an error on all ranks.
+"""Operators on sharded parameters outside forward: the unsharded value, or an error on all ranks.
 
-Of a matrix that is cut inside of rows; no rank holds all of it. By rules of C++ (fsdp/
-shard_operators.h); tests/fsdp/operators/check_operators.py goes through all operators.
+The matrix is cut within rows, and no rank holds all of it. fsdp/shard_operators.h has the rules;
+tests/fsdp/operators/check_operators.py checks all operators.
 """
 
 import numpy
@@ -16,7 +16,7 @@ import brigade
 from ranks import on_ranks
 from sharded_training import replicated
 
-# By what is computed of parts as of wholes.
+# Results by expression, which is computed with shards and with unsharded tensors.
 RIGHT = {
     "as itself": lambda p: p.view_as(p).norm() + p.expand_as(p).norm(),
     "as another's type": lambda p: p.type_as(p.double()).norm(),
@@ -65,7 +65,7 @@ def _make():
 
 @pytest.mark.parametrize("world_size", [2, 3])
 @on_ranks()
-def test_it_is_of_the_whole_or_an_error(rank, world_size):
+def test_a_result_equals_the_unsharded_one_or_is_an_error(rank, world_size):
     whole, net = _make()[0].weight.detach(), brigade.fully_shard(_make())
     part = net[0].weight.detach()
     for name, of in RIGHT.items():
@@ -81,8 +81,7 @@ def test_it_is_of_the_whole_or_an_error(rank, world_size):
 
 
 @on_ranks()
-def test_replicas_are_as_any_tensor(rank):
-    """Where each rank has all of it."""
+def test_unsharded_replicas_support_any_operator(rank):
     part = replicated(_make())[0].weight.detach()
     assert part[0].shape == (5,) and part.T.shape == (5, 7)
     assert torch.equal(torch.zeros(7, 5).copy_(part).flatten(), part.to_local())
@@ -99,8 +98,7 @@ def test_replicas_are_as_any_tensor(rank):
     ],
 )
 @on_ranks()
-def test_states_of_wholes_are_loaded_into_parts(rank, options):
-    """Of an optimizer and of a model: each rank takes its piece."""
+def test_unsharded_states_load_into_shards(rank, options):
     plain, net = _make(), brigade.fully_shard(_make())
     optimizers = [options["make"](m.parameters(), lr=0.1, **options["with"]) for m in (plain, net)]
     for _ in range(2):

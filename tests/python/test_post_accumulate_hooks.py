@@ -1,4 +1,4 @@
-"""Hooks that run behind accumulation, on parameters of which each rank holds a part."""
+"""Post-accumulate-grad hooks of sharded parameters."""
 
 import pytest
 import torch
@@ -11,7 +11,7 @@ OPTIONS = {"lr": 0.1, "foreach": False}
 
 
 def _own_optimizers(model):
-    """One for each parameter, which steps where its gradient is there."""
+    """Registers an optimizer per parameter, which steps when the gradient is ready."""
     optimizers = {p: torch.optim.SGD([p], **OPTIONS) for p in model.parameters()}
 
     def step(parameter):
@@ -49,7 +49,7 @@ def _log(model):
 
 
 @on_ranks()
-def test_once_for_each_gradient_that_is_set_or_added_to(rank):
+def test_a_hook_runs_once_per_gradient_set_or_accumulated(rank):
     model = shard_blocks(make_net())
     names = [name for name, _ in model.named_parameters()]
     called = _log(model)
@@ -62,7 +62,7 @@ def test_once_for_each_gradient_that_is_set_or_added_to(rank):
     assert not called
     model.set_requires_gradient_sync(True)
     model.blocks[0].set_requires_gradient_sync(False)
-    loss_of(model, rank, 2).backward()  # of the others; what is there is added to
+    loss_of(model, rank, 2).backward()  # other parameters; gradients accumulate
     assert sorted(name for name, _, _ in called) == sorted(
         name for name in names if not name.startswith("blocks.0.")
     )
@@ -85,8 +85,7 @@ def test_once_for_each_gradient_that_is_set_or_added_to(rank):
 
 @pytest.mark.parametrize("failing", [["blocks.1.up.weight"], ["embed.bias", "head.weight"]])
 @on_ranks()
-def test_one_that_raises_leaves_backward_behind_all_others(rank, failing):
-    """On the first rank: others' backward is over, and so is this one's."""
+def test_a_hook_that_raises_ends_backward_after_all_other_hooks(rank, failing):
     pair = Pair(rank)
     model = pair.model
 
@@ -121,7 +120,7 @@ def test_one_that_raises_leaves_backward_behind_all_others(rank, failing):
 
 
 @on_ranks()
-def test_they_stay_when_parts_are_made_anew(rank):
+def test_hooks_remain_when_shards_are_replaced(rank):
     with torch.device("meta"):
         net = make_net()
     model = shard_blocks(net)

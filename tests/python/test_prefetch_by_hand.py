@@ -1,4 +1,4 @@
-"""Gathers that a program begins itself: by handles in its training loop, and by prefetch lists."""
+"""All-gathers started by the program, with unshard() handles and with prefetch lists."""
 
 import itertools
 
@@ -20,12 +20,12 @@ from whole_numbers import (
     step_by_sign,
 )
 
-SIZES = (3, 5, 2, 4, 2)  # of units of even numel: no rank has padding
-SENT = num_bytes(*SIZES)  # of all units, once
+SIZES = (3, 5, 2, 4, 2)  # units of even numel, so that no rank has padding
+SENT = num_bytes(*SIZES)  # one all-gather of each unit
 
 
 def _pair(**arguments):
-    """Units '0' to '3', below an outermost module that has no parameters of its own."""
+    """Returns units '0' to '3' below a root without parameters of its own."""
     plain, model = layers(*SIZES), layers(*SIZES)
     for layer in model:
         brigade.fully_shard(layer, **arguments)
@@ -41,7 +41,7 @@ def _step(rank, plain, model, step):
 
 @pytest.mark.parametrize("reshards", [True, False])
 @on_ranks()
-def test_handles_in_a_training_loop_gather_no_unit_twice(rank, reshards):
+def test_handles_in_a_training_loop_do_not_gather_twice(rank, reshards):
     plain, model = _pair(reshard_after_forward=reshards)
     model._set_unshard_async_op(True)
     for step in range(4):
@@ -53,7 +53,7 @@ def test_handles_in_a_training_loop_gather_no_unit_twice(rank, reshards):
         _step(rank, plain, model, step)
         assert not any(is_unsharded(layer.weight) for layer in model)
         after = model.sharding_statistics()
-        # Half of each unit, once or twice as without handles.
+        # Each rank sends half of each unit, as often as without handles.
         sent = after["sent_by_gathers"] - before["sent_by_gathers"]
         assert sent == (1 + reshards) * SENT // 2
     model._set_unshard_async_op(False)
@@ -62,13 +62,13 @@ def test_handles_in_a_training_loop_gather_no_unit_twice(rank, reshards):
 
 
 def _gathered(model):
-    """Of the last step: units in the order of their launches, in forward and in backward."""
+    """Returns the units of the last step in launch order, in forward and in backward."""
     gathers = model.sharding_timeline().gathers
     return ["".join(g.unit for g in gathers if g.is_in_forward is which) for which in (True, False)]
 
 
 def _num_ahead(model):
-    """Gathers of the last step that began before the unit before them was needed."""
+    """Counts the all-gathers of the last step that began before the previous unit was used."""
     return sum(
         following.launch_ns < gather.needed_ns
         for gather, following in itertools.pairwise(model.sharding_timeline().gathers)
@@ -76,7 +76,7 @@ def _num_ahead(model):
     )
 
 
-# Lists of units in forward and in backward, and how many gathers that begins ahead of their need.
+# (lists in forward, lists in backward, all-gathers that they start ahead of use)
 LISTS = [
     ({}, {}, 0),
     ({0: [1, 2], 1: [2, 3], 2: [3]}, {}, 3),
@@ -87,7 +87,7 @@ LISTS = [
 
 
 @on_ranks()
-def test_lists_say_how_far_ahead_units_are_gathered(rank):
+def test_lists_set_how_far_ahead_units_are_gathered(rank):
     plain, model = _pair(prefetch_depth=0, reshard_after_forward=True)
     for step, (forward, backward, num_ahead) in enumerate(LISTS):
         for i, layer in enumerate(model):
@@ -104,7 +104,7 @@ def test_lists_say_how_far_ahead_units_are_gathered(rank):
 
 
 @on_ranks(1)
-def test_modules_of_no_unit_or_of_another_model_are_refused(rank):
+def test_modules_of_no_unit_or_of_another_model_are_errors(rank):
     _, model = _pair()
     for name in ("set_modules_to_forward_prefetch", "set_modules_to_backward_prefetch"):
         for wrong in ([nn.Linear(2, 2)], [model[0], brigade.fully_shard(nn.Linear(2, 2))]):

@@ -19,7 +19,7 @@ def _train(rank, kind, mode, futures, with_hook=False):
         training = Training(rank, {**MODES[mode], "process_group": group}, CLASSES[kind])
         if with_hook:
             training.wrapped.register_comm_hook(group, default_hooks.allreduce_hook)
-        # In a world of one, nobody uses p1 where rank 0 does not.
+        # With world size 1 no rank uses p1 if rank 0 does not.
         nobody = mode == "find_unused" and dist.get_world_size() == 1
         training.expect_steps(4, without=1 if nobody else None)
         assert group.num_reduced >= 4
@@ -36,7 +36,7 @@ def test_gradients_are_averaged_in_each_mode(rank, kind, mode, world_size):
 @pytest.mark.parametrize("kind", CLASSES)
 @on_ranks(**LIMITS)
 def test_a_hook_over_such_a_group(rank, kind):
-    # Of these futures torch's own hook takes the first element.
+    # torch's own hook takes the first element of these futures' values.
     _train(rank, kind, "plain", ["inner", "list", "tuple", "continued"], with_hook=True)
 
 

@@ -1,4 +1,4 @@
-"""Random programs train as one process does, and DDP as torch's class, to the same bits.
+"""Random programs have the bits of one process, and DDP programs those of torch's class.
 
 More seeds by hand: PYTHONPATH=build/release/python python tests/python/test_random_programs.py
 Sharded --seeds 200 --ranks 3
@@ -15,7 +15,7 @@ from random_programs import Replicated, Sharded, run_programs
 from ranks import run_ranks
 
 CLASSES = {"Replicated": Replicated, "Sharded": Sharded}
-# In one backward, and between backwards.
+# Ranks differ within a backward, and between backwards.
 OF_DDP = {"forwards", "save_and_load", "collective", "same backward", "frozen", "no_sync"}
 OF_BRIGADES_DDP = {"fail", "uneven", "left out", "in a thread"}
 OFTEN = {action for action, weight in Sharded.actions.items() if weight >= 1}
@@ -33,7 +33,7 @@ def test_ddp_averages(world_size):
     assert _run(Replicated, world_size, range(20)) >= OF_DDP | OF_BRIGADES_DDP
 
 
-def test_the_reference_is_what_torchs_ddp_does():
+def test_the_reference_equals_torchs_ddp():
     assert _run(Replicated, 2, range(20, 30), kind="torch") >= OF_DDP
 
 

@@ -1,4 +1,4 @@
-"""Data parallelism through units: every rank holds all parameters."""
+"""Units that are not sharded: every rank holds all parameters."""
 
 import pytest
 import torch

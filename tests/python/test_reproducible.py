@@ -1,4 +1,4 @@
-"""Gradients summed in the order of the ranks: one set of bits, however they travel."""
+"""Gradients summed in rank order: the same bits for any buckets, plans and views."""
 
 import pytest
 import torch
@@ -9,6 +9,7 @@ import brigade
 
 from ranks import on_ranks
 from sharded_training import expect_same
+from training import completed_future
 
 VARIANTS = {
     "1 KB": {"bucket_cap_mb": 1 / 1024},
@@ -36,15 +37,20 @@ def _gradients(net, rank, step):
     return [p.grad for p in net.parameters()]
 
 
-def _added(tensors):
+def _sum_in_order(tensors):
     total = [t.clone() for t in tensors[0]]
     for more in tensors[1:]:
         total = [a + b for a, b in zip(total, more, strict=True)]
     return total
 
 
-def _added_by_rows(each, row_size):
-    return _added([_added(each[r : r + row_size]) for r in range(0, len(each), row_size)])
+def _sum_by_shard_group(each, shard_group_size):
+    return _sum_in_order(
+        [
+            _sum_in_order(each[r : r + shard_group_size])
+            for r in range(0, len(each), shard_group_size)
+        ]
+    )
 
 
 def _train(model, rank, steps=3):
@@ -55,13 +61,13 @@ def _train(model, rank, steps=3):
         optimizer.step()
 
 
-def _train_alone(world_size, row_size, steps=3):
-    """One process: gradients of the ranks' inputs apart, added row by row."""
+def _train_alone(world_size, shard_group_size, steps=3):
+    """Trains in one process: sums gradients within each shard group, then over the groups."""
     net = _net()
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1, foreach=False)
     for step in range(steps):
         each = [_gradients(net, rank, step) for rank in range(world_size)]
-        total = _added_by_rows(each, row_size)
+        total = _sum_by_shard_group(each, shard_group_size)
         for p, gradient in zip(net.parameters(), total, strict=True):
             p.grad = gradient * (1.0 / world_size)
         optimizer.step()
@@ -70,13 +76,13 @@ def _train_alone(world_size, row_size, steps=3):
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])
 @on_ranks()
-def test_buckets_graphs_views_and_shards_do_not_show(rank, world_size):
+def test_bits_do_not_depend_on_buckets_graphs_views_and_shards(rank, world_size):
     world_size = dist.get_world_size()
     expected = _train_alone(world_size, world_size)
-    for what, options in VARIANTS.items():
+    for name, options in VARIANTS.items():
         model = brigade.DistributedDataParallel(_net(), reproducible=True, **options)
         _train(model, rank)
-        expect_same(model.module.state_dict(), expected, what)
+        expect_same(model.module.state_dict(), expected, name)
     sharded = _net()
     for layer in (sharded[0], sharded[2], sharded[4]):
         brigade.fully_shard(layer)
@@ -85,27 +91,26 @@ def test_buckets_graphs_views_and_shards_do_not_show(rank, world_size):
     expect_same(sharded.full_state_dict(), expected, "fully_shard")
 
 
-def _average_of_rows(group, bucket):
-    """A comm hook: rows of 2 ranks first, then these sums."""
+def _average_by_shard_group(group, bucket):
+    """A comm hook that sums shard groups of 2 ranks first, then the groups' sums."""
     each = [torch.empty_like(bucket.buffer()) for _ in range(group.size())]
     dist.all_gather(each, bucket.buffer(), group)
-    future = torch.futures.Future()
-    future.set_result(_added_by_rows([[t] for t in each], 2)[0] * (1.0 / group.size()))
-    return future
+    total = _sum_by_shard_group([[t] for t in each], 2)[0]
+    return completed_future(total * (1.0 / group.size()))
 
 
 @on_ranks(4)
-def test_rows_are_summed_as_by_hybrid_shards(rank):
+def test_sums_by_shard_group_equal_those_of_hybrid_sharding(rank):
     mesh = dist.device_mesh.init_device_mesh("cpu", (2, 2))
     sharded = brigade.fully_shard(_net(), mesh=mesh)
     _train(sharded, rank)
-    expected = _train_alone(4, row_size=2)
+    expected = _train_alone(4, shard_group_size=2)
     expect_same(sharded.full_state_dict(), expected, "fully_shard")
-    for what, options in VARIANTS.items():
+    for name, options in VARIANTS.items():
         model = brigade.DistributedDataParallel(_net(), **options)
-        model.register_comm_hook(dist.group.WORLD, _average_of_rows)
+        model.register_comm_hook(dist.group.WORLD, _average_by_shard_group)
         _train(model, rank)
-        expect_same(model.module.state_dict(), expected, what)
+        expect_same(model.module.state_dict(), expected, name)
 
 
 @pytest.mark.parametrize("by_world_size", [True, False])
@@ -119,15 +124,14 @@ def test_ranks_without_data_count_as_zeros(rank, world_size, by_world_size):
             model.zero_grad()
             model(_input(rank, step)).square().mean().backward()
             with_data = range(step, world_size)
-            # A rank without data adds zeros, which change no bits.
-            total = _added([_gradients(_net(), r, step) for r in with_data])
+            total = _sum_in_order([_gradients(_net(), r, step) for r in with_data])
             divisor = world_size if by_world_size else len(with_data)
             for p, gradient in zip(model.parameters(), total, strict=True):
                 assert torch.equal(p.grad, gradient * (1.0 / divisor)), step
 
 
 @on_ranks()
-def test_what_cannot_be_summed_in_order_is_refused_on_every_rank(rank):
+def test_reductions_without_rank_order_are_errors_on_every_rank(rank):
     net = _net()
     precision = torch.nn.parallel.distributed._MixedPrecision(param_dtype=torch.bfloat16)
     delayed = {

@@ -1,4 +1,4 @@
-"""Files of safetensors that C++ and Python programs read of each other."""
+"""safetensors checkpoints, exchanged between C++ and Python."""
 
 import copy
 import json
@@ -14,12 +14,12 @@ import brigade
 from ranks import on_ranks, run_ranks, torchrun
 from sharded_training import (
     Net,
-    expect_alike,
+    expect_equal_on_ranks,
     expect_same,
+    full_state,
     make_net,
     shard_blocks,
     train_step,
-    whole_state,
 )
 
 _GPT = pathlib.Path(brigade.__file__).parents[2] / "examples/gpt/gpt"
@@ -48,7 +48,7 @@ def _make(kind, name):
 
 def _state(model, optimizer):
     if isinstance(model, brigade.FSDPModule):
-        parameters, states = whole_state(model, optimizer)
+        parameters, states = full_state(model, optimizer)
         states = states["state"]
     else:
         parameters = dict(model.module.state_dict())
@@ -72,7 +72,6 @@ def _get(folder, name):
 
 
 def _saves(rank, folder, name, kind):
-    """Steps twice, saves, and steps on."""
     model, optimizer = _make(kind, name)
     for step in range(2):
         train_step(model, optimizer, step, rank)
@@ -85,7 +84,7 @@ def _saves(rank, folder, name, kind):
 
 def _loads(rank, folder, name, way, kind):
     model, optimizer = _make(kind, name)
-    train_step(model, optimizer, 7, rank)  # which is undone
+    train_step(model, optimizer, 7, rank)  # loading undoes this
     assert _WAYS[way][1](model, f"{folder}/{way}", optimizer)["step"] == "2"
     loaded = _state(model, optimizer)
     train_step(model, optimizer, 2, rank)
@@ -95,7 +94,7 @@ def _loads(rank, folder, name, way, kind):
 @pytest.mark.parametrize(
     ("name", "kind"), [*((name, "shards") for name in _OPTIMIZERS), ("adamw", "replicas")]
 )
-def test_training_goes_on_with_the_same_bits(tmp_path, name, kind):
+def test_resumed_training_has_the_same_bits(tmp_path, name, kind):
     run_ranks(_saves, str(tmp_path), name, kind)
     saved, stepped = _get(tmp_path, "saved")
     for way in _WAYS:
@@ -116,8 +115,7 @@ _OPTIONS = {"lr": 0.5, "betas": (0.5, 0.9), "eps": 1e-3, "weight_decay": 0.3, "m
 
 
 @on_ranks()
-def test_saved_options_are_restored_and_named(rank, tmp_path):
-    """What is loaded into an optimizer of other options goes on as what was saved."""
+def test_loading_restores_saved_options_and_names_differences(rank, tmp_path):
     for way, (save, load) in _WAYS.items():
         kept, loaded = make_net(), make_net()
         first = torch.optim.AdamW(kept.parameters(), lr=0.01, weight_decay=0.1)
@@ -125,10 +123,10 @@ def test_saved_options_are_restored_and_named(rank, tmp_path):
         kept, loaded = (brigade.DistributedDataParallel(each) for each in (kept, loaded))
         train_step(kept, first, 0, rank)
         save(kept, f"{tmp_path}/{way}", first)
-        with pytest.warns(UserWarning, match="other options of AdamW") as told:
+        with pytest.warns(UserWarning, match="other options of AdamW") as warned:
             load(loaded, f"{tmp_path}/{way}", second)
         for name in _OPTIONS:
-            assert f"{name} = " in str(told[0].message)
+            assert f"{name} = " in str(warned[0].message)
             assert second.param_groups[0][name] == first.param_groups[0][name]
         for model, optimizer in ((kept, first), (loaded, second)):
             train_step(model, optimizer, 1, rank)
@@ -151,7 +149,7 @@ def test_a_module_of_one_process_needs_no_group(tmp_path):
 
 
 class _Nest(nn.Module):
-    """Parameters of the names and shapes that a file has."""
+    """A module with parameters of a file's names and shapes."""
 
     def __init__(self, forms):
         super().__init__()
@@ -174,7 +172,7 @@ def _reads_what_cpp_has_saved(rank, folder, forms):
 
 
 @pytest.mark.skipif(not _GPT.exists(), reason="examples/gpt is not built")
-def test_reads_what_a_cpp_program_has_saved(tmp_path):
+def test_loads_a_checkpoint_of_a_cpp_program(tmp_path):
     folder = tmp_path / "gpt"
     options = ["--steps", "3", "--blocks", "1", "--width", "8", "--batch-size", "4"]
     options += ["--sample", "0", "--checkpoint", str(folder)]
@@ -196,7 +194,7 @@ def test_reads_what_a_cpp_program_has_saved(tmp_path):
 
 
 @on_ranks()
-def test_what_is_left_out_is_said(rank, tmp_path):
+def test_a_warning_names_missing_buffers(rank, tmp_path):
     model = nn.Sequential(nn.Linear(5, 4), nn.BatchNorm1d(4))
     brigade.fully_shard(model, ignored_params={model[0].bias})
     with pytest.warns(UserWarning, match=r"not saved: '0.bias', '1.running_mean'"):
@@ -207,7 +205,7 @@ def test_what_is_left_out_is_said(rank, tmp_path):
 
 
 @on_ranks()
-def test_ranks_that_are_given_other_things_fail_alike(rank, tmp_path):
+def test_ranks_with_other_arguments_raise_the_same_error(rank, tmp_path):
     model, optimizer = _make("replicas", "adamw")
     train_step(model, optimizer, 0, rank)
     brigade.save_whole(model, f"{tmp_path}/a", optimizer)
@@ -216,14 +214,16 @@ def test_ranks_that_are_given_other_things_fail_alike(rank, tmp_path):
     errors = []
 
     def expect_error(error, text, call):
-        with pytest.raises(error, match=text) as told:
+        with pytest.raises(error, match=text) as caught:
             call()
-        errors.append(str(told.value))
+        errors.append(str(caught.value))
 
     other = f"{tmp_path}/{'ab'[rank]}"
-    expect_error(ValueError, "a checkpoint of checksum", lambda: brigade.load_whole(model, other))
+    expect_error(ValueError, "a checkpoint with checksum", lambda: brigade.load_whole(model, other))
     sharded, _ = _make("shards", "adamw")
-    expect_error(ValueError, "a checkpoint of checksum", lambda: brigade.load_whole(sharded, other))
+    expect_error(
+        ValueError, "a checkpoint with checksum", lambda: brigade.load_whole(sharded, other)
+    )
     own = {"rank": str(rank)}
     save = brigade.save_whole
     expect_error(
@@ -232,13 +232,13 @@ def test_ranks_that_are_given_other_things_fail_alike(rank, tmp_path):
     on_one = {"step": 1} if rank == 0 else {"step": "1"}
     with pytest.raises((TypeError, ValueError), match="expected metadata of strings"):
         save(model, f"{tmp_path}/c", metadata=on_one)
-    brigade.load_whole(model, f"{tmp_path}/a", optimizer)  # and goes on
+    brigade.load_whole(model, f"{tmp_path}/a", optimizer)
     train_step(model, optimizer, 1, rank)
-    expect_alike(errors)
+    expect_equal_on_ranks(errors)
 
 
 @on_ranks()
-def test_names_are_those_without_torchs_compiler(rank, tmp_path):
+def test_names_do_not_depend_on_torchs_compiler(rank, tmp_path):
     folder = str(tmp_path)
     wrapped, _ = _make("replicas", "sgd")
     path = pathlib.Path(folder) / "whole"
@@ -251,7 +251,7 @@ def test_names_are_those_without_torchs_compiler(rank, tmp_path):
         expect_same(wrapped.module.state_dict(), make_net().state_dict())
 
 
-def test_parameters_without_memory_are_named(tmp_path):
+def test_the_error_names_parameters_without_memory(tmp_path):
     with torch.device("meta"):
         net = nn.Linear(2, 2)
     for call in (brigade.save_whole, brigade.load_whole):
@@ -260,7 +260,7 @@ def test_parameters_without_memory_are_named(tmp_path):
 
 
 @on_ranks()
-def test_data_that_is_assigned_to_whole_parameters_counts_or_is_an_error(rank):
+def test_data_assigned_within_whole_parameters_is_kept_or_an_error(rank):
     model = nn.Sequential(nn.Linear(3, 3, bias=False), nn.Linear(3, 3, bias=False))
     brigade.fully_shard(model)
     with model.whole_parameters(writes=True):
@@ -268,7 +268,7 @@ def test_data_that_is_assigned_to_whole_parameters_counts_or_is_an_error(rank):
         model[1].weight.data = torch.arange(9.0).view(3, 3).t()
     written = model.full_state_dict()
     assert (written["0.weight"] == 2).all() and written["1.weight"][0, 1] == 3
-    with model.whole_parameters():  # which are not to be written
+    with model.whole_parameters():  # without writes=True
         model[0].weight.data = torch.ones(3, 3)
     with pytest.raises(RuntimeError, match=r"'0.weight' was given a plain tensor"):
         model(torch.ones(1, 3))

@@ -1,4 +1,4 @@
-"""Files of safetensors that brigade shares with the package of that name and torch's reader."""
+"""safetensors files, exchanged with the package `safetensors` and torch's reader and writer."""
 
 from random import Random
 
@@ -15,9 +15,9 @@ from ranks import on_ranks, run_ranks
 from sharded_training import (
     batch_of,
     expect_same,
+    full_optimizer_state,
     make_net,
     shard_blocks,
-    whole_optimizer_state,
 )
 
 safetensors = pytest.importorskip("safetensors", reason="no package safetensors")
@@ -28,7 +28,7 @@ from safetensors.torch import load_file, save_file  # noqa: E402
 
 
 def _values():
-    """Another one for each element of each parameter."""
+    """Returns values that differ for each element of each parameter."""
     begin, found = 0, {}
     for name, parameter in make_net().named_parameters():
         numel = parameter.numel()
@@ -42,7 +42,7 @@ def _expect_values(found):
 
 
 @on_ranks()
-def test_parts_are_not_saved_as_wholes(rank, tmp_path):
+def test_torchs_save_functions_reject_shards(rank, tmp_path):
     model = shard_blocks(make_net())
     model(batch_of(rank, 0)).sum().backward()
     for tensors in (model.state_dict(), {"gradient": model.head.weight.grad}):
@@ -67,7 +67,7 @@ def _saves(rank, folder):
     optimizer.step()
     brigade.save_whole(model, f"{folder}/model.safetensors", metadata={"format": "pt"})
     brigade.save_whole(model, f"{folder}/../both.safetensors", optimizer)
-    state = whole_optimizer_state(model, optimizer)["state"]
+    state = full_optimizer_state(model, optimizer)["state"]
     if rank == 0:
         torch.save(state, f"{folder}/../state.pt")
 
@@ -80,7 +80,7 @@ def folder(tmp_path_factory):
     return folder
 
 
-def test_the_package_reads_it(folder):
+def test_the_package_reads_brigades_files(folder):
     _expect_values(load_file(folder / "model.safetensors"))
     with safetensors.safe_open(folder / "model.safetensors", framework="pt") as opened:
         assert opened.metadata()["format"] == "pt"
@@ -102,7 +102,7 @@ def _reads(rank, path):
     _expect_values(model.full_state_dict())
 
 
-def test_what_the_package_has_written_is_read(tmp_path):
+def test_brigade_reads_the_packages_files(tmp_path):
     path = str(tmp_path / "whole.safetensors")
     save_file(_values(), path, metadata={"by": "the package"})
     run_ranks(_reads, path, world_size=3)
@@ -135,7 +135,7 @@ def test_torchs_reader_on_two_ranks(rank, kind, folder):
 
 
 def _damage(random, content):
-    """Changes one to three bytes, mostly to characters of JSON."""
+    """Changes one to three bytes, mostly to characters with a meaning in JSON."""
     content = bytearray(content)
     for _ in range(random.randint(1, 3)):
         at = random.randrange(len(content))
@@ -152,7 +152,7 @@ def _damage(random, content):
 
 
 def _read(call):
-    """Returns what `call` has read, as bytes; None if the file is refused."""
+    """Returns the bytes that `call` reads, or None if it raises."""
     try:
         tensors = call()
     except (ValueError, safetensors.SafetensorError):
@@ -161,7 +161,6 @@ def _read(call):
 
 
 def test_damaged_files_are_read_as_the_package_reads_them(tmp_path):
-    """Both refuse the same files, or the package reads tensors of another model."""
     path = tmp_path / "damaged.safetensors"
     save_file(nn.Linear(30, 4).state_dict(), path, metadata={"by": "the package"})
     content = path.read_bytes()

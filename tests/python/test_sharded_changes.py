@@ -1,4 +1,4 @@
-"""Parameters that are replaced, removed or added behind fully_shard; functional_call."""
+"""Parameters replaced, removed or added after fully_shard; functional_call."""
 
 import pytest
 import torch
@@ -13,8 +13,7 @@ from sharded_training import Pair, batch_of
 @pytest.mark.parametrize("is_alike", [True, False])
 @pytest.mark.parametrize("place", ["blocks.1.up.weight", "head.bias"])
 @on_ranks()
-def test_a_replaced_parameter_is_refused_until_it_is_back(rank, place, is_alike):
-    """A parameter is replaced, on all ranks or on the first; put back, steps are exact."""
+def test_a_replaced_parameter_is_an_error_until_restored(rank, place, is_alike):
     pair = Pair(rank)
     model = pair.model
     pair.step(0)
@@ -36,7 +35,7 @@ def test_a_replaced_parameter_is_refused_until_it_is_back(rank, place, is_alike)
 
 
 @on_ranks()
-def test_a_removed_parameter_is_refused_until_it_is_back(rank):
+def test_a_removed_parameter_is_an_error_until_restored(rank):
     pair = Pair(rank)
     model = pair.model
     own = model.blocks[0].up.bias
@@ -55,7 +54,7 @@ def test_a_removed_parameter_is_refused_until_it_is_back(rank):
 
 
 @on_ranks()
-def test_modules_that_are_added_are_named(rank):
+def test_the_error_names_added_modules(rank):
     net = nn.Sequential(nn.Linear(4, 4), nn.Sequential(nn.Linear(4, 4)))
     brigade.fully_shard(net[1])
     brigade.fully_shard(net[0])
@@ -65,7 +64,7 @@ def test_modules_that_are_added_are_named(rank):
     net.append(nn.Linear(4, 4))
     with pytest.raises(RuntimeError, match=r"'2\.weight', '2\.bias' were added"):
         net(x)
-    net[2].requires_grad_(False)  # alike on ranks, and stays so
+    net[2].requires_grad_(False)  # equal on all ranks
     net(x).sum().backward()
     del net[2]
     net[1].append(nn.LayerNorm(4))
@@ -80,7 +79,7 @@ def test_modules_that_are_added_are_named(rank):
 
 
 @on_ranks()
-def test_functional_call_computes_with_what_it_is_given_or_is_refused(rank):
+def test_functional_call_uses_its_arguments_or_is_an_error(rank):
     pair = Pair(rank)
     model = pair.model
     pair.step(0)
@@ -105,7 +104,7 @@ def test_functional_call_computes_with_what_it_is_given_or_is_refused(rank):
 
 
 @on_ranks()
-def test_what_is_replaced_while_parameters_are_whole_is_not_overwritten(rank):
+def test_parameters_replaced_while_unsharded_are_not_overwritten(rank):
     pair = Pair(rank)
     model = pair.model
     pair.step(0)
@@ -132,8 +131,8 @@ def test_what_is_replaced_while_parameters_are_whole_is_not_overwritten(rank):
 
 @pytest.mark.parametrize("is_whole", [True, False])
 @on_ranks()
-def test_exchanged_data_are_refused_and_nothing_is_exchanged(rank, is_whole):
-    """`a.data, b.data = b.data, a.data` gives each the memory of the other."""
+def test_exchanging_data_is_an_error_and_changes_nothing(rank, is_whole):
+    """`a.data, b.data = b.data, a.data` would exchange the parameters' memory."""
     pair = Pair(rank)
     pair.step(0)
     first, second = pair.model.blocks[0].up.weight, pair.model.blocks[1].up.weight

@@ -1,4 +1,4 @@
-"""States of sharded training: saved, loaded and gathered by torch's functions."""
+"""States of sharded training, saved, loaded and gathered by torch's functions."""
 
 import copy
 import pickle
@@ -14,12 +14,12 @@ from sharded_training import (
     Pair,
     expect_equal,
     expect_same,
+    full_optimizer_state,
+    full_state,
     make_net,
     shard_blocks,
     step_of_all,
     train_step,
-    whole_optimizer_state,
-    whole_state,
 )
 
 dcp = pytest.importorskip("torch.distributed.checkpoint")
@@ -57,7 +57,7 @@ def _nest(model, optimizer):
 
 
 @on_ranks()
-def test_what_torch_loads_while_units_are_whole_is_trained_on(rank, tmp_path):
+def test_values_loaded_while_units_are_unsharded_are_trained(rank, tmp_path):
     pair = Pair(rank, reshard_after_forward=False)
     model = pair.model
     model.set_reshard_after_backward(False)
@@ -67,7 +67,7 @@ def test_what_torch_loads_while_units_are_whole_is_trained_on(rank, tmp_path):
     for _ in range(2):
         pair.loss(6).backward()
         sent.append(model.sharding_statistics()["sent_by_gathers"])
-    assert sent[0] == sent[1]  # all units are whole
+    assert sent[0] == sent[1]  # all units are unsharded
     dcp.load({"model": model.state_dict()}, checkpoint_id=f"{tmp_path}/begin")
     pair.plain.load_state_dict(make_net().state_dict())
     for step in (7, 8):
@@ -75,20 +75,20 @@ def test_what_torch_loads_while_units_are_whole_is_trained_on(rank, tmp_path):
 
 
 @on_ranks()
-def test_saved_meanwhile(rank, tmp_path):
+def test_saving_while_units_are_unsharded(rank, tmp_path):
     model, optimizer = _trained(rank)
     state = _nest(model, optimizer)
-    whole = whole_state(model, optimizer)
+    whole = full_state(model, optimizer)
     saving = dcp.async_save(state, checkpoint_id=f"{tmp_path}/later")
     saving.result()
     train_step(model, optimizer, 2, rank)
     dcp.load(state, checkpoint_id=f"{tmp_path}/later")
     set_optimizer_state_dict(model, optimizer, state["optimizer"])
-    expect_same(whole_state(model, optimizer), whole)
+    expect_same(full_state(model, optimizer), whole)
 
 
 @on_ranks()
-def test_copies_of_a_part_are_parts(rank):
+def test_copies_of_a_shard_are_shards(rank):
     model, optimizer = _trained(rank)
     shard = model.blocks[0].up.weight
     whole = model.full_state_dict()["blocks.0.up.weight"]
@@ -125,7 +125,7 @@ def test_other_memory_formats_scalars_buffers(rank, tmp_path):
     state = {"model": plain.state_dict()}
     dcp.load(state, checkpoint_id=f"{tmp_path}/a")
     expect_same(dict(plain.state_dict()), dict(expected))
-    whole = whole_optimizer_state(model, optimizer)
+    whole = full_optimizer_state(model, optimizer)
     moment = whole["state"]["0.weight"]["momentum_buffer"]
     assert moment.is_contiguous(memory_format=torch.channels_last)
     with torch.no_grad():
@@ -133,7 +133,7 @@ def test_other_memory_formats_scalars_buffers(rank, tmp_path):
             parameter.zero_()
     dcp.load({"model": model.state_dict()}, checkpoint_id=f"{tmp_path}/a")
     set_optimizer_state_dict(model, optimizer, whole, options=_WHOLE)
-    expect_same(whole_state(model, optimizer), (expected, whole))
+    expect_same(full_state(model, optimizer), (expected, whole))
 
 
 @pytest.mark.parametrize("world_size", [2, 3])
@@ -145,11 +145,11 @@ def test_full_optimizer_state(rank, world_size):
         step_of_all(plain, plain_optimizer, step, world_size)
     expected = get_optimizer_state_dict(plain, plain_optimizer)
     model, optimizer = _trained(rank)
-    found = whole_optimizer_state(model, optimizer)
+    found = full_optimizer_state(model, optimizer)
     expect_same(found["state"], expected["state"])
     alone = (
         model.full_state_dict(rank0_only=True),
-        whole_optimizer_state(model, optimizer, rank0_only=True),
+        full_optimizer_state(model, optimizer, rank0_only=True),
     )
     if rank == 0:
         expect_same(alone, (dict(plain.state_dict()), found))
@@ -165,12 +165,12 @@ def test_full_optimizer_state(rank, world_size):
         del optimizer.state[model.head.bias]["exp_avg"]
     words = r"(?s)sharded tensor \d+ differs: .*state.head.bias.exp_avg"
     with pytest.raises(RuntimeError, match=words):
-        whole_optimizer_state(model, optimizer)
+        full_optimizer_state(model, optimizer)
 
 
-# The second begins on the one rank as the first does, and not on the other.
+# The second parameter's shard begins like the first one's on one rank only.
 @on_ranks()
-def test_states_of_parameters_of_one_shape_are_gathered(rank):
+def test_states_of_parameters_of_equal_shape_are_gathered(rank):
     model = nn.Module()
     model.weights = nn.ParameterList([torch.full((4,), float(i)) for i in range(3)])
     model.forward = lambda: sum((weight * weight).sum() for weight in model.weights)
@@ -178,7 +178,7 @@ def test_states_of_parameters_of_one_shape_are_gathered(rank):
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.5)
     model().backward()
     optimizer.step()
-    found = whole_optimizer_state(model, optimizer)["state"]
+    found = full_optimizer_state(model, optimizer)["state"]
     for i in range(3):
         buffer = found[f"weights.{i}"]["momentum_buffer"]
         assert torch.equal(buffer, torch.full((4,), 2.0 * i)), i

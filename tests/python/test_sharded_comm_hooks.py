@@ -1,4 +1,4 @@
-"""Comm hooks of sharded modules, and the bytes that are sent. Gradients are small integers."""
+"""Comm hooks of sharded modules, and the bytes sent. Gradients are small integers."""
 
 import pytest
 import torch
@@ -13,7 +13,7 @@ _DTYPES = {"fp16_compress": torch.float16, "bf16_compress": torch.bfloat16}
 
 
 class Terms(nn.Module):
-    """Each child's gradient is what it is called with, also where others are left out."""
+    """Each child's gradient is its input; children may be unused."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -44,7 +44,7 @@ def _mesh(world_size, num_shards):
 
 
 def _gradients(model):
-    """Whole, by name."""
+    """Returns unsharded gradients by name."""
     return {
         name: torch.zeros(p.shape) if p.grad is None else p.grad.full_tensor()
         for name, p in model.named_parameters()
@@ -52,7 +52,7 @@ def _gradients(model):
 
 
 def _expect(found, sums, world_size, dtype):
-    """`sums`: over ranks, of factors, by child; as they travel."""
+    """`sums`: of the inputs over ranks, by child, in the dtype of the hook."""
     average = [
         (s * torch.arange(1.0, n + 1) * (1.0 / world_size)).to(dtype).float()
         for s, n in zip(sums, (5, 9, 2), strict=True)
@@ -64,7 +64,7 @@ def _expect(found, sums, world_size, dtype):
 @pytest.mark.parametrize("name", sorted(_DTYPES))
 @pytest.mark.parametrize(("world_size", "num_shards"), [(2, 2), (2, 1), (3, 3), (4, 2)])
 @on_ranks()
-def test_averages_what_travels(rank, world_size, num_shards, name):
+def test_gradients_are_averages_in_the_hooks_dtype(rank, world_size, num_shards, name):
     dtype, mesh = _DTYPES[name], _mesh(world_size, num_shards)
     all_ranks = sum(range(1, world_size + 1))
     model = _sharded(comm_hook=name, mesh=mesh)
@@ -78,14 +78,14 @@ def test_averages_what_travels(rank, world_size, num_shards, name):
     model(1.0 + rank).backward()
     _expect(_gradients(model), [2 * all_ranks] * 3, world_size, dtype)
 
-    for _ in range(2):  # other branches on the first rank, always the same
+    for _ in range(2):  # rank 0 runs other branches, the same in each step
         model.zero_grad()
         model(1.0 + rank, left_out=(1,) if rank == 0 else ()).backward()
         _expect(_gradients(model), [all_ranks, all_ranks - 1, all_ranks], world_size, dtype)
 
 
 @on_ranks()
-def test_half_of_the_bytes_are_sent(rank):
+def test_hooks_halve_the_bytes_sent(rank):
     plain = _sharded()
     model = _sharded(comm_hook="fp16_compress")
     for trained in (plain, model):
@@ -93,12 +93,12 @@ def test_half_of_the_bytes_are_sent(rank):
     before, after = plain.sharding_statistics(), model.sharding_statistics()
     assert before["sent_by_sums"] == 4 * 22 // 2
     assert after["sent_by_sums"] == 2 * 22 // 2
-    # The outermost unit is kept.
+    # The root unit stays unsharded.
     assert before["sent_by_gathers"] == after["sent_by_gathers"] == 4 * (18 * 2 + 4) // 2
 
 
 @on_ranks()
-def test_ranks_have_one_hook(rank):
+def test_other_hooks_on_one_rank_are_an_error(rank):
     with pytest.raises(ValueError, match="comm_hook fp16_compress"):
         brigade.fully_shard(nn.Linear(3, 3), comm_hook="fp16_compress" if rank == 0 else None)
     with pytest.raises(

@@ -1,4 +1,4 @@
-"""torch.compile of modules that are sharded, before and after."""
+"""torch.compile of modules before and after they are sharded."""
 
 import os
 import shutil
@@ -75,7 +75,7 @@ _WAYS = [
 @pytest.mark.parametrize("way", quick(_WAYS, [_WAYS[0]]))
 @pytest.mark.parametrize("reshards", [True, False])
 @on_ranks()
-def test_compiled_either_way_the_bits_are_those_of_one_process(rank, way, reshards):
+def test_compiled_bits_equal_one_process(rank, way, reshards):
     arguments = {"reshard_after_forward": reshards}
     torch._dynamo.reset()
     graphs = []
@@ -95,14 +95,14 @@ def test_compiled_either_way_the_bits_are_those_of_one_process(rank, way, reshar
     for name, value in plain.state_dict().items():
         assert torch.equal(state[compiled[name]], value), name
     assert any("tanh" in target for graph in graphs for target in graph)
-    assert len(graphs) == num_graphs  # nothing is compiled again
+    assert len(graphs) == num_graphs
     statistics = model.sharding_statistics()
     assert statistics["learned_segments"] <= 2
     assert statistics["reduced_backwards"] == 4
 
 
 @on_ranks(1)
-def test_a_compiled_backward_raises_and_is_forgotten(rank):
+def test_training_continues_after_a_compiled_backward_raises(rank):
     from torch._dynamo import compiled_autograd
 
     pair = Pair(rank)
@@ -115,14 +115,12 @@ def test_a_compiled_backward_raises_and_is_forgotten(rank):
     pair.expect_step(1)
 
 
-# ---- By inductor, which makes machine code of blocks.
+# ---- With inductor, which compiles blocks to machine code.
 
 _COMPILER = os.environ.get("CXX", "g++")
 
 
 class Fused(nn.Module):
-    """Has what is fused, and is exact in whole numbers."""
-
     def __init__(self, seed) -> None:
         super().__init__()
         self.linear = linear(3, 3, seed)
@@ -157,8 +155,8 @@ def _shard_then_compile(model):
 @pytest.mark.skipif(shutil.which(_COMPILER) is None, reason=f"there is no {_COMPILER}")
 @pytest.mark.parametrize("way", [_compile_then_shard, _shard_then_compile])
 @on_ranks()
-def test_gradients_of_blocks_in_machine_code_are_those_of_one_process(rank, way, tmp_path):
-    os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(tmp_path)  # one rank compiles a kernel for all
+def test_gradients_of_inductors_blocks_equal_one_process(rank, way, tmp_path):
+    os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(tmp_path)  # ranks share compiled kernels
     from torch._inductor import config, metrics
 
     config.compile_threads, config.cpp_cache_precompile_headers = 1, False

@@ -1,4 +1,4 @@
-"""Units that take and return tensors in containers: gathered and reduced as those of tensors."""
+"""Units whose inputs and outputs are containers of tensors."""
 
 import collections
 import dataclasses
@@ -24,7 +24,7 @@ class State:
     note: str = "no tensor"
 
 
-# How two tensors are put together, and taken apart.
+# Functions that pack two tensors into a container, and unpack it.
 FORMS = {
     "tuple": (lambda a, b: (a, b), lambda both: both),
     "list": (lambda a, b: [a, b], lambda both: both),
@@ -43,7 +43,7 @@ FORMS = {
 
 
 class Layer(nn.Module):
-    """Both tensors go through parameters that backward reads."""
+    """Multiplies both tensors by parameters that backward needs."""
 
     def __init__(self, form) -> None:
         super().__init__()
@@ -87,7 +87,7 @@ def test_units_of_containers_equal_one_process(rank, form):
     for step in range(4):
         pair.step(step)
     pair.expect_equal()
-    # In each step all units in forward, and the layers again in backward.
+    # Each step gathers all units in forward, and the layers again in backward.
     statistics = model.sharding_statistics()
     assert statistics["learned_segments"] <= 2
     assert statistics["all_gathers"] == 4 * (4 + 3)
@@ -102,8 +102,6 @@ class Frozen:
 
 
 class _Casting(nn.Module):
-    """Notes what it is given."""
-
     def __init__(self) -> None:
         super().__init__()
         self.linear = nn.Linear(4, 4)
@@ -124,13 +122,13 @@ def test_tensors_in_dataclasses_are_cast(rank):
     assert out.hidden.dtype == torch.float64
     given, *others = model.seen
     assert given.x.dtype == torch.bfloat16
-    assert given.config is config  # what holds no tensor is not copied
+    assert given.config is config  # objects without tensors are not copied
     assert others[0] is config
     assert others[1][1]["a"] is config
 
 
 @on_ranks()
-def test_classes_of_containers_stay(rank):
+def test_containers_keep_their_classes(rank):
     model = brigade.fully_shard(_Casting())
     default = collections.defaultdict(list, n=[1], x=torch.ones(2, 4, requires_grad=True))
     model(default, torch.ones(2, 4).max(dim=1)).hidden.sum().backward()
@@ -150,7 +148,7 @@ class _View(nn.Module):
 
 
 @on_ranks()
-def test_an_output_that_is_a_view_may_be_changed_in_place(rank):
+def test_an_output_that_is_a_view_may_be_written_in_place(rank):
     torch.manual_seed(0)
     plain, model = _View(), _View()
     model.load_state_dict(plain.state_dict())

@@ -1,4 +1,4 @@
-"""Frozen parameters: gathered, no part of what is reduced, and passed by backwards."""
+"""Frozen parameters: all-gathered, but not reduced."""
 
 import math
 
@@ -19,7 +19,7 @@ from whole_numbers import (
     step_by_sign,
 )
 
-SIZE = 8  # of units, weights and biases no rank of 2 or 4 gets padding
+SIZE = 8  # 2 and 4 ranks need no padding
 
 
 def _freeze(model, frozen):
@@ -45,11 +45,11 @@ def _expect_step(rank, plain, model, step):
 
 
 def _expect_sent(rank, plain, model, step):
-    """Bytes that all ranks together have sent, for gathers and for sums."""
+    """Runs a step, and checks the bytes sent by all ranks for all-gathers and reductions."""
     names = ("sent_by_gathers", "sent_by_sums")
     before = model.sharding_statistics()
     _expect_step(rank, plain, model, step)
-    # Its sum is behind all gathers, one among them that nothing needed and so waited for.
+    # Its collective comes after all all-gathers, even one that no unit waited for.
     model.clip_grad_norm_(math.inf)
     after = model.sharding_statistics()
     sent = torch.tensor([after[name] - before[name] for name in names])
@@ -57,7 +57,7 @@ def _expect_sent(rank, plain, model, step):
     num_others = dist.get_world_size() - 1
     by_layer = [list(layer.parameters()) for layer in plain]
     numels = [sum(p.numel() for p in layer) for layer in by_layer]
-    # Once for forward, and units for backward, but for those in front of all that is trained.
+    # Forward gathers all units; backward gathers those from the first trained one on.
     trained = (i for i, layer in enumerate(by_layer) if any(p.requires_grad for p in layer))
     reached = numels[next(trained) : 2]
     trained = [p.numel() for p in plain.parameters() if p.requires_grad]
@@ -71,13 +71,13 @@ FROZEN = [(), ("weight",), ("bias",), ("0.",), ("0.", "1.bias"), ("0.weight", "1
 
 @pytest.mark.parametrize("world_size", [2, 4])
 @on_ranks()
-def test_only_what_is_trained_is_reduced(rank, world_size):
+def test_only_trained_parameters_are_reduced(rank, world_size):
     for frozen in FROZEN:
         _expect_sent(rank, *_pair(frozen), 0)
 
 
 class _Encoded(nn.Module):
-    """A front that is called without gradients, and what is trained behind it."""
+    """An encoder called without gradients, and a trained head."""
 
     def __init__(self):
         super().__init__()
@@ -90,7 +90,7 @@ class _Encoded(nn.Module):
 
 
 @on_ranks()
-def test_a_front_that_is_called_without_gradients_is_not_gathered_for_backward(rank):
+def test_backward_does_not_gather_an_encoder_called_without_gradients(rank):
     model = _Encoded()
     for layer in (*model.front, model.top):
         brigade.fully_shard(layer)
@@ -103,7 +103,7 @@ def test_a_front_that_is_called_without_gradients_is_not_gathered_for_backward(r
 
 
 class Tapped:
-    """A model, its inputs that want a gradient, and what its first layer has returned."""
+    """A model that keeps its inputs, which require gradients, and its first layer's output."""
 
     def __init__(self, net, x):
         self.x = x.clone().requires_grad_()
@@ -116,7 +116,7 @@ class Tapped:
 
 @pytest.mark.parametrize("frozen", [("0.",), ("1.", "2.weight")])
 @on_ranks()
-def test_gradients_of_inputs_that_are_returned(rank, frozen):
+def test_autograd_grad_of_inputs(rank, frozen):
     """torch.autograd.grad with respect to inputs leaves parameters without gradients."""
     plain, model = _pair(frozen)
     for step in range(3):

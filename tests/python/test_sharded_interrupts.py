@@ -1,4 +1,4 @@
-"""Forwards that interrupts leave, of which hooks are not told, or that torch.func transforms."""
+"""Forwards that end by an interrupt or without their hooks, and torch.func transforms."""
 
 import pytest
 import torch
@@ -30,7 +30,7 @@ def _leave_forward(model, rank, place, error):
     ],
 )
 @on_ranks()
-def test_steps_behind_it_are_exact(rank, place, error, is_alike, by_hand):
+def test_steps_after_an_interrupt_are_exact(rank, place, error, is_alike, by_hand):
     pair = Pair(rank)
     model = pair.model
     for step in range(4):
@@ -49,7 +49,7 @@ def test_steps_behind_it_are_exact(rank, place, error, is_alike, by_hand):
 
 
 @on_ranks()
-def test_a_forward_inside_of_another_is_a_part_of_it(rank):
+def test_a_nested_forward_is_part_of_the_outer_one(rank):
     plain, model = make_net(), shard_blocks(make_net())
     x, found = batch_of(rank, 0), []
 
@@ -65,7 +65,7 @@ def test_a_forward_inside_of_another_is_a_part_of_it(rank):
     expect_equal(model, plain)
 
 
-# ---- torch.func's transforms around a forward.
+# ---- torch.func transforms of a forward.
 
 
 def _calls(model, x):
@@ -82,7 +82,7 @@ def _calls(model, x):
 
 @pytest.mark.parametrize("steps_before", [0, 2])
 @on_ranks()
-def test_those_that_differentiate_are_refused_and_leave_the_model_usable(rank, steps_before):
+def test_differentiating_transforms_are_errors_and_the_model_remains_usable(rank, steps_before):
     pair = Pair(rank)
     model = pair.model
     for step in range(4):
@@ -95,8 +95,7 @@ def test_those_that_differentiate_are_refused_and_leave_the_model_usable(rank, s
 
 
 @on_ranks()
-def test_one_around_a_unit_is_told_to_the_peers(rank):
-    """Of one unit, on one rank."""
+def test_peers_raise_when_one_rank_transforms_a_unit(rank):
     plain, model = make_net(), shard_blocks(make_net())
     block = model.blocks[1]
     run = block.forward
@@ -115,7 +114,7 @@ def test_one_around_a_unit_is_told_to_the_peers(rank):
 
 
 @on_ranks()
-def test_vmap_is_right_without_gradients(rank):
+def test_vmap_without_gradients_is_correct(rank):
     plain, model = make_net(), shard_blocks(make_net())
     x = torch.stack([batch_of(rank, step) for step in range(3)])
     with torch.no_grad():

@@ -1,4 +1,4 @@
-"""An exception of one rank in a sharded step: all raise, nothing is changed, and all go on."""
+"""An exception on one rank in a sharded step: all ranks raise, change nothing and continue."""
 
 import contextlib
 import resource
@@ -13,11 +13,11 @@ import brigade
 
 from exact_training import SumOverRanks, UserError
 from ranks import on_ranks, run_ranks
-from sharded_training import Net, Pair, batch_of, expect_alike, make_net, shard_blocks
+from sharded_training import Net, Pair, batch_of, expect_equal_on_ranks, make_net, shard_blocks
 
 
 class _Pair(Pair):
-    """Whose parts and gradients a failure may not change."""
+    """A Pair that checks that a failure changes no shards and gradients."""
 
     def kept(self):
         return [
@@ -50,7 +50,7 @@ def _in_backward_of(module, error):
     )
 
 
-# By place: what makes the failing rank raise there; returns a handle.
+# Functions that make a rank raise, by place; they return a handle.
 PLACES = {
     "forward of the outermost": lambda m, e: m.register_forward_pre_hook(_raises(e)),
     "forward, before a gather": lambda m, e: m.blocks[1].register_forward_pre_hook(
@@ -65,10 +65,10 @@ PLACES = {
 
 
 def _fails(rank, places, error, arguments):
-    """In each of these places, of one model: in its first step, and in every second one."""
+    """Fails in each of these places of one model, in every second step."""
     pair = _Pair(rank, torch.optim.AdamW, **arguments)
     failing = dist.get_world_size() - 1
-    told = {}
+    errors = {}
     for number, place in enumerate(places):
         pair.optimizers[1].zero_grad()
         kept = pair.kept()
@@ -78,15 +78,15 @@ def _fails(rank, places, error, arguments):
             pair.loss(number).backward()
         if rank == failing:
             handle.remove()
-        told[place] = str(caught.value)
+        errors[place] = str(caught.value)
         if error is KeyboardInterrupt:
-            pair.model.reset_iter_state()  # hooks are not told that forward is left
+            pair.model.reset_iter_state()  # forward hooks did not run
         pair.expect_kept(kept)
         pair.expect_step(number)
-    return told
+    return errors
 
 
-def _expect_told(places, error, world_size, arguments):
+def _expect_failures(places, error, world_size, arguments):
     *others, own = run_ranks(_fails, places, error, arguments, world_size=world_size)
     assert own == dict.fromkeys(places, "no such batch")
     assert others == others[:1] * (world_size - 1)
@@ -96,44 +96,43 @@ def _expect_told(places, error, world_size, arguments):
 
 
 @pytest.mark.parametrize(("world_size", "reshards"), [(3, True), (3, False), (4, 2)])
-def test_all_raise_and_go_on_exactly(world_size, reshards):
+def test_all_ranks_raise_and_continue_exactly(world_size, reshards):
     arguments = {"reshard_after_forward": reshards}
-    told = _expect_told(list(PLACES), UserError, world_size, arguments)
-    for place, text in told.items():
+    errors = _expect_failures(list(PLACES), UserError, world_size, arguments)
+    for place, text in errors.items():
         if place.startswith("forward"):
             assert "UserError: no such batch" in text, (place, text)
 
 
 def test_an_interrupt_of_one_rank():
-    _expect_told(["forward, whole", "backward, in the middle"], KeyboardInterrupt, 2, {})
+    _expect_failures(["forward, whole", "backward, in the middle"], KeyboardInterrupt, 2, {})
 
 
 @pytest.mark.parametrize("world_size", [2, 3])
 @on_ranks()
-def test_a_backward_that_one_rank_leaves_out(rank, world_size):
-    """One rank leaves a step between its forward and its backward."""
+def test_a_backward_that_one_rank_skips(rank, world_size):
     pair = _Pair(rank, torch.optim.AdamW)
     pair.expect_step(0)
     pair.optimizers[1].zero_grad()
     kept = pair.kept()
     loss = pair.loss(1)
-    with pytest.raises(RuntimeError) as told:
+    with pytest.raises(RuntimeError) as caught:
         if rank == 0:
-            pair.loss(1)  # the next one, where others are in backward
+            pair.loss(1)  # the next forward, while peers are in backward
         else:
             loss.backward()
     pair.expect_kept(kept)
     for step in range(1, 3):
         pair.expect_step(step)
-    expect_alike(str(told.value))
+    expect_equal_on_ranks(str(caught.value))
     others = "rank 1" if world_size == 2 else "ranks 1, 2"
-    assert "rank 0 began iteration 4 (forward)" in str(told.value)
-    assert f"{others} began iteration 4 (backward)" in str(told.value)
+    assert "rank 0 began iteration 4 (forward)" in str(caught.value)
+    assert f"{others} began iteration 4 (backward)" in str(caught.value)
 
 
 @on_ranks()
 def test_an_optimizers_hook_that_raises_before_the_step(rank):
-    """A step is each rank's own: the one that has raised makes up for it."""
+    """Steps are local: the rank that raised steps again."""
     pair = _Pair(rank, torch.optim.AdamW)
     pair.expect_step(0)
     for step in range(1, 3):
@@ -152,7 +151,7 @@ def test_an_optimizers_hook_that_raises_before_the_step(rank):
 
 
 class _Writes(nn.Module):
-    """To its weight, in forward, where it is told to."""
+    """Writes its weight in forward, on request."""
 
     def __init__(self, inner=None) -> None:
         super().__init__()
@@ -170,7 +169,7 @@ class _Writes(nn.Module):
 
 @pytest.mark.parametrize("is_outermost", [False, True])
 @on_ranks()
-def test_a_write_in_forward_on_one_rank_is_told_to_all(rank, is_outermost):
+def test_a_write_in_forward_on_one_rank_is_an_error_on_all(rank, is_outermost):
     model = _Writes(_Writes())
     brigade.fully_shard(model.inner)
     brigade.fully_shard(model)
@@ -205,8 +204,6 @@ def test_an_evaluation_that_fails_on_one_rank(rank):
 
 
 class _AroundAll(Net):
-    """One checkpoint around all blocks."""
-
     def forward(self, x):
         x = checkpoint(self._run_blocks, self.embed(x), use_reentrant=self.checkpointed)
         return self.head(x)
@@ -254,7 +251,7 @@ def _sum_in_backward(module, args, output):
 
 @pytest.mark.parametrize("collective", [_sum_in_forward, _sum_in_backward])
 @on_ranks(3, timeout_s=3, deadline_s=60)
-def test_peers_in_a_collective_of_their_own_raise_at_the_timeout(rank, collective):
+def test_peers_in_their_own_collective_raise_at_the_timeout(rank, collective):
     model = shard_blocks(make_net())
     handle = model.blocks[1].register_forward_hook(collective)
     for step in range(2):
@@ -275,7 +272,7 @@ def test_peers_in_a_collective_of_their_own_raise_at_the_timeout(rank, collectiv
 
 @contextlib.contextmanager
 def _memory_limit():
-    """A function that leaves this process 12 MiB more than it has."""
+    """Context with a function that limits this process to 12 MiB of additional memory."""
 
     def limit(*_):
         with open("/proc/self/statm") as file:
@@ -294,8 +291,8 @@ def _memory_limit():
     [("forward", 0), ("forward", 3), ("gradient", 0), ("gradient", 3)],
 )
 @on_ranks()
-def test_memory_that_runs_out_on_one_rank(rank, place, steps_before):
-    """A unit takes 160 MiB, its shard 80: more than malloc keeps."""
+def test_one_rank_runs_out_of_memory(rank, place, steps_before):
+    """A unit takes 160 MiB and its shard 80, more than malloc caches."""
 
     def make():
         torch.manual_seed(0)

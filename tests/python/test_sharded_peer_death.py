@@ -1,4 +1,4 @@
-"""A rank's process is gone in the middle of a sharded step: what the others are told and keep."""
+"""A rank's process dies in a sharded step: the survivors' errors and parameters."""
 
 import io
 import os
@@ -20,7 +20,7 @@ from sharded_training import (
     step_of_all,
 )
 
-HOUR_S = 3600  # of the group: nobody may wait for that
+HOUR_S = 3600  # the group's timeout, which no rank may wait for
 DEADLINE_S = 60
 STEPS_BEFORE = 2
 
@@ -30,7 +30,7 @@ def _vanish(*_):
 
 
 def _vanish_in_backward(model):
-    """With the gradient of the second block's output."""
+    """Dies in a hook of the second block's output gradient."""
     model.blocks[1].register_forward_hook(
         lambda module, args, output: output.register_hook(_vanish) and None
     )
@@ -41,7 +41,7 @@ def _vanish_before_a_step(model):
 
 
 def _expect_sharded(model, before):
-    """This rank's parts are those of before, and can be saved."""
+    """Expects this rank's shards to be unchanged, and saves them."""
     for name, parameter in model.named_parameters():
         assert isinstance(parameter, brigade.ShardedParameter), name
         assert parameter.grad is None, name
@@ -56,8 +56,8 @@ def _expect_sharded(model, before):
 
 @pytest.mark.parametrize("vanish", [_vanish_in_backward, _vanish_before_a_step])
 @on_ranks(3, timeout_s=HOUR_S, deadline_s=DEADLINE_S, may_die=[2])
-def test_survivors_are_told_which_and_keep_their_parts(rank, vanish):
-    """Two steps are exact before."""
+def test_survivors_raise_an_error_with_the_rank_and_keep_their_shards(rank, vanish):
+    """Runs two exact steps before the death."""
     pair = Pair(rank, reshard_after_forward=True, prefetch_depth=0)
     model = pair.model
     for step in range(STEPS_BEFORE):
@@ -70,7 +70,6 @@ def test_survivors_are_told_which_and_keep_their_parts(rank, vanish):
         pair.step(STEPS_BEFORE)
 
     _expect_sharded(model, before)
-    # It stays so, whatever is tried.
     for collective in (
         lambda: pair.step(STEPS_BEFORE),
         model.full_state_dict,
@@ -85,8 +84,7 @@ def test_survivors_are_told_which_and_keep_their_parts(rank, vanish):
 
 @pytest.mark.parametrize("world_size", [2, 3])
 @on_ranks(timeout_s=HOUR_S, deadline_s=DEADLINE_S, may_die=[0])
-def test_survivors_go_on_from_a_checkpoint_on_fewer_ranks(rank, world_size, tmp_path):
-    """Survivors load the last checkpoint on fewer ranks, in a group over the old store."""
+def test_survivors_resume_from_a_checkpoint_on_fewer_ranks(rank, world_size, tmp_path):
     store = dist.distributed_c10d._get_default_store()
     pair = Pair(rank, torch.optim.AdamW)
     for step in range(STEPS_BEFORE):
@@ -114,7 +112,7 @@ def test_survivors_go_on_from_a_checkpoint_on_fewer_ranks(rank, world_size, tmp_
 
 @pytest.mark.parametrize("way", ["save_whole", "save_shards"])
 @on_ranks(timeout_s=HOUR_S, deadline_s=DEADLINE_S, may_die=[1])
-def test_saving_without_a_peer_is_an_error_in_good_time(rank, way, tmp_path):
+def test_saving_without_a_peer_is_an_error_before_the_timeout(rank, way, tmp_path):
     model = shard_blocks(make_net())
     _ = model(batch_of(rank, 0))
     if rank == 1:
@@ -128,8 +126,8 @@ def test_saving_without_a_peer_is_an_error_in_good_time(rank, way, tmp_path):
 
 @pytest.mark.parametrize("place", ["register_forward_pre_hook", "register_forward_hook"])
 @on_ranks(3, timeout_s=HOUR_S, deadline_s=DEADLINE_S, may_die=[0])
-def test_a_model_whose_peer_is_gone_leaves_that_of_others_alone(rank, place):
-    """Ranks 0 and 1 have a model, 1 and 2 another one; the first rank vanishes."""
+def test_a_dead_peer_does_not_affect_models_of_other_ranks(rank, place):
+    """Ranks 0 and 1 train one model, 1 and 2 another; rank 0 dies."""
     groups = [dist.new_group(ranks) for ranks in ((0, 1), (1, 2))]
     if rank < 2:
         mesh = DeviceMesh.from_group(groups[0], "cpu")
@@ -149,5 +147,5 @@ def test_a_model_whose_peer_is_gone_leaves_that_of_others_alone(rank, place):
         if rank == 1:
             with pytest.raises(RuntimeError):
                 first.loss(step)
-    # The default group has lost a rank: nobody may wait in it.
+    # The default group has lost a rank, so no rank may wait in it.
     dist.destroy_process_group()

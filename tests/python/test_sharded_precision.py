@@ -1,4 +1,4 @@
-"""Mixed precision of sharded training, against one process that makes the same casts by hand."""
+"""Mixed precision of sharded training, compared with the same casts in one process."""
 
 import copy
 import dataclasses
@@ -44,7 +44,7 @@ if hasattr(MixedPrecisionPolicy, "param_dtype_override_fn"):  # of torch 2.15
 
 
 class Product(nn.Module):
-    """Takes an input of any dtype; returns the widest one of its and the parameters'."""
+    """Takes an input of any dtype; the result has the promoted dtype of input and parameters."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -64,7 +64,7 @@ def _make(policy):
 
 
 def _units_of(net, policy, is_joint):
-    """Innermost first: the modules of each, and its policy. Blocks return what they compute."""
+    """Returns each unit's modules and policy, innermost first."""
     of_blocks = dataclasses.replace(policy, output_dtype=None)
     yield from (([block], of_blocks) for block in net.blocks)
     if is_joint:
@@ -73,7 +73,7 @@ def _units_of(net, policy, is_joint):
 
 
 def _cast_by_hand(module, policy):
-    """Its parameters, what it gets and what it returns."""
+    """Casts a unit's parameters, inputs and outputs."""
     override = _override_of(policy) or (lambda parameter: None)
     module._apply(lambda p: p.to(override(p) or policy.param_dtype or p.dtype))
     if policy.cast_forward_inputs:
@@ -86,9 +86,9 @@ def _loss(net, rank, step):
 
 
 def _average_by_hand(plain, seen, policy, step, world_size):
-    """Of gradients that all ranks' batches leave in `seen`, which has casts, in `plain`.
+    """Averages all ranks' gradients of the cast net `seen` into `plain`.
 
-    They travel in the reduce dtype, are added up in FULL at least, and rounded once.
+    They are rounded to the reduce dtype, summed at least in FULL, and rounded once.
     """
     reduce_dtype = policy.reduce_dtype or FULL
     sums = [0.0] * len(list(plain.parameters()))
@@ -140,7 +140,7 @@ def test_equals_one_process_that_casts_by_hand(rank, world_size, policy, is_join
 
 
 class Weighted(nn.Module):
-    """The gradient of its weight is what it is called with."""
+    """The gradient of its weight is its input."""
 
     def __init__(self, dtype) -> None:
         super().__init__()
@@ -158,15 +158,15 @@ GRADIENTS = ((256.0, 1.0), (512.0, 2.0))
     ("dtype", "reduce_dtype", "synchronizes", "expected"),
     [
         (FULL, FULL, False, 385.5),
-        (FULL, None, False, 385.5),  # in the parameter's own
+        (FULL, None, False, 385.5),  # reduces in the parameter's dtype
         (FULL, LOW, False, 384.0),  # 256 + 512
-        (FULL, LOW, True, 385.5),  # averages are added up in the parameter's own
+        (FULL, LOW, True, 385.5),  # averages accumulate in the parameter's dtype
         (LOW, FULL, False, 386.0),  # 385.5, rounded once
         (LOW, None, False, 384.0),
     ],
 )
 @on_ranks()
-def test_micro_batches_are_added_up_in_the_reduce_dtype(
+def test_micro_batches_accumulate_in_the_reduce_dtype(
     rank, dtype, reduce_dtype, synchronizes, expected
 ):
     policy = MixedPrecisionPolicy(param_dtype=LOW, reduce_dtype=reduce_dtype)

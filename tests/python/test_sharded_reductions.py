@@ -1,4 +1,4 @@
-"""Numbers of whole tensors, of which each rank holds a part, and optimizers that use them."""
+"""Reductions of sharded tensors to one number, and optimizers that use them."""
 
 import copy
 import gc
@@ -14,11 +14,11 @@ import brigade
 from cases import pairwise
 from ranks import on_ranks
 from sharded_training import Pair, batch_of, make_net, replicated, shard_blocks
-from whole_numbers import backward_of_all, loss_of, own_part
+from whole_numbers import backward_of_all, loss_of, own_shard
 
 
 def _nets():
-    """The same whole and sharded, with gradients; the bias is on one rank."""
+    """Returns an unsharded and a sharded net with equal gradients; one rank holds the bias."""
     torch.manual_seed(0)
     plain, sharded = nn.Linear(3, 5).double(), nn.Linear(3, 5).double()
     sharded.load_state_dict(plain.state_dict())
@@ -29,7 +29,6 @@ def _nets():
     return plain, sharded
 
 
-# Each gives a number.
 _TOTALS = {
     "sum": torch.sum,
     "mean": lambda t: t.mean(),
@@ -45,7 +44,7 @@ _TOTALS = {
 
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 @on_ranks()
-def test_they_are_of_the_whole(rank, world_size):
+def test_reductions_equal_those_of_the_unsharded_tensor(rank, world_size):
     plain, sharded = _nets()
     for whole, part in zip(plain.parameters(), sharded.parameters(), strict=True):
         for w, p in ((whole.detach(), part.detach()), (whole.grad, part.grad)):
@@ -55,7 +54,7 @@ def test_they_are_of_the_whole(rank, world_size):
     with pytest.raises(RuntimeError, match=r"'weight' .* torch\.no_grad\(\)"):
         sharded.weight.sum()
     if dist.get_world_size() == 1:
-        return  # where it is the whole
+        return  # this rank holds the unsharded tensor
     with pytest.raises(NotImplementedError, match="over some dimensions of parameter 'weight'"):
         sharded.weight.detach().sum(0)
 
@@ -74,8 +73,8 @@ def _own_clip(sharded, max_norm, norm_type):
     found=[math.nan, -math.inf],
 )
 @on_ranks()
-def test_what_is_not_finite_in_one_part_is_in_the_norm_of_all(rank, found, norm_type, clip):
-    """Of the first element of a gradient or of the last one: each is in one rank's part."""
+def test_a_nonfinite_element_of_one_shard_is_in_all_ranks_norms(rank, found, norm_type, clip):
+    """Sets a gradient's first or last element, which one rank holds."""
     for where, index in (("weight", 0), ("bias", 4)):
         plain, sharded = _nets()
         whole, part = (net.get_parameter(where) for net in (plain, sharded))
@@ -86,15 +85,13 @@ def test_what_is_not_finite_in_one_part_is_in_the_norm_of_all(rank, found, norm_
         expected = nn.utils.clip_grad_norm_(plain.parameters(), 1.0, norm_type)
         norm = clip(sharded, 1.0, norm_type)
         assert str(norm.item()) == str(expected.item())
-        if math.isinf(expected):  # the gradients are what torch makes of them
+        if math.isinf(expected):  # clipped gradients equal torch's
             for w, p in zip(plain.parameters(), sharded.parameters(), strict=True):
                 gradient = p.grad.full_tensor()
                 torch.testing.assert_close(gradient, w.grad, rtol=0, atol=0, equal_nan=True)
 
 
 class _Lamb(torch.optim.Optimizer):
-    """Steps by a ratio of norms: of the parameter, and of its update."""
-
     def __init__(self, parameters, lr=0.1):
         super().__init__(parameters, {"lr": lr, "weight_decay": 0.5})
 
@@ -114,7 +111,7 @@ class _Lamb(torch.optim.Optimizer):
 
 
 @on_ranks()
-def test_optimizers_of_ones_own_step_as_in_one_process(rank):
+def test_custom_optimizers_step_as_in_one_process(rank):
     pair = Pair(rank, lambda parameters, lr, foreach: _Lamb(parameters, lr))
     for step in range(3):
         pair.step(step)
@@ -123,13 +120,13 @@ def test_optimizers_of_ones_own_step_as_in_one_process(rank):
         torch.testing.assert_close(found[key], value, rtol=1e-4, atol=1e-5)
 
 
-# torch's, which multiply, flatten or look at rows of whole matrices.
+# torch's optimizers that multiply, flatten or index rows of matrices.
 _OF_WHOLES = [name for name in ("LBFGS", "Adafactor", "Muon") if hasattr(torch.optim, name)]
 
 
 @on_ranks()
-def test_optimizers_of_whole_parameters(rank):
-    """Of replicas they step, of shards they are refused, before anything is changed."""
+def test_optimizers_that_need_unsharded_parameters(rank):
+    """They step unsharded replicas. For shards they raise before any change."""
     for name in _OF_WHOLES:
         plain = nn.Linear(3, 4, bias=False)
         sharded, replica = nn.Linear(3, 4, bias=False), nn.Linear(3, 4, bias=False)
@@ -149,7 +146,7 @@ def test_optimizers_of_whole_parameters(rank):
 
 
 @on_ranks()
-def test_a_part_whose_module_is_gone_says_so(rank):
+def test_a_shard_of_a_deleted_module_is_an_error(rank):
     part = _nets()[1].weight
     gc.collect()
     part.detach().mul_(2)
@@ -159,7 +156,7 @@ def test_a_part_whose_module_is_gone_says_so(rank):
 
 
 class Complex(nn.Module):
-    """One matrix of complex elements, and a bias of one, which most ranks hold nothing of."""
+    """A complex matrix, and a bias of one element, which one rank holds."""
 
     def __init__(self):
         super().__init__()
@@ -197,13 +194,13 @@ def _clips(rank, p, way):
 
 @pytest.mark.parametrize("p", [1.0, 2.0, 3.0, float("inf")])
 @on_ranks(3)
-def test_norms_are_those_of_one_process(rank, p):
+def test_norms_equal_one_process(rank, p):
     for way in ("own", "foreach", "each"):
         _clips(rank, p, way)
 
 
 @on_ranks()
-def test_a_norm_of_two_roots_is_that_of_both(rank):
+def test_a_norm_covers_two_roots(rank):
     whole = [nn.Linear(4, 4), nn.Linear(4, 2)]
     for layer in whole:
         nn.init.ones_(layer.weight)
@@ -216,11 +213,11 @@ def test_a_norm_of_two_roots_is_that_of_both(rank):
     torch.testing.assert_close(norms[1], norms[0], check_dtype=False)
 
 
-# ---- Clipping where fully_shard ignores some of the parameters.
+# ---- Clipping with some parameters ignored by fully_shard.
 
 
 def _partly_sharded():
-    """One of one process, and one whose last layer is not sharded."""
+    """Returns an unsharded net, and one whose last layer is not sharded."""
     torch.manual_seed(0)
     plain = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 3))
     model = copy.deepcopy(plain)
@@ -233,7 +230,7 @@ def _input_of(rank):
 
 
 def _backward(plain, model, rank):
-    """Gradients of the ranks' mean; those of what is ignored are averaged by hand."""
+    """Runs backward; averages the gradients of ignored parameters explicitly."""
     backward_of_all(plain, 2, lambda net, r: loss_of(net, _input_of(r)))
     model(_input_of(rank)).square().sum().backward()
     for parameter in model[2].parameters():
@@ -247,7 +244,7 @@ def _split(model):
 
 
 @on_ranks()
-def test_torchs_function_refuses_both_together(rank):
+def test_torchs_function_rejects_sharded_and_ignored_parameters_together(rank):
     plain, model = _partly_sharded()
     _backward(plain, model, rank)
     before = [_local(p.grad).clone() for p in model.parameters()]
@@ -265,8 +262,8 @@ def _local(tensor):
 
 @pytest.mark.parametrize("norm_type", [2.0, 1.0, math.inf])
 @on_ranks()
-def test_norms_are_put_together_by_hand(rank, norm_type):
-    """As the error says: separate norms give a total, by which both are clipped."""
+def test_separate_norms_combine_to_a_total_norm(rank, norm_type):
+    """Follows the error's remedy: clips both by the total of separate norms."""
     plain, model = _partly_sharded()
     _backward(plain, model, rank)
     kinds = _split(model)
@@ -279,13 +276,12 @@ def test_norms_are_put_together_by_hand(rank, norm_type):
     for whole, parameter in zip(plain.parameters(), model.parameters(), strict=True):
         gradient = whole.grad
         if isinstance(parameter, brigade.ShardedParameter):
-            gradient = own_part(parameter, gradient)
+            gradient = own_shard(parameter, gradient)
         torch.testing.assert_close(_local(parameter.grad), gradient)
 
 
 @on_ranks()
-def test_the_models_own_method_is_of_its_units_alone(rank):
-    """The model's own method is of its units: neither the norm nor the clip is of others."""
+def test_the_models_own_method_clips_its_units_only(rank):
     plain, model = _partly_sharded()
     _backward(plain, model, rank)
     sharded, ignored = _split(model)
@@ -300,7 +296,7 @@ def test_the_models_own_method_is_of_its_units_alone(rank):
         assert torch.equal(parameter.grad, gradient)
 
 
-# ---- Optimizers that go through lists of parts.
+# ---- Optimizers with foreach implementations.
 
 
 OPTIMIZERS = {
@@ -322,7 +318,7 @@ OPTIMIZERS = {
 @pytest.mark.slow
 @pytest.mark.parametrize("name", OPTIMIZERS)
 @on_ranks()
-def test_lists_are_stepped_as_each(rank, name):
+def test_lists_step_as_single_tensors(rank, name):
     cls, options = OPTIMIZERS[name]
     found = []
     for foreach in (False, True):

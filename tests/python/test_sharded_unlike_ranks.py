@@ -1,4 +1,4 @@
-"""Ranks give fully_shard modules or arguments that are not alike: one error on all of them."""
+"""Modules or arguments of fully_shard that differ between ranks: the same error on all ranks."""
 
 import datetime
 
@@ -11,13 +11,13 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 import brigade
 
 from ranks import on_ranks
-from sharded_training import Pair, batch_of, expect_alike, make_net
+from sharded_training import Pair, batch_of, expect_equal_on_ranks, make_net
 
-TIMEOUT_S = 20  # a rank that waits for one that has raised is told of that
+TIMEOUT_S = 20  # a rank that waits for one that has raised fails earlier
 
 
 def _expect_exact_steps(rank, count=2):
-    """The group is as good as new."""
+    """Expects exact steps, so the group still works."""
     pair = Pair(rank)
     for step in range(count):
         pair.step(step)
@@ -28,7 +28,7 @@ def _two(first, second):
     return nn.Sequential(nn.Linear(*first), nn.Linear(*second))
 
 
-# By what is unlike: a module of the first rank and one of the others; what both are told.
+# By difference: rank 0's module, the others' module, regex of the error.
 MODULES = {
     "sizes": (
         lambda: _two((4, 6), (6, 2)),
@@ -46,18 +46,18 @@ MODULES = {
 
 
 @on_ranks(3, timeout_s=TIMEOUT_S)
-def test_modules_that_are_unlike(rank):
-    """Each after the other, in one group; training is exact behind all of them."""
-    told = []
+def test_other_modules_are_an_error(rank):
+    """Tries all in one group, which then trains exactly."""
+    errors = []
     for kind, (first, others, words) in MODULES.items():
         with pytest.raises(ValueError, match=f"(?s){words}") as caught:
             brigade.fully_shard(first() if rank == 0 else others())
-        told.append((kind, str(caught.value)))
+        errors.append((kind, str(caught.value)))
     _expect_exact_steps(rank)
-    expect_alike(told)
+    expect_equal_on_ranks(errors)
 
 
-# Blocks that the first rank and the second shard, and what both are told.
+# (blocks that rank 0 shards, blocks that rank 1 shards, regex of the error)
 UNITS = [
     ([0], [1], r"sharded parameter.*'blocks\.1\.norm\.weight'"),
     ([0, 1], [0], r"rank 0 has unit 'Block'.*rank 1 has unit 'Net'"),
@@ -66,18 +66,18 @@ UNITS = [
 
 @pytest.mark.parametrize(("first", "second", "words"), UNITS)
 @on_ranks(timeout_s=TIMEOUT_S)
-def test_other_modules_are_units(rank, first, second, words):
+def test_other_units_are_an_error(rank, first, second, words):
     model = make_net()
-    with pytest.raises(ValueError, match=f"(?s){words}") as told:
+    with pytest.raises(ValueError, match=f"(?s){words}") as caught:
         for index in first if rank == 0 else second:
             brigade.fully_shard(model.blocks[index])
         brigade.fully_shard(model)
         model(batch_of(rank, 0))
     _expect_exact_steps(rank)
-    expect_alike(str(told.value))
+    expect_equal_on_ranks(str(caught.value))
 
 
-# By argument: what is wrong with it, the rank's own error, and words of it.
+# By argument: invalid value, type and regex of the rank's own error.
 ARGUMENTS = {
     "prefetch_depth": (-1, ValueError, "prefetch_depth"),
     "mp_policy": (MixedPrecisionPolicy(param_dtype="bf16"), ValueError, "param_dtype"),
@@ -89,8 +89,7 @@ ARGUMENTS = {
 
 
 @on_ranks(3, timeout_s=TIMEOUT_S)
-def test_an_argument_that_one_rank_gives_alone(rank):
-    """What one rank gives alone; its program goes on to something else each time."""
+def test_an_argument_of_one_rank_only_is_an_error(rank):
     for name, (value, error, words) in ARGUMENTS.items():
         arguments = {name: value} if rank == 1 else {}
         if rank != 1:
@@ -106,7 +105,7 @@ def test_an_argument_that_one_rank_gives_alone(rank):
     _expect_exact_steps(rank, 1)
 
 
-# Alike in form, and given by all, but another one on each rank.
+# Arguments of all ranks with different values.
 SETTINGS = {
     "prefetch_depth": (1, 2),
     "reshard_after_forward": (True, False),
@@ -118,30 +117,29 @@ SETTINGS = {
 
 
 @on_ranks(timeout_s=TIMEOUT_S)
-def test_settings_that_are_unlike(rank):
-    told = []
+def test_other_settings_are_an_error(rank):
+    errors = []
     for name, values in SETTINGS.items():
         with pytest.raises(ValueError, match=r"sharded parameter [01] differs") as caught:
             brigade.fully_shard(nn.Linear(4, 4), **{name: values[rank]})
-        told.append((name, str(caught.value)))
+        errors.append((name, str(caught.value)))
     _expect_exact_steps(rank, 1)
-    expect_alike(told)
+    expect_equal_on_ranks(errors)
 
 
 @on_ranks(4, timeout_s=TIMEOUT_S)
-def test_meshes_that_are_unlike(rank):
-    """Of the same ranks, in one group."""
+def test_other_meshes_are_an_error(rank):
     rows = dist.device_mesh.init_device_mesh("cpu", (2, 2))
     all_ranks = dist.device_mesh.DeviceMesh.from_group(dist.group.WORLD, "cpu")
     words = r"sharded parameter 0 differs: rank 0 .* num_shards 2,.* ranks 1-3 .* num_shards 4,"
     with pytest.raises(ValueError, match=words) as caught:
         brigade.fully_shard(nn.Linear(4, 4), mesh=rows if rank == 0 else all_ranks)
     _expect_exact_steps(rank, 1)
-    expect_alike(str(caught.value))
+    expect_equal_on_ranks(str(caught.value))
 
 
 @on_ranks()
-def test_units_of_one_form_in_another_order(rank):
+def test_equal_units_in_another_order_are_an_error(rank):
     model = make_net()
     for index in ((0, 1, 2), (2, 1, 0))[rank]:
         brigade.fully_shard(model.blocks[index])

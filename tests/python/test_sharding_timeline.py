@@ -1,4 +1,4 @@
-"""When units are gathered and reduced, over which ranks."""
+"""Times of all-gathers and reductions of units, and their ranks."""
 
 import pytest
 
@@ -7,7 +7,7 @@ from sharded_training import batch_of, make_net, shard_blocks
 
 
 @on_ranks()
-def test_has_the_gathers_and_reductions_of_a_step(rank):
+def test_the_timeline_has_a_steps_gathers_and_reductions(rank):
     model = shard_blocks(make_net())
     for step in range(3):
         model(batch_of(rank, step)).square().mean().backward()

@@ -1,4 +1,4 @@
-"""A rank that keeps its peers waiting is reported on stderr."""
+"""Stall reports on stderr."""
 
 import datetime
 import os
@@ -25,7 +25,7 @@ def _warns_of_a_late_rank(rank):
     store = dist.distributed_c10d._get_default_store()
     loss = wrapped(torch.ones(1, 3)).sum()
     if rank == 1:
-        store.wait(["told"], datetime.timedelta(seconds=60))
+        store.wait(["reported"], datetime.timedelta(seconds=60))
         loss.backward()
         return None
     with tempfile.NamedTemporaryFile("r") as warnings:
@@ -34,7 +34,7 @@ def _warns_of_a_late_rank(rank):
         def wait_for_report():
             while "rank 1" not in pathlib.Path(warnings.name).read_text():
                 time.sleep(0.01)
-            store.set("told", "")
+            store.set("reported", "")
 
         waiting = threading.Thread(target=wait_for_report)
         waiting.start()
@@ -43,5 +43,5 @@ def _warns_of_a_late_rank(rank):
         return warnings.read()
 
 
-def test_a_rank_that_keeps_others_waiting_is_named():
+def test_a_stall_report_names_the_late_rank():
     assert "for its peers" in run_ranks(_warns_of_a_late_rank)[0]

@@ -1,4 +1,4 @@
-"""The classes look like torch's, to users, frameworks, pickle and the compiler."""
+"""The classes have torch's interface for users, frameworks, pickle and the compiler."""
 
 import gc
 import inspect
@@ -48,9 +48,9 @@ def test_the_reducer_takes_torchs_arguments_in_order_and_then_its_own():
 def test_the_reducer_has_the_methods_that_torchs_wrapper_calls():
     theirs = {m for m in dir(dist.Reducer) if not m.startswith("__")}
     assert theirs - set(dir(brigade.Reducer)) == {
-        "_get_zeros_like_grad_buckets",  # _shadow_iteration() does these two
+        "_get_zeros_like_grad_buckets",  # replaced by _shadow_iteration()
         "_run_comm_hook",
-        "_set_optimizer_in_backward",  # as _step_in_backward()
+        "_set_optimizer_in_backward",  # replaced by _step_in_backward()
         "_set_sparse_metadata",
         "get_backward_stats",
         "set_logger",
@@ -71,7 +71,7 @@ def test_an_instance_is_one_of_torchs_class_and_has_its_attributes(rank):
 
 
 @on_ranks()
-def test_deleting_the_wrapper_takes_its_hooks_off(rank):
+def test_deleting_the_wrapper_removes_its_hooks(rank):
     model = nn.Linear(3, 2)
     wrapped = brigade.DistributedDataParallel(model)
     reference = weakref.ref(wrapped)
@@ -79,7 +79,7 @@ def test_deleting_the_wrapper_takes_its_hooks_off(rank):
     del wrapped
     gc.collect()
     assert reference() is None
-    output.sum().backward()  # local: the hooks are gone
+    output.sum().backward()  # no collective: the hooks are removed
     assert model.weight.grad.tolist() == [[1.0] * 3] * 2
     model.zero_grad()
     again = brigade.DistributedDataParallel(model)
@@ -104,23 +104,23 @@ def test_the_process_group_may_be_replaced(rank):
     "names",
     [
         ["2.weight", "2.bias"],
-        # torch's own class can't: it has no device, and no _lazy_init_ran.
+        # torch's class can't do this: it has no device and no _lazy_init_ran.
         ["0.weight", "0.bias", "2.weight", "2.bias"],
     ],
 )
 @on_ranks()
-def test_named_parameters_may_be_reduced_by_themselves(rank, names):
-    """Against torch's class without delay: of 2 ranks' gradients both make the same average.
+def test_named_parameters_may_have_a_delayed_all_reduce(rank, names):
+    """Compares with torch's class without delay, whose averages over 2 ranks are equal.
 
-    Rank 1 goes backward after rank 0, whose gradients would be its own alone if it did not wait
-    for the delayed all-reduce.
+    Rank 1 runs backward after rank 0. Without waiting for the delayed all-reduce, rank 0 would have
+    its local gradients.
     """
     store = dist.distributed_c10d._get_default_store()
     results = []
     for kind in (brigade.DistributedDataParallel, None):
         torch.manual_seed(rank)  # rank 0's are broadcast
         model = nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 2))
-        before_them = nn.Parameter(torch.ones(6))  # its gradient comes last
+        before_them = nn.Parameter(torch.ones(6))  # its gradient is ready last
         if kind is None:
             wrapped = TorchDistributedDataParallel(model)
         else:
@@ -148,7 +148,7 @@ def test_named_parameters_may_be_reduced_by_themselves(rank, names):
 
 
 @on_ranks()
-def test_ranks_that_differ_are_told_before_anything_is_sent(rank):
+def test_ranks_that_differ_raise_before_anything_is_sent(rank):
     wrap = brigade.DistributedDataParallel
     for option in (
         "forward_sync_buffers",
@@ -178,8 +178,8 @@ def test_a_reducer_works_without_a_module(rank):
             parameter.grad = None
 
 
-def test_the_stub_is_that_of_the_module(tmp_path):
-    """python_bindings/make_stub.py writes it anew."""
+def test_the_stub_matches_the_module(tmp_path):
+    """If this fails, run python_bindings/make_stub.py."""
     pytest.importorskip("pybind11_stubgen")
     root = pathlib.Path(__file__).parents[2]
     subprocess.run(

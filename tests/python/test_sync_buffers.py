@@ -1,4 +1,4 @@
-"""sync_buffers() gives all ranks one rank's buffers."""
+"""sync_buffers() copies one rank's buffers to all ranks."""
 
 import torch
 import torch.distributed as dist
@@ -11,7 +11,7 @@ from training import Perceptron, inputs, loss_of
 
 
 @on_ranks()
-def test_buffers_are_made_those_of_one_rank(rank):
+def test_buffers_become_those_of_one_rank(rank):
     wrapped = brigade.DistributedDataParallel(Perceptron(), forward_sync_buffers=rank < 2)
     loss_of(wrapped(inputs(rank, 1)[0])).backward()
     means = wrapped.module.layers[1].running_mean
@@ -29,4 +29,4 @@ def test_buffers_are_made_those_of_one_rank(rank):
     before = gathered()
     wrapped.sync_buffers(src=1)
     assert torch.equal(means, before[1])
-    brigade.DistributedDataParallel(nn.Linear(2, 2)).sync_buffers()  # it has none
+    brigade.DistributedDataParallel(nn.Linear(2, 2)).sync_buffers()

@@ -1,4 +1,4 @@
-"""A wrapper over one dimension of a mesh, tensor parallelism over the other."""
+"""Data parallelism over one mesh dimension, tensor parallelism over the other."""
 
 import pytest
 import torch
@@ -42,13 +42,13 @@ def _wrap(wrapper, mesh, given, options):
     ids=["default", "find_unused", "static_graph"],
 )
 @on_ranks(2 * _COLUMNS)
-def test_a_module_split_over_the_other_dimension_trains_to_torchs_bits(rank, given, options):
+def test_a_tensor_parallel_module_has_torchs_bits(rank, given, options):
     mesh = dist.init_device_mesh("cpu", (2, _COLUMNS), mesh_dim_names=("data", "model"))
     ours = []
 
     def run(wrapper):
         wrapped = _wrap(wrapper, mesh, given, options)
-        local = list(wrapped.parameters())  # torch takes them out of the module in forward
+        local = list(wrapped.parameters())  # torch removes them from the module in forward
         optimizer = torch.optim.SGD(local, lr=0.125, momentum=0.5)
         seen = []
         for step in range(4):
@@ -67,7 +67,7 @@ def test_a_module_split_over_the_other_dimension_trains_to_torchs_bits(rank, giv
 
 
 @on_ranks()
-def test_split_parameters_with_a_group_are_told_to_give_the_mesh(rank):
+def test_the_error_for_tensor_parallel_parameters_asks_for_the_mesh(rank):
     mesh = dist.init_device_mesh("cpu", (1, 2), mesh_dim_names=("data", "model"))
     with pytest.raises(RuntimeError, match=r"'0\.weight' is a DTensor.*\n.*device_mesh"):
         brigade.DistributedDataParallel(

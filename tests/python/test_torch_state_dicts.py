@@ -1,4 +1,4 @@
-"""torch's get/set_state_dict of whole tensors, into sharded modules and their optimizers."""
+"""torch's get_state_dict() and set_state_dict() of full states, with sharded modules."""
 
 import torch
 from torch.distributed.checkpoint.state_dict import (
@@ -27,7 +27,7 @@ def _sharded(device=None):
     broadcasts=[False, True],
 )
 @on_ranks()
-def test_training_goes_on(rank, broadcasts, is_on_meta, world_size):
+def test_training_resumes_from_a_full_state(rank, broadcasts, is_on_meta, world_size):
     first = _sharded()
     optimizer = torch.optim.AdamW(first.parameters())
     for step in range(2):

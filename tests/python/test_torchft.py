@@ -1,4 +1,4 @@
-"""torchft's group of one and its own class over brigade's reducer."""
+"""torchft's process groups and its DistributedDataParallel with brigade's reducer."""
 
 import importlib.util
 import sys
@@ -21,7 +21,7 @@ pytestmark = pytest.mark.skipif(not HAS_TORCHFT, reason="torchft is not installe
 
 
 def _connect(groups, rank, world_size, name):
-    """A group of torchft's over Gloo, and what must live as long as it does."""
+    """Returns a torchft group over Gloo, and the objects that it needs alive."""
     port = [None]
     store = None
     if rank == 0:
@@ -38,7 +38,7 @@ def _connect(groups, rank, world_size, name):
 
 
 def _manager(group):
-    """As much of torchft's manager as its groups and its class ask for."""
+    """Returns a mock with the methods of torchft's manager that its classes call."""
     manager = MagicMock()
     manager._pg = group
     manager.num_participants.return_value = group.size()

@@ -1,8 +1,8 @@
-"""What torch ships to go with its wrapper goes with brigade's: same bits in the end.
+"""torch's comm hooks, optimizers and join() with brigade's wrapper: the bits of torch's class.
 
-Left out, since torch's own class cannot use them on Gloo either (torch 2.15):
-batched_powerSGD_hook, hook_with_zero_step_interleaved, and PowerSGD and quantization over
-several buckets, whose collectives come in another order on each rank.
+Not tested, because torch's class can't use them on Gloo either (torch 2.15):
+batched_powerSGD_hook, hook_with_zero_step_interleaved, and PowerSGD and quantization with several
+buckets, whose collectives have another order on each rank.
 """
 
 import dataclasses
@@ -62,7 +62,7 @@ def ranks_agree(wrapped):
 
 
 def expect_same_bits(run):
-    """`run` trains with a class; returns the wrapper and other tensors to compare."""
+    """Compares the results of `run`, which trains with a class: the wrapper and other tensors."""
     results = {}
     for name, wrapper in CLASSES.items():
         wrapped, *others = run(wrapper)
@@ -87,7 +87,7 @@ def chained(state, bucket):
     return future.then(lambda done: done.value()[0].div_(2)).then(lambda done: done.value() * 3)
 
 
-# By what they do: a state, a hook, options of the wrapper, and whether ranks agree in the end.
+# By name: (state, hook, options of the wrapper, whether ranks end with equal parameters)
 HOOKS = {
     "allreduce": (no_state, default_hooks.allreduce_hook, SEVERAL_BUCKETS, True),
     "fp16": (no_state, default_hooks.fp16_compress_hook, SEVERAL_BUCKETS, True),
@@ -108,7 +108,7 @@ HOOKS = {
     ),
 }
 if torch.torch_version.TorchVersion(torch.__version__) >= (2, 15):
-    # Those of older torchs cannot read what Gloo's all-gather leaves.
+    # Older torchs' hooks can't read the result of Gloo's all-gather.
     HOOKS |= {
         "quantization_pertensor": (
             no_state,
@@ -149,7 +149,7 @@ def test_an_optimizer_steps_in_the_hook(rank, some, views):
             wrapped.zero_grad()
             loss_of(wrapped(batch)).backward()
         moved = [a != b for a, b in zip(parameters_of(wrapped), start, strict=True)]
-        assert all(moved[::2]) and any(moved[1::2]) is not some  # weights and biases
+        assert all(moved[::2]) and any(moved[1::2]) is not some
         return (wrapped,)
 
     assert ranks_agree(expect_same_bits(run))
@@ -183,7 +183,7 @@ def test_an_optimizer_of_shards_updates_the_same_bits(rank, as_views, views):
 @on_ranks()
 def test_an_optimizer_of_shards_steps_in_the_hook(rank, shard_buckets, views):
     def run(wrapper):
-        group = dist.new_group(backend="cpu:gloo")  # one that is called "gloo" is refused
+        group = dist.new_group(backend="cpu:gloo")  # torch rejects the backend name "gloo" here
         wrapped = wrap(
             wrapper, process_group=group, gradient_as_bucket_view=views, **SEVERAL_BUCKETS
         )
@@ -199,7 +199,7 @@ def test_an_optimizer_of_shards_steps_in_the_hook(rank, shard_buckets, views):
             wrapped.zero_grad()
             loss_of(wrapped(batch)).backward()
             seen.append(parameters_of(wrapped))
-        # Nothing moves until the hook has seen the rebuilt buckets.
+        # Parameters change only after the hook has seen the rebuilt buckets.
         assert [a != b for a, b in itertools.pairwise(seen)] == [False, False, True, True, True]
         assert len(optimizer._overlap_info.params_per_bucket) > 1
         return (wrapped,)
@@ -242,7 +242,7 @@ class Output:
 
 
 class Structured(nn.Module):
-    """Each tensor of the output depends on a layer that no other one depends on."""
+    """Each tensor of the output depends on its own layer."""
 
     def __init__(self, unused: bool) -> None:
         super().__init__()
@@ -271,7 +271,7 @@ def test_forward_may_return_a_dataclass(rank, unused, options):
         torch.manual_seed(0)
         given = options
         if wrapper is CLASSES["torch"] and "static_graph" in options:
-            # torch does not see a dataclass there, and does not reduce: ranks drift apart.
+            # torch does not find tensors in this dataclass and does not reduce, so ranks diverge.
             given = {"find_unused_parameters": True}
         wrapped = wrapper(Structured(unused), **SEVERAL_BUCKETS, **given)
         optimizer = sgd(wrapped)

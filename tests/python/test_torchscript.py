@@ -1,4 +1,4 @@
-"""Models with parts of TorchScript: scripted, traced, and loaded from a file."""
+"""Models with TorchScript modules: scripted, traced, and loaded from a file."""
 
 import io
 import warnings
@@ -32,7 +32,7 @@ KINDS = {"scripted": _scripted, "traced": _traced, "loaded": _loaded}
 
 
 def _backbone():
-    # Nothing that rounds otherwise once the second model runs what the first has optimized.
+    # Only operators whose rounding does not change once TorchScript has optimized them.
     return nn.Sequential(nn.Linear(6, 4), nn.ReLU(), nn.Sequential(nn.Linear(4, 3)))
 
 
@@ -47,7 +47,7 @@ OPTIONS = ({}, {"find_unused_parameters": True}, {"static_graph": True})
 @pytest.mark.parametrize("whole", [False, True])
 @pytest.mark.parametrize("kind", KINDS)
 @on_ranks()
-def test_parts_and_whole_models_train_to_torchs_bits(rank, kind, whole):
+def test_scripted_parts_and_models_have_torchs_bits(rank, kind, whole):
     for options in OPTIONS:
 
         def run(wrapper, options=options):

@@ -1,4 +1,4 @@
-"""Two models of one process, each in a thread and a group of its own, train at once."""
+"""Two models of one process train at once, each in its own thread and process group."""
 
 import concurrent.futures
 import threading
@@ -9,12 +9,12 @@ import torch.distributed as dist
 from exact_training import MODES, Training
 from ranks import on_ranks
 
-RUNS = 5  # with new groups each
+RUNS = 5  # each with new groups
 MODELS = 2
 
 
 def _over_a_network_store(rank, world_size):
-    """Moves the default group to a store of which each process has one client, with one lock."""
+    """Recreates the default group over a store with one client and one lock per process."""
     address = "127.0.0.1"
     store = None if rank else dist.TCPStore(address, 0, is_master=True, wait_for_workers=False)
     port = [store.port if store else None]
@@ -46,7 +46,6 @@ def test_two_models_train_at_once(rank, in_threads, mode):
                 training.expect_gradients()
 
         with concurrent.futures.ThreadPoolExecutor(MODELS) as pool:
-            # Ranks come to the models in unlike orders.
             order = range(MODELS) if rank == 0 else reversed(range(MODELS))
             for done in [pool.submit(run, i) for i in order]:
                 done.result()

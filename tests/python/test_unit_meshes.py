@@ -1,4 +1,4 @@
-"""Units with meshes of their own: experts, of which each rank has some. In whole numbers."""
+"""Units with their own meshes: experts that only some ranks hold. Training in integers."""
 
 import pytest
 import torch
@@ -8,15 +8,13 @@ from torch.distributed.device_mesh import init_device_mesh
 import brigade
 
 from ranks import on_ranks, run_ranks
-from sharded_training import expect_alike
+from sharded_training import expect_equal_on_ranks
 from whole_numbers import linear, step_by_sign
 
 WORLD_SIZE = 4
 
 
 class Moe(nn.Module):
-    """Dense layers, and one expert."""
-
     def __init__(self, expert: nn.Linear, dense: nn.Linear, head: nn.Linear, name: str) -> None:
         super().__init__()
         self.dense, self.head = dense, head
@@ -35,7 +33,7 @@ def _linear(seed):
 
 
 def make_moe(group, name=None):
-    """As the ranks of a group have it: each has another expert."""
+    """Returns a rank's model; ranks of a group have different experts."""
     name = str(group) if name is None else name
     return Moe(_linear(group), _linear(10), _linear(11), name)
 
@@ -45,7 +43,7 @@ def batch_of(rank, step):
 
 
 class OneProcess:
-    """All experts. Each is averaged over its ranks, what is dense over all of them."""
+    """Training in one process: averages experts over their ranks, dense layers over all."""
 
     def __init__(self, num_groups=2):
         dense, head = _linear(10), _linear(11)
@@ -70,7 +68,7 @@ class OneProcess:
 
 
 def meshes():
-    """All ranks, and those that have this rank's expert: {0, 2} or {1, 3}."""
+    """Returns a mesh of all ranks, and one of this rank's expert: {0, 2} or {1, 3}."""
     both = init_device_mesh("cpu", (2, 2), mesh_dim_names=("shard", "expert"))
     return init_device_mesh("cpu", (WORLD_SIZE,)), both["shard"]
 
@@ -89,7 +87,6 @@ def expect_whole(model, reference, group):
 
 
 def step_with(reference, model, rank, step, expert, uses_expert=lambda rank: True):
-    """One step of both, which are equal behind it."""
     model.zero_grad()
     model(batch_of(rank, step), uses_expert(rank)).sum().backward()
     reference.backward(step, uses_expert)
@@ -99,19 +96,19 @@ def step_with(reference, model, rank, step, expert, uses_expert=lambda rank: Tru
 
 
 @on_ranks(WORLD_SIZE)
-def test_trains_as_one_process_does(rank):
+def test_training_equals_one_process(rank):
     group = rank % 2
     all_ranks, of_expert = meshes()
     reference = OneProcess()
     model = shard_moe(make_moe(group), all_ranks, of_expert)
     for step in range(4):
-        # Routing: a rank, or a group of them, has no tokens.
+        # Routing: one rank, or all ranks of an expert, have no tokens.
         def uses_expert(r, step=step):
             return (r != 1, r % 2 == 0, True, True)[step]
 
         step_with(reference, model, rank, step, group, uses_expert)
     held = sum(p.to_local().numel() for p in model.experts.parameters())
-    assert held == 6  # half of its 12
+    assert held == 6
     place = "0, 2" if group == 0 else "1, 3"
     assert f"over ranks {place}\n" in model.explain()
     statistics = model.sharding_statistics()
@@ -119,7 +116,7 @@ def test_trains_as_one_process_does(rank):
 
 
 @on_ranks(WORLD_SIZE)
-def test_norms_are_of_all_experts(rank):
+def test_norms_cover_all_experts(rank):
     reference = OneProcess()
     reference.backward(0)
     gradients = [p.grad for p in reference.parameters()]
@@ -133,11 +130,11 @@ def test_norms_are_of_all_experts(rank):
             torch.nn.utils.clip_grad_norm_(model.parameters(), 1e9, p)
         found[p] = total.item()
     assert found[1.0] > 0
-    expect_alike(found)
+    expect_equal_on_ranks(found)
 
 
 def _bad_mesh(rank):
-    """The model's ranks are {0, 1} or {2, 3}, the expert's {0, 2} or {1, 3}."""
+    """Returns a mesh outside the model's: the model has ranks {0, 1} or {2, 3}."""
     both = init_device_mesh("cpu", (2, 2), mesh_dim_names=("shard", "expert"))
     model = shard_moe(make_moe(rank % 2), both["expert"], both["shard"])
     with pytest.raises(ValueError, match=r"expected ascending ranks .*world size 2") as e:
@@ -153,8 +150,6 @@ def test_a_mesh_of_other_ranks_is_an_error_on_all():
 
 
 class _TwoExperts(nn.Module):
-    """Of one form, one behind the other."""
-
     def __init__(self):
         super().__init__()
         self.experts = nn.ModuleList(_linear(seed) for seed in range(2))
@@ -167,7 +162,7 @@ class _TwoExperts(nn.Module):
 
 @pytest.mark.parametrize("has_mesh_of_all", [False, True])
 @on_ranks(WORLD_SIZE)
-def test_experts_of_one_form_in_another_order_are_an_error_on_all(rank, has_mesh_of_all):
+def test_equal_experts_in_another_order_are_an_error_on_all(rank, has_mesh_of_all):
     all_ranks, of_expert = meshes()
     mesh = (
         init_device_mesh("cpu", (WORLD_SIZE, 1), mesh_dim_names=("dp", "one"))["dp"]
@@ -219,10 +214,10 @@ def test_resumes_from_a_checkpoint(rank, tmp_path):
 
 
 @on_ranks(WORLD_SIZE)
-def test_one_name_for_two_experts_is_not_saved(rank, tmp_path):
+def test_saving_two_experts_of_one_name_is_an_error(rank, tmp_path):
     model = shard_moe(make_moe(rank % 2, name="here"), *meshes())
     model(batch_of(rank, 0)).sum().backward()
     with pytest.raises(ValueError, match=r"experts\.here\.weight") as e:
         brigade.save_shards(model, tmp_path / "checkpoint")
-    expect_alike(str(e.value))
+    expect_equal_on_ranks(str(e.value))
     assert not (tmp_path / "checkpoint").exists()

@@ -1,4 +1,4 @@
-"""What is set of sharded modules between steps, under the names of torch's fully_shard."""
+"""Settings of sharded modules between steps, under the names of torch's fully_shard."""
 
 from unittest import mock
 
@@ -70,7 +70,7 @@ def test_backward_without_a_gather(rank):
 def test_finalization_by_hand(rank, async_op):
     pair = Pair(rank)
     model = pair.model
-    model.finalize_backward()  # no forward has run: nothing
+    model.finalize_backward()  # no effect before the first forward
     model.set_manual_backward_finalization(True)
     for step in range(3):
         pair.step_plain(step)
@@ -160,22 +160,22 @@ def test_blocks_are_set_before_the_first_forward(rank):
     for module in (first, second):
         with pytest.raises(RuntimeError, match="a sharded Block inside of a sharded Net"):
             module.set_manual_backward_finalization(True)
-    first.set_modules_to_forward_prefetch([second])  # makes the root, of `model`
+    first.set_modules_to_forward_prefetch([second])  # creates the root `model`
     assert unit_of(first).root.outermost is unit_of(model)
     loss_of(model, rank, 0).backward()
     with pytest.raises(RuntimeError, match="finalize_backward: expected the outermost"):
         first.finalize_backward()
 
 
-def test_no_method_of_torchs_is_left_to_torchs_own_state():
+def test_no_method_uses_torchs_own_fsdp_state():
     theirs = {name for name, value in vars(TorchFSDPModule).items() if callable(value)}
-    theirs -= {"_get_fsdp_state"}  # which is that state
+    theirs -= {"_get_fsdp_state"}  # the state itself
     assert "reshard" in theirs
     assert theirs - set(vars(brigade.FSDPModule)) == set()
 
 
 @on_ranks()
-def test_what_has_no_meaning_here_is_without_effect(rank):
+def test_settings_without_meaning_have_no_effect(rank):
     model, other = shard_blocks(make_net()), shard_blocks(make_net())
     model.set_reduce_scatter_unused_params(True)
     model.blocks[0].set_reduce_scatter_unused_params(True, recurse=False)

@@ -1,4 +1,4 @@
-"""One unit that is whole while its model trains on."""
+"""A unit that is unsharded while its model trains."""
 
 import pytest
 
@@ -11,7 +11,7 @@ def _is_whole(module):
 
 
 @on_ranks()
-def test_ranks_that_do_something_else_all_raise(rank):
+def test_all_ranks_raise_unless_all_unshard_the_same_unit(rank):
     pair = Pair(rank)
     model = pair.model
     words = "unshards unit 'blocks.0'"
@@ -24,7 +24,7 @@ def test_ranks_that_do_something_else_all_raise(rank):
         model.blocks[rank].unshard()
     model.blocks[0].unshard()
     if rank == 0:
-        model.blocks[0].reshard()  # no communication, so it may differ
+        model.blocks[0].reshard()  # local, so ranks may differ
     for step in range(2):
         pair.step(step)
         assert not any(_is_whole(model.blocks[0].up))
@@ -32,7 +32,7 @@ def test_ranks_that_do_something_else_all_raise(rank):
 
 
 @on_ranks()
-def test_storage_that_is_kept_has_one_address(rank):
+def test_kept_storage_keeps_its_address(rank):
     model = shard_blocks(make_net())
     model.blocks[1].set_keep_unsharded_storage(True)
     addresses = set()

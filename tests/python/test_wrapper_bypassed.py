@@ -1,4 +1,4 @@
-"""Backwards that go through no forward of the wrapper."""
+"""Backwards without a forward of the wrapper."""
 
 import warnings
 
@@ -16,11 +16,11 @@ def _loss(module):
 
 
 @on_ranks()
-def test_the_wrapped_module_trained_by_itself(rank):
+def test_a_warning_if_the_wrapped_module_trains_alone(rank):
     ddp = brigade.DistributedDataParallel(nn.Linear(3, 2))
     with pytest.warns(UserWarning, match=r"gradient of parameter 1 \('bias'\) and no forward"):
         _loss(ddp.module).backward()
-    with warnings.catch_warnings():  # once
+    with warnings.catch_warnings():  # warns once
         warnings.simplefilter("error")
         _loss(ddp.module).backward()
         _loss(ddp).backward()

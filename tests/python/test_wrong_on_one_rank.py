@@ -1,4 +1,4 @@
-"""Arguments of the constructor that are wrong, or other than its peers', on one rank alone."""
+"""Constructor arguments that are invalid, or differ from the peers', on one rank."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def _wrapped(module=None, **options):
 
 _DELAYED, _HOOKED = "delay_all_reduce_named_params", "param_to_hook_all_reduce"
 _PRECISION = torch.nn.parallel.distributed._MixedPrecision()
-# By words of the error: its type, and arguments of the constructor.
+# By regex of the error: its type, and the constructor's arguments.
 WRONG_ALONE = {
     "bucket_cap_mb": (ValueError, {"bucket_cap_mb": -1}),
     "bucket_cap_mb_list": (TypeError, {"bucket_cap_mb_list": ["a"]}),
@@ -45,7 +45,7 @@ WRONG_ALONE = {
 
 
 @on_ranks(3, timeout_s=TIMEOUT_S)
-def test_an_argument_wrong_on_one_rank_alone_is_an_error_on_all(rank):
+def test_an_invalid_argument_of_one_rank_is_an_error_on_all(rank):
     for words, (error, options) in WRONG_ALONE.items():
         if rank == 1:
             with pytest.raises(error, match=words):
@@ -53,7 +53,7 @@ def test_an_argument_wrong_on_one_rank_alone_is_an_error_on_all(rank):
         else:
             with pytest.raises(RuntimeError, match=rf"rank 1: {error.__name__}: .*{words}"):
                 _wrapped()
-    _wrapped()(torch.ones(1, 2)).sum().backward()  # the group goes on working
+    _wrapped()(torch.ones(1, 2)).sum().backward()
 
 
 NAMES = ("1.weight", "1.bias", "0.weight", "0.bias")
@@ -74,21 +74,21 @@ def _all_delayed(order, buffer_size=1, **options):
 
 
 @on_ranks(timeout_s=TIMEOUT_S)
-def test_a_wrong_argument_is_told_to_ranks_that_delay_everything(rank):
+def test_ranks_that_delay_everything_raise_for_a_peers_invalid_argument(rank):
     with pytest.raises((ValueError, RuntimeError), match="bucket_cap_mb"):
         _all_delayed(NAMES, bucket_cap_mb=-1 if rank == 1 else 25)
 
 
 @on_ranks(timeout_s=TIMEOUT_S)
 def test_delayed_parameters_in_another_order_are_an_error_on_all(rank):
-    # Nobody sends the buffers.
+    # No rank broadcasts buffers.
     _all_delayed(NAMES, buffer_size=rank + 1)(torch.ones(1, 2)).sum().backward()
     with pytest.raises(RuntimeError, match=r"delayed parameter 0 differs: .*1.weight.*1.bias"):
         _all_delayed([NAMES[rank], NAMES[1 - rank], *NAMES[2:]])
 
 
 @on_ranks(timeout_s=TIMEOUT_S)
-def test_a_wrong_argument_is_said_at_once_where_peers_are_late(rank):
+def test_an_invalid_argument_raises_at_once_if_peers_are_late(rank):
     store = dist.distributed_c10d._get_default_store()
 
     class Stderr(io.StringIO):

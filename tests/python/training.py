@@ -1,4 +1,4 @@
-"""Small models and loops that tests train with brigade and with torch, to compare."""
+"""Small models and training loops, run with brigade's and with torch's class."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ CLASSES = {"brigade": brigade.DistributedDataParallel, "torch": TorchDistributed
 
 
 class Perceptron(nn.Module):
-    """Three layers, with running means that must be broadcast."""
+    """Three layers and a batch norm, whose buffers must be broadcast."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -33,7 +33,7 @@ class Perceptron(nn.Module):
 
 
 def inputs(rank: int, steps: int, shape: tuple[int, ...] = (4, 6)) -> list[torch.Tensor]:
-    """Other data on each rank and in each step, the same in each run."""
+    """Returns data that differ by rank and step, and are equal in each run."""
     generator = torch.Generator().manual_seed(100 + rank)
     return [torch.randn(shape, generator=generator) for _ in range(steps)]
 
@@ -41,7 +41,7 @@ def inputs(rank: int, steps: int, shape: tuple[int, ...] = (4, 6)) -> list[torch
 def train(
     wrapped: nn.Module, batches: list[Any], *, set_to_none: bool = True
 ) -> list[torch.Tensor | None]:
-    """Steps of SGD; returns copies of the gradients of each step, then the state."""
+    """Runs SGD steps. Returns copies of each step's gradients, then the final state."""
     optimizer = torch.optim.SGD(wrapped.parameters(), lr=1 / 128, momentum=0.5)
     seen: list[torch.Tensor | None] = []
     for batch in batches:
@@ -61,8 +61,14 @@ def gradients_of(module: nn.Module) -> list[torch.Tensor | None]:
     return [None if p.grad is None else p.grad.clone() for p in module.parameters()]
 
 
+def completed_future(value: Any) -> torch.futures.Future:
+    future = torch.futures.Future()
+    future.set_result(value)
+    return future
+
+
 def expect_torchs_bits(run: Callable[[Callable[..., nn.Module]], list[Any]]) -> None:
-    """`run` gets either class, from the same seed; the tensors that it returns are equal."""
+    """Calls `run` with each class and the same seed; expects tensors with equal bits."""
     results = {}
     for name, wrapper in CLASSES.items():
         torch.manual_seed(0)
@@ -78,7 +84,7 @@ def both(
     set_to_none: bool = True,
     **options: Any,
 ) -> dict[str, list[torch.Tensor | None]]:
-    """Trains the same model with either class from the same start."""
+    """Trains the same model with each class and the same seed."""
     results = {}
     for name, wrapper in CLASSES.items():
         torch.manual_seed(0)

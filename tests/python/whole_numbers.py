@@ -1,7 +1,7 @@
-"""Training in whole numbers: whatever order ranks add up in, the bits are the same.
+"""Training with integers, so that sums have the same bits in any order.
 
-Weights and inputs are small whole numbers in float64, and steps add or subtract 1. Averages
-over 2 or 4 ranks are exact, too.
+Weights and inputs are small integers in float64, and steps add or subtract 1. Averages over 2 or 4
+ranks are exact too.
 """
 
 import itertools
@@ -22,18 +22,18 @@ def linear(num_inputs, num_outputs, seed=0):
 
 
 def layers(*sizes):
-    """One behind the other; the loss below makes of them what is not linear."""
+    """Returns a chain of linear layers; loss_of() is not linear."""
     pairs = itertools.pairwise(sizes)
     return nn.Sequential(*(linear(*pair, seed) for seed, pair in enumerate(pairs)))
 
 
 def num_bytes(*sizes):
-    """Of such layers' parameters."""
+    """Returns the size of these layers' parameters."""
     return 8 * sum(a * b + b for a, b in itertools.pairwise(sizes))
 
 
 def batch_of(size, rank, step):
-    """Another one for each of 4 ranks and 10 steps."""
+    """Returns a batch that differs for each of 4 ranks and 10 steps."""
     values = 7 * torch.arange(2.0 * size, dtype=torch.float64) + rank + 4 * step
     return (values % 41 - 20).view(2, size)
 
@@ -43,13 +43,13 @@ def loss_of(net, x):
 
 
 def backward_of_all(plain, world_size, loss_on):
-    """One process does what all ranks do; `loss_on` a model, of a rank's data."""
+    """Runs the backwards of all ranks in one process; `loss_on(model, rank)` returns a loss."""
     for rank in range(world_size):
         loss_on(plain, rank).div(world_size).backward()
 
 
-def own_part(part, whole):
-    """What this rank is to hold of a whole tensor, 1D in the order of memory."""
+def own_shard(part, whole):
+    """Returns this rank's shard of an unsharded tensor, 1D in memory order."""
     in_order = torch.empty_strided(part.shape, part.stride(), dtype=whole.dtype)
     in_order.copy_(whole.detach())
     begin = brigade._C.offset_of(part)
@@ -57,12 +57,12 @@ def own_part(part, whole):
 
 
 def expect_gradients(model, plain):
-    """And that the same parameters have none."""
+    """Expects the shards of `plain`'s gradients, and None where it has None."""
     pairs = zip(model.named_parameters(), plain.parameters(), strict=True)
     for (name, part), whole in pairs:
         assert (part.grad is None) == (whole.grad is None), name
         if whole.grad is not None:
-            expected = own_part(part, whole.grad)
+            expected = own_shard(part, whole.grad)
             assert torch.equal(part.grad.to_local(), expected), (name, part.grad, expected)
 
 
@@ -70,12 +70,12 @@ def expect_parameters(model, plain):
     pairs = zip(model.named_parameters(), plain.parameters(), strict=True)
     for (name, part), whole in pairs:
         assert isinstance(part, brigade.ShardedParameter), name
-        assert torch.equal(part.to_local(), own_part(part, whole)), name
+        assert torch.equal(part.to_local(), own_shard(part, whole)), name
 
 
 @torch.no_grad()
 def step_by_sign(*models):
-    """Whole numbers stay such, and small. Gradients are gone behind it."""
+    """Adds or subtracts 1, so that parameters stay small integers, and clears gradients."""
     for model in models:
         for parameter in model.parameters():
             if parameter.grad is None:

@@ -107,7 +107,7 @@ TEST_F(BadHookTest, ThatReturnsNoFuture) {
 TEST_F(BadHookTest, WhoseFutureHoldsNoTensor) {
   expect_error<c10::TypeError>(
       [](auto&) { return completed(c10::IValue(int64_t{3})); },
-      "must hold a tensor, got Int");
+      "expected a tensor, found Int");
 }
 
 TEST_F(BadHookTest, WhoseFutureHoldsATensorOfAnotherSize) {

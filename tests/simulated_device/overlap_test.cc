@@ -10,7 +10,7 @@
 #include <utility>
 #include <vector>
 
-#include "brigade/comm/streams/futures.h"
+#include "brigade/comm/streams/streams.h"
 #include "brigade/comm_hooks/comm_hooks.h"
 #include "brigade/comm_hooks/hook_traits.h"
 #include "brigade/reducer/reducer.h"

@@ -104,9 +104,10 @@ TEST_F(RaceDetectorTest, AReportNamesBothSidesAndTheRemedy) {
   write(a_);
   read(b_);
   EXPECT_EQ(detector_.take_races().at(0).text,
-            "race: 'read' (operation 2) on b reads what 'write' (operation 1) "
-            "on a writes (byte 0 of allocation 1, which has 64), and no event "
-            "orders them.\nRecord one on a and let b wait for it.");
+            "race: 'read' (operation 2) on b reads memory that 'write' "
+            "(operation 1) on a writes (byte 0 of allocation 1 of 64 bytes), "
+            "and no event orders them.\nRecord an event on a and make b wait "
+            "for it.");
 }
 
 TEST_F(RaceDetectorTest, UseOfFreedMemoryIsARace) {

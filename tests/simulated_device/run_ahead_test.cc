@@ -160,6 +160,16 @@ TEST_P(RunAheadTest, CallsThatAwaitStatusesThrowALateFailure) {
   }
 }
 
+TEST_P(RunAheadTest, DestructionReportsALateFailure) {
+  begin();
+  training_->recording().answer_statuses_with(peer_that_fails_in(4));
+  train(1);
+  ::testing::internal::CaptureStderr();
+  training_.reset();
+  EXPECT_THAT(::testing::internal::GetCapturedStderr(),
+              HasSubstr("rank 1 failed in iteration 4: no memory"));
+}
+
 TEST_P(RunAheadTest, AwaitingStatusesWaitsForLatePeers) {
   begin(std::chrono::milliseconds(20));
   reducer().await_statuses();

@@ -14,7 +14,6 @@
 #include "brigade/comm/group/group_info.h"
 #include "brigade/comm/group/launch_environment.h"
 #include "brigade/comm/process_group.h"
-#include "brigade/comm/subgroup.h"
 #include "brigade/fsdp/segmented_model.h"
 #include "brigade/reducer/reducer.h"
 #include "brigade/tests/simulated_device/host_backend.h"
@@ -237,7 +236,7 @@ TEST_F(VendorBackendTest, InvalidBackendsAndDevicesAreRefused) {
   };
   EXPECT_THAT([&] { make_process_group(store, 0, 1, options); },
               ThrowsMessage<c10::ValueError>(HasSubstr(
-                  "a backend of rank 0 of 1, found one of rank 1 of 2")));
+                  "a backend for rank 0 of 1, found one for rank 1 of 2")));
   options.make_backend = [](const BackendPlace&) { return nullptr; };
   EXPECT_THAT([&] { make_process_group(store, 0, 1, options); },
               ThrowsMessage<c10::ValueError>(HasSubstr("found none")));
@@ -246,7 +245,7 @@ TEST_F(VendorBackendTest, InvalidBackendsAndDevicesAreRefused) {
         init_process_group(LaunchEnvironment{.local_rank = 99},
                            with_host_backend());
       },
-      ThrowsMessage<c10::ValueError>(HasSubstr("local rank 99 needs")));
+      ThrowsMessage<c10::ValueError>(HasSubstr("local rank 99: expected")));
   options.device_type = at::kCPU;
   EXPECT_THAT([&] { make_process_group(store, 0, 1, options); },
               ThrowsMessage<c10::ValueError>(HasSubstr("Set device_type")));

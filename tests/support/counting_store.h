@@ -1,4 +1,4 @@
-// A store that counts the keys and requests of its owner and passes them on.
+// Store that forwards to another one and counts the keys and requests.
 //
 // Thread safety: any thread.
 
@@ -20,7 +20,6 @@ class CountingStore : public c10d::PrefixStore {
   explicit CountingStore(c10::intrusive_ptr<c10d::Store> store)
       : c10d::PrefixStore("", std::move(store)) {}
 
-  // Since it was made.
   int64_t num_requests() const {
     const std::lock_guard<std::mutex> lock(mutex_);
     return num_requests_;

@@ -16,20 +16,20 @@ using c10d::OpType;
 using Tensors = IdenticalRanksBackend::Tensors;
 using WorkPtr = IdenticalRanksBackend::WorkPtr;
 
-// The sum of equal tensors; any other reduction leaves them as they are.
+// Sums equal tensors; other reductions leave them unchanged.
 void reduce_equal(at::Tensor tensor, const c10d::ReduceOp& op, int num_ranks) {
   if (op == c10d::ReduceOp::SUM) tensor.mul_(num_ranks);
 }
 
-// Equal parts of a contiguous tensor, flat. REQUIRES: parts of `numel`.
-Tensors parts_of(const at::Tensor& tensor, int num_parts, int64_t numel) {
-  TORCH_CHECK_VALUE(tensor.numel() == num_parts * numel, "expected ",
-                    num_parts * numel, " elements, got ", tensor.numel(), ".");
-  return tensor.view({num_parts, -1}).unbind(0);
+// Returns the flat slices of a contiguous tensor, of `numel` elements each.
+Tensors slices_of(const at::Tensor& tensor, int num_slices, int64_t numel) {
+  TORCH_CHECK_VALUE(tensor.numel() == num_slices * numel, "expected ",
+                    num_slices * numel, " elements, got ", tensor.numel(), ".");
+  return tensor.view({num_slices, -1}).unbind(0);
 }
 
-// On a device reads the whole tensor, as a real backend does: tests of the
-// order of streams must see that.
+// Reads the complete tensor on a device, like a real backend, so that race
+// detection includes it.
 at::Tensor read_whole(const at::Tensor& tensor) {
   return tensor.is_cpu() ? tensor : tensor.clone();
 }
@@ -64,7 +64,7 @@ AnsweredWork::AnsweredWork(const CollectiveCall& collective)
 
 void AnsweredWork::answer(const std::function<void()>& compute) {
   try {
-    // As a real backend does: autograd neither records the write nor counts it.
+    // Like a real backend: autograd does not record the write.
     const at::AutoDispatchBelowADInplaceOrView below_autograd;
     compute();
   } catch (...) {
@@ -94,14 +94,14 @@ void CommunicationStreams::run(const c10::Event& launch, Tensors tensors,
   const c10::Stream stream = known->second;
   lock.unlock();
   const c10::StreamGuard on_stream(stream);
-  // Pairs with record_launch(): inputs are ready on the launcher's stream.
+  // The inputs are ready on the launching stream.
   launch.block(stream);
   body();
   c10::Event done(stream.device_type());
   done.record(stream);
   lock.lock();
-  // A tensor belongs to the stream that it was allocated on, which does not
-  // wait for this one: so the host keeps it until the device has finished.
+  // The tensors' own streams do not wait for this one: keeps the tensors until
+  // the device is done.
   in_flight_.remove_if(
       [](const InFlight& collective) { return collective.done.query(); });
   in_flight_.push_back(
@@ -143,25 +143,26 @@ WorkPtr IdenticalRanksBackend::allgather(std::vector<Tensors>& outputs,
 WorkPtr IdenticalRanksBackend::_allgather_base(at::Tensor& output,
                                                at::Tensor& input,
                                                const c10d::AllgatherOptions&) {
-  return launch({OpType::_ALLGATHER_BASE, {input}, {output}},
-                copy_to_all(parts_of(output, getSize(), input.numel()), input));
+  return launch(
+      {OpType::_ALLGATHER_BASE, {input}, {output}},
+      copy_to_all(slices_of(output, getSize(), input.numel()), input));
 }
 
 WorkPtr IdenticalRanksBackend::_reduce_scatter_base(
     at::Tensor& output, at::Tensor& input,
     const c10d::ReduceScatterOptions& options) {
-  parts_of(input, getSize(), output.numel());
+  slices_of(input, getSize(), output.numel());
   return launch(
       {OpType::_REDUCE_SCATTER_BASE, {input}, {output}},
       [output, input, op = options.reduceOp, rank = getRank(),
        size = getSize()] {
         const int64_t numel = output.numel();
-        output.view(-1).copy_(parts_of(read_whole(input), size, numel)[rank]);
+        output.view(-1).copy_(slices_of(read_whole(input), size, numel)[rank]);
         reduce_equal(output, op, size);
       });
 }
 
-// Every peer sends this rank its own slice for itself.
+// Each peer sends the slice that this rank has for itself.
 WorkPtr IdenticalRanksBackend::alltoall_base(at::Tensor& output,
                                              at::Tensor& input,
                                              std::vector<int64_t>&,
@@ -169,8 +170,8 @@ WorkPtr IdenticalRanksBackend::alltoall_base(at::Tensor& output,
                                              const c10d::AllToAllOptions&) {
   const int64_t numel = input.numel() / getSize();
   return launch({OpType::ALLTOALL_BASE, {input}, {output}},
-                copy_to_all(parts_of(output, getSize(), numel),
-                            parts_of(input, getSize(), numel)[getRank()]));
+                copy_to_all(slices_of(output, getSize(), numel),
+                            slices_of(input, getSize(), numel)[getRank()]));
 }
 
 WorkPtr IdenticalRanksBackend::barrier(const c10d::BarrierOptions&) {

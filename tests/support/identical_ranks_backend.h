@@ -1,6 +1,6 @@
-// A backend that answers every collective by itself, as if N ranks held the
-// values that this one holds: a sum is N times the input, an all-gather repeats
-// it. Has the collectives that brigade launches.
+// Backend that simulates N ranks with identical values: a sum is N times the
+// input, an all-gather repeats it. Implements the collectives that brigade
+// uses.
 
 #ifndef BRIGADE_TESTS_SUPPORT_IDENTICAL_RANKS_BACKEND_H_
 #define BRIGADE_TESTS_SUPPORT_IDENTICAL_RANKS_BACKEND_H_
@@ -19,14 +19,14 @@
 
 namespace brigade {
 
-// A collective as the rank that launches it sees it.
+// A collective on the launching rank.
 struct CollectiveCall {
   c10d::OpType type = c10d::OpType::UNKNOWN;
   std::vector<at::Tensor> inputs = {};   // contributed by this rank
   std::vector<at::Tensor> outputs = {};  // the value of the work's future
 };
 
-// Returns the device of its tensors; nothing if they are on the CPU.
+// Returns the device of its tensors; nullopt for CPU tensors.
 std::optional<at::Device> accelerator_of(const CollectiveCall& collective);
 
 // A collective in flight, until answer() or fail().
@@ -34,8 +34,7 @@ class AnsweredWork final : public c10d::Work {
  public:
   explicit AnsweredWork(const CollectiveCall& collective);
 
-  // Calls `compute`, which writes the outputs; an exception from it is the
-  // work's.
+  // Calls `compute`, which writes the outputs. Its exception fails the work.
   void answer(const std::function<void()>& compute);
   void fail(std::exception_ptr error) { future_->setError(std::move(error)); }
 
@@ -52,18 +51,18 @@ class AnsweredWork final : public c10d::Work {
   const c10::intrusive_ptr<c10::ivalue::Future> future_;
 };
 
-// Streams that run a group's collectives, one per device, as those of
-// accelerators' backends.
+// Streams for a group's collectives, one per device, like those of NCCL.
 class CommunicationStreams {
  public:
-  // Waits until the devices have finished.
+  // Blocks until the devices are done.
   ~CommunicationStreams();
 
-  // Records the calling thread's current stream of `device`, at a launch.
+  // Records an event on the current stream of `device`.
   static c10::Event record_launch(c10::Device device);
 
-  // Calls `body` with the stream of the event's device current, which waits for
-  // `launch` first. Keeps `tensors` until the device has finished with them.
+  // Calls `body` with this group's stream of the device as the current one,
+  // after it waits for `launch`. Keeps `tensors` until the device is done with
+  // them.
   void run(const c10::Event& launch, std::vector<at::Tensor> tensors,
            const std::function<void()>& body);
 
@@ -112,8 +111,8 @@ class IdenticalRanksBackend : public c10d::Backend {
   WorkPtr barrier(const c10d::BarrierOptions& options) override;
 
  protected:
-  // Runs every collective. `compute` writes the outputs; it may run now or
-  // later, on any thread.
+  // Runs a collective. `compute` writes the outputs, now or later, on any
+  // thread.
   virtual WorkPtr launch(CollectiveCall collective,
                          std::function<void()> compute);
 

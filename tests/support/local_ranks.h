@@ -1,12 +1,9 @@
-// Runs one function on N ranks inside one test process.
-//
-// Each rank is a thread with a process group of its own; all of them meet at an
-// in-memory store.  No port is fixed, no file is written, no environment
-// variable is read, so tests may run in parallel and need neither GPU nor
+// Ranks as threads of one test process, each with its own process group,
+// connected through an in-memory store. Tests may run in parallel and need no
 // launcher.
 //
-// Use this for CPU logic and numerics.  Death, signals and NCCL need real
-// processes: see tests/support/process_ranks.h.
+// For CPU logic and numerics. Death, signals and NCCL need processes
+// (tests/support/process_ranks.h).
 //
 // Idea: Gloo's BaseTest::spawn (gloo/test/base_test.h).
 
@@ -19,11 +16,9 @@
 
 namespace brigade::testing {
 
-// Calls fn(group) on `world_size` threads and joins them.  If ranks throw, the
-// exception of the lowest such rank is rethrown here, so that GoogleTest
-// reports it.  A rank that never arrives fails the others after `timeout`, not
-// after minutes; a rank that throws closes its connections, and its peers'
-// collectives fail at once.
+// Calls fn(group) on `world_size` threads and joins them. Rethrows the
+// exception of the lowest rank that threw. A rank that throws closes its
+// connections, so that its peers' collectives fail at once.
 void run_ranks(
     int world_size,
     const std::function<void(c10::intrusive_ptr<c10d::ProcessGroup>)>& fn,

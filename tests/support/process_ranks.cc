@@ -28,7 +28,7 @@ namespace {
 
 constexpr const char* kFunctionVariable = "BRIGADE_TEST_RANK_FUNCTION";
 constexpr const char* kArgumentsVariable = "BRIGADE_TEST_RANK_ARGUMENTS";
-// Ends of the two pipes in a rank.
+// Descriptors of a rank's pipe ends.
 constexpr int kToParent = 101;
 constexpr int kFromParent = 102;
 
@@ -194,7 +194,7 @@ struct ProcessRanks::Process {
 ProcessRanks::ProcessRanks(ProcessRanksOptions options)
     : options_(std::move(options)),
       deadline_(std::chrono::steady_clock::now() + options_.deadline) {
-  ::signal(SIGPIPE, SIG_IGN);  // a rank may be gone when it is told something
+  ::signal(SIGPIPE, SIG_IGN);  // tell() may write to a dead rank
   c10d::TCPStoreOptions store_options;
   store_options.port = 0;
   store_options.isServer = true;
@@ -304,8 +304,8 @@ std::string ProcessRanks::describe(int rank) const {
   return absl::StrCat(
       "rank ", rank,
       result.exit_code ? absl::StrCat(" ended with code ", *result.exit_code)
-      : result.signal  ? absl::StrCat(" was ended by signal ", *result.signal)
-                       : " runs",
+      : result.signal  ? absl::StrCat(" was killed by signal ", *result.signal)
+                       : " is running",
       "; its messages: ", absl::StrJoin(result.messages, ", "),
       "; its stderr:\n", read_all(process.error_output.get()));
 }
@@ -317,7 +317,7 @@ void ProcessRanks::wait_for(int rank, const std::string& message) {
     if (process.ended || !poll_once()) {
       throw std::runtime_error(absl::StrCat(
           "rank ", rank, process.ended ? " ended" : " reached its deadline",
-          " before it said '", message, "': ", describe(rank)));
+          " before it reported '", message, "': ", describe(rank)));
     }
   }
 }

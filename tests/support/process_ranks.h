@@ -1,9 +1,8 @@
-// Runs one function on N ranks, each a process of its own, for what threads
-// can't show: death, signals, start from the environment, exit codes.
+// Ranks as processes, for tests of death, signals, environment variables and
+// exit codes.
 //
-// A rank is this very program, started again with torchrun's variables set. The
-// parent serves the store, on a port that the system chooses, as torchrun's
-// agent does.
+// A rank is this program, started again with torchrun's variables. The parent
+// runs the store, like torchrun's agent, on a port that the system chooses.
 //
 //   const RankFunction kTrain("train", [](RankContext& rank) {
 //     auto group = init_process_group();
@@ -19,13 +18,13 @@
 //     EXPECT_EQ(results[0].exit_code, 0) << results[0].error_output;
 //   }
 //
-// Rank and test speak by messages, so nobody sleeps.  All of it is bounded by
-// one deadline.
+// Rank and test exchange messages instead of sleeping. One deadline bounds all
+// waits.
 //
-// The program's main must return run_as_rank()'s code if it gives one
+// The program's main must return run_as_rank()'s code, if any
 // (tests/support/test_main.cc does).
 //
-// Thread safety: none; one thread of the parent.
+// Thread safety: none.
 
 #ifndef BRIGADE_TESTS_SUPPORT_PROCESS_RANKS_H_
 #define BRIGADE_TESTS_SUPPORT_PROCESS_RANKS_H_
@@ -42,7 +41,7 @@
 
 namespace brigade::testing {
 
-// What a rank's function is given.
+// Argument of a rank's function.
 class RankContext {
  public:
   int rank() const { return rank_; }
@@ -51,8 +50,8 @@ class RankContext {
   // Sends one line to the parent.
   void report(const std::string& message);
 
-  // Blocks until the parent sends a line by tell().  Ends the process when the
-  // parent is gone.
+  // Blocks until the parent sends a line by tell(). Ends the process if the
+  // parent has ended.
   std::string await();
 
  private:
@@ -69,14 +68,14 @@ class RankFunction {
   RankFunction(const std::string& name, std::function<void(RankContext&)> fn);
 };
 
-// In a process that ProcessRanks started: runs its function and returns the
-// exit code, 0, or 1 with the exception's text on stderr.  Elsewhere: nothing.
+// In a process of ProcessRanks: runs its function and returns the exit code, 0,
+// or 1 with the exception's text on stderr. Otherwise returns nullopt.
 std::optional<int> run_as_rank();
 
 struct RankResult {
-  std::optional<int> exit_code = {};  // unless a signal ended it
+  std::optional<int> exit_code = {};  // nullopt if a signal ended it
   std::optional<int> signal = {};
-  bool timed_out = false;         // the deadline came, and SIGKILL with it
+  bool timed_out = false;         // killed at the deadline
   std::string error_output = {};  // stderr
   std::vector<std::string> messages = {};
 };
@@ -87,7 +86,7 @@ struct ProcessRanksOptions {
   std::vector<std::string> arguments = {};
   std::chrono::milliseconds deadline = std::chrono::seconds(90);
 
-  // Set in, or with nullopt removed from, every rank's environment.
+  // Variables to set in every rank's environment; nullopt: to remove.
   std::vector<std::pair<std::string, std::optional<std::string>>> environment =
       {};
 };
@@ -95,27 +94,26 @@ struct ProcessRanksOptions {
 class ProcessRanks {
  public:
   explicit ProcessRanks(ProcessRanksOptions options);
-  ~ProcessRanks();  // kills what still runs
+  ~ProcessRanks();  // kills running ranks
   ProcessRanks(const ProcessRanks&) = delete;
   ProcessRanks& operator=(const ProcessRanks&) = delete;
 
-  // Blocks until the rank has reported `message`.
-  // Errors: std::runtime_error with the rank's output when it ends before, or
-  // the deadline comes.
+  // Blocks until the rank has reported `message`. Errors: std::runtime_error
+  // with the rank's output if it ends before that, or at the deadline.
   void wait_for(int rank, const std::string& message);
   void wait_for_all(const std::string& message);
 
   void tell(int rank, const std::string& line);
   void signal(int rank, int signal_number);  // SIGKILL, SIGSTOP, SIGCONT, ...
 
-  // Blocks until all have ended; kills them at the deadline.
+  // Blocks until all ranks have ended; kills them at the deadline.
   std::vector<RankResult> finish();
 
  private:
   struct Process;
 
   void start(int rank, uint16_t port);
-  bool poll_once();  // false: the deadline has come
+  bool poll_once();  // false: the deadline has passed
   std::string describe(int rank) const;
 
   const ProcessRanksOptions options_;

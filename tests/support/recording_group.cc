@@ -35,15 +35,15 @@ std::exception_ptr take(std::map<size_t, std::exception_ptr>& errors,
 
 }  // namespace
 
-// The state of a RecordingGroup, whose methods use it with the mutex held.
+// The state of a RecordingGroup.
 class RecordingBackend final : public IdenticalRanksBackend,
-                               public AnswersForAllRanks {
+                               public SimulatesPeers {
  public:
   struct Open {
     c10::intrusive_ptr<AnsweredWork> work = {};
     std::function<void()> compute = {};
-    std::optional<c10::Event> launch = {};  // on a device with streams only
-    std::vector<at::Tensor> tensors = {};   // there
+    std::optional<c10::Event> launch = {};  // on devices with streams
+    std::vector<at::Tensor> tensors = {};   // on devices with streams
     std::exception_ptr error = {};
   };
 
@@ -59,7 +59,7 @@ class RecordingBackend final : public IdenticalRanksBackend,
     return group_of(c10::make_intrusive<RecordingBackend>(rank, world_size));
   }
 
-  // Makes the group that it serves, on all devices.
+  // Makes a group with this backend for all device types.
   static c10::intrusive_ptr<c10d::ProcessGroup> group_of(
       const c10::intrusive_ptr<RecordingBackend>& backend) {
     using c10d::ProcessGroup;
@@ -74,7 +74,7 @@ class RecordingBackend final : public IdenticalRanksBackend,
     return group;
   }
 
-  // Without the mutex: callbacks of the future may launch collectives.
+  // REQUIRES: the mutex is not held; callbacks may launch collectives.
   void finish(Open& open) {
     if (open.error) {
       open.work->fail(open.error);
@@ -129,7 +129,7 @@ class RecordingBackend final : public IdenticalRanksBackend,
   }
 
  private:
-  // Answers what this rank sends at once; the answers can be held.
+  // Computes all ranks' statuses when this rank sends; a test can hold them.
   class AnsweredStatuses final : public StatusTransport {
    public:
     explicit AnsweredStatuses(c10::intrusive_ptr<RecordingBackend> backend)
@@ -163,12 +163,12 @@ class RecordingBackend final : public IdenticalRanksBackend,
       return std::move(answers_.extract(sequence).mapped().by_rank);
     }
 
-    void give_up(const RankStatus&) override {}
+    void abort(const RankStatus&) override {}
 
    private:
     struct Answer {
       std::vector<RankStatus> by_rank;
-      int64_t hold = 0;  // the last one before it was sent
+      int64_t hold = 0;  // number of the last hold before the exchange
     };
 
     const c10::intrusive_ptr<RecordingBackend> backend_;

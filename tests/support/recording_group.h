@@ -1,9 +1,6 @@
-// A process group for tests: no network, one process, and control over when and
-// how each collective ends.
-//
-// Answers for N identical ranks (identical_ranks_backend.h), logs every
-// collective, and can hold completions until the test asks for them, or make
-// the k-th collective fail.
+// Simulated process group of N identical ranks (identical_ranks_backend.h) in
+// one process. Logs every collective; a test can hold completions, or make the
+// k-th collective fail.
 //
 //   RecordingGroup recording(/*world_size=*/4);
 //   recording.hold();
@@ -12,10 +9,9 @@
 //   recording.complete(0);
 //   EXPECT_EQ(recording.log()[0].numel, 1024);
 //
-// Outputs are written when a collective completes, not before. On devices with
-// streams it runs on a stream of the group's own, as NCCL's do, after the work
-// that the launching stream had been given. Subgroups are recording groups with
-// streams, and logs, of their own.
+// Outputs are written when a collective completes. On devices with streams it
+// runs on the group's own stream, like NCCL's, after the work of the launching
+// stream so far. Subgroups are simulated too, with their own streams and logs.
 //
 // Thread safety: any thread.
 
@@ -42,7 +38,7 @@ struct RecordedCollective {
   at::ScalarType dtype = at::kByte;
 };
 
-// Returns the statuses of all ranks, by rank, for the one that this rank sent.
+// Returns the statuses of all ranks, by rank, for this rank's status.
 using StatusAnswers =
     std::function<std::vector<RankStatus>(const RankStatus& own)>;
 
@@ -50,45 +46,43 @@ class RecordingGroup {
  public:
   explicit RecordingGroup(int world_size, int rank = 0);
 
-  // Collectives that are still held end with an error; later ones are answered
-  // at once.
+  // Fails held collectives; later ones complete at once.
   ~RecordingGroup();
   RecordingGroup(const RecordingGroup&) = delete;
   RecordingGroup& operator=(const RecordingGroup&) = delete;
 
-  // For tensors of any device. Has no store: identical ranks fail in the same
-  // place.
+  // Supports tensors of any device. Has no store.
   const c10::intrusive_ptr<c10d::ProcessGroup>& group() const { return group_; }
 
-  // In order of launch, failed launches too.
+  // In launch order, including failed launches.
   std::vector<RecordedCollective> log() const;
 
-  // Keeps later collectives open until complete() or release().
+  // Holds later collectives until complete() or release().
   void hold();
 
-  // Completes all open collectives in order of launch, and stops holding.
+  // Completes all held collectives in launch order, and stops holding.
   void release();
 
   // Completes a held collective. REQUIRES: one of held().
   void complete(size_t sequence);
 
-  // Sequence numbers, from 0, of the collectives that are held.
+  // Returns the sequence numbers, from 0, of the held collectives.
   std::vector<size_t> held() const;
 
-  // Makes the k-th collective of the group throw `error` when it is launched,
-  // or end with it; once.
+  // Makes collective `sequence` throw `error` at its launch, or complete with
+  // it.
   void fail_at_launch(size_t sequence, std::exception_ptr error);
   void fail_at_completion(size_t sequence, std::exception_ptr error);
 
-  // All statuses that were sent, in order, as describe_status() has them.
+  // Returns all sent statuses in order, as described by describe_status().
   std::vector<std::string> statuses() const;
 
-  // Answers later status exchanges so, with one status per rank; an empty
-  // function: all ranks send the same, the default.
+  // Sets the statuses of later exchanges. Empty function (default): all ranks
+  // send the same status.
   void answer_statuses_with(StatusAnswers answers);
 
-  // Keeps later status exchanges open until release_statuses(), as if the
-  // peers' hosts were late.
+  // Holds later status exchanges until release_statuses(), as if peers were
+  // late.
   void hold_statuses();
   void release_statuses();
 

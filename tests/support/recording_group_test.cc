@@ -8,7 +8,7 @@
 #include <vector>
 
 #include "brigade/comm/group/group_collectives.h"
-#include "brigade/comm/subgroup.h"
+#include "brigade/comm/process_group.h"
 #include "brigade/tests/support/local_ranks.h"
 #include "gmock/gmock.h"
 #include "gtest/gtest.h"
@@ -26,7 +26,7 @@ using c10d::OpType;
 using Group = c10::intrusive_ptr<c10d::ProcessGroup>;
 using Tensors = std::vector<at::Tensor>;
 
-// Runs every operation on small whole numbers; returns all that they write.
+// Runs every collective on small integers and returns all outputs.
 Tensors results(c10d::ProcessGroup& group, at::ScalarType dtype) {
   const int size = group.getSize();
   const auto values = [&](int64_t numel) {
@@ -47,13 +47,13 @@ Tensors results(c10d::ProcessGroup& group, at::ScalarType dtype) {
   all.insert(all.end(), lists[0].begin(), lists[0].end());
   at::Tensor shard = values(4);
   at::Tensor whole = at::zeros(4 * size, dtype);
-  gather_into(group, whole, shard)->wait();
+  all_gather_into(group, whole, shard)->wait();
   all.push_back(whole.clone());
   whole.copy_(values(4 * size));
-  reduce_into(group, shard, whole)->wait();
+  reduce_scatter_into(group, shard, whole)->wait();
   all.push_back(shard);
   at::Tensor exchanged = at::zeros(4 * size, dtype);
-  exchange_parts(group, exchanged, whole)->wait();
+  all_to_all_into(group, exchanged, whole)->wait();
   all.push_back(exchanged);
   if (dtype != at::kFloat) return all;
   Tensors sparse = {
@@ -64,7 +64,7 @@ Tensors results(c10d::ProcessGroup& group, at::ScalarType dtype) {
   return all;
 }
 
-TEST(RecordingGroupTest, AnswersAsGlooForIdenticalRanks) {
+TEST(RecordingGroupTest, EqualsGlooWithIdenticalRanks) {
   for (const int size : {1, 2, 3}) {
     run_ranks(size, [&](const Group& gloo) {
       const RecordingGroup recording(size, gloo->getRank());
@@ -106,13 +106,13 @@ TEST(RecordingGroupTest, LogsEveryCollectiveInOrder) {
   EXPECT_EQ(log[1].dtype, at::kHalf);
 }
 
-TEST(RecordingGroupTest, HeldCollectivesCompleteInTheTestsOrder) {
+TEST(RecordingGroupTest, CompletesHeldCollectivesInAnyOrder) {
   RecordingGroup recording(2);
   recording.hold();
   const Launched a = launch(recording);
   const Launched b = launch(recording);
   EXPECT_THAT(recording.held(), ElementsAre(0, 1));
-  b.work->getFuture()->addCallback(  // which may launch the next one
+  b.work->getFuture()->addCallback(  // launches another collective
       [&](c10::ivalue::Future&) { launch(recording); });
   recording.complete(1);
   EXPECT_TRUE(b.work->getFuture()->completed());
@@ -136,7 +136,7 @@ TEST(RecordingGroupTest, FailsTheChosenCollective) {
   EXPECT_THAT(recording.log(), SizeIs(3));
 }
 
-TEST(RecordingGroupTest, EndsWhatIsOpenWithAnError) {
+TEST(RecordingGroupTest, FailsHeldCollectivesAtItsEnd) {
   Launched held;
   {
     RecordingGroup recording(2);
@@ -146,12 +146,12 @@ TEST(RecordingGroupTest, EndsWhatIsOpenWithAnError) {
   EXPECT_THROW(held.work->wait(), c10::DistBackendError);
 }
 
-TEST(RecordingGroupTest, AnswersForSomeOfItsRanks) {
+TEST(RecordingGroupTest, MakesSubgroups) {
   const RecordingGroup recording(/*world_size=*/6, /*rank=*/4);
-  const GroupScope row(make_subgroup(recording.group(), {3, 4, 5}));
-  EXPECT_EQ(row.group()->getRank(), 1);
+  const GroupScope subgroup(make_subgroup(recording.group(), {3, 4, 5}));
+  EXPECT_EQ(subgroup.group()->getRank(), 1);
   Tensors x = {at::ones(2)};
-  row.group()->allreduce(x)->wait();
+  subgroup.group()->allreduce(x)->wait();
   EXPECT_TRUE(at::equal(x[0], at::full(2, 3.0)));
   EXPECT_THAT(recording.log(), IsEmpty());
 }

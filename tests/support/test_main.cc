@@ -1,5 +1,5 @@
-// The main of every test binary: a rank that a test has started runs its
-// function, everything else runs the tests.
+// The main of every test binary: runs the tests, or a rank's function in a
+// process of ProcessRanks.
 
 #include <cstdlib>
 
@@ -7,12 +7,12 @@
 #include "gmock/gmock.h"
 
 int main(int argc, char** argv) {
-  // LibTorch's flight recorder belongs to the process and is not made for ranks
-  // as threads: it crashes when several groups record at once.
+  // LibTorch's flight recorder crashes if ranks that are threads record at
+  // once.
   setenv("TORCH_FR_BUFFER_SIZE", "0", /*overwrite=*/1);
-  // Else the bits of MKL's products depend on where their operands lie.
+  // Makes the bits of MKL's products independent of the operands' alignment.
   setenv("MKL_CBWR", "COMPATIBLE", /*overwrite=*/1);
-  // Gloo needs no other interface, and the host name may resolve to nothing.
+  // The host name may not resolve.
   setenv("GLOO_SOCKET_IFNAME", "lo", /*overwrite=*/1);
   if (const auto exit_code = brigade::testing::run_as_rank()) return *exit_code;
   ::testing::InitGoogleMock(&argc, argv);

@@ -83,7 +83,7 @@ class ScriptsTest(unittest.TestCase):
         for version in (TOO_OLD, TOO_NEW, "2.120", "2.12.x", "2.12; true"):
             chosen = self.choose(version)
             self.assertEqual(chosen.returncode, 2, chosen)
-            self.assertIn(f"torch '{version}' was asked for", chosen.stderr)
+            self.assertIn(f"BRIGADE_TORCH is '{version}'", chosen.stderr)
             self.assertIn(f"brigade supports {', '.join(SUPPORTED)}.", chosen.stderr)
 
 
@@ -114,13 +114,13 @@ class CMakeTest(InTemporaryFolder):
     def test_other_versions_are_refused_with_the_range(self):
         for version in (TOO_OLD + ".0", TOO_NEW + ".0", "1.13.0", "3.12.0"):
             said = self.configure(version)
-            self.assertIn(f"torch {SUPPORTED[0]} to {SUPPORTED[-1]} is supported, but '{version}' "
-                          f"was found at {self.folder}/torch-{version}", said)
+            self.assertIn(f"brigade supports torch {SUPPORTED[0]} to {SUPPORTED[-1]}, but found torch "
+                          f"'{version}' at {self.folder}/torch-{version}", said)
 
     def test_an_installed_brigade_requires_its_minor_version(self):
         built_against = "-DBRIGADE_TORCH_BUILT_AGAINST=2.13.0"
         self.assertEqual(self.configure("2.13.1", built_against), "")
-        self.assertIn("this brigade was built against torch 2.13, but '2.14.1'",
+        self.assertIn("this brigade was built against torch 2.13, but found torch '2.14.1'",
                       self.configure("2.14.1", built_against))
 
 

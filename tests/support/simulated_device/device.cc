@@ -20,13 +20,13 @@
 namespace brigade::simulated {
 namespace {
 
-// CUDA's number: whoever asks for more gets the first ones again.
+// CUDA's pool size; later requests get the first streams again.
 constexpr c10::StreamId kPoolSize = 32;
 
 thread_local c10::DeviceIndex current_device = 0;
 thread_local std::map<c10::DeviceIndex, c10::StreamId> current_streams;
 
-// 0 is the default stream, the pool's come next.
+// Stream 0 is the default stream; the pool's follow.
 std::atomic<c10::StreamId> pool_streams_given = 0;
 std::atomic<c10::StreamId> next_stream = kPoolSize + 1;
 
@@ -124,7 +124,7 @@ class DeviceGuard final : public c10::impl::DeviceGuardImplInterface {
   }
 };
 
-// LibTorch's other questions to an accelerator.
+// The rest of LibTorch's interface of an accelerator.
 class DeviceHooks final : public at::PrivateUse1HooksInterface {
  public:
   bool isBuilt() const override { return true; }
@@ -157,7 +157,7 @@ class DeviceHooks final : public at::PrivateUse1HooksInterface {
   c10::Device getDeviceFromPtr(void* address) const override {
     const auto device = device_of(address);
     TORCH_CHECK(device, "simulated device: ", address,
-                " is no device memory.\nMove the tensor there first.");
+                " is not device memory.\nMove the tensor there first.");
     return {kDeviceType, *device};
   }
   void resizePrivateUse1Bytes(const c10::Storage& storage,
@@ -174,7 +174,7 @@ c10::Stream current_stream(c10::Device device) {
 
 void install(int num_devices) {
   Simulation::start(num_devices);
-  // Without a name of its own it is not the process's accelerator.
+  // The process's accelerator must have a registered name.
   c10::register_privateuse1_backend("sim");
   c10::impl::registerDeviceGuard(kDeviceType, new DeviceGuard);
   c10::SetAllocator(kDeviceType, &device_allocator());

@@ -1,11 +1,9 @@
-// Simulated devices as the accelerator of this process: "sim:0", "sim:1" and so
-// on are devices like any other, with streams, events, pinned memory and
-// autograd.
+// Simulated devices as the accelerator of this process: "sim:0", "sim:1", ...
+// with streams, events, pinned memory and autograd.
 //
-// They come before CUDA, which this process can't use then: tests on them are a
-// binary of their own.
+// They replace CUDA in this process, so tests on them need a separate binary.
 //
-// Thread safety: any thread; current devices and streams are a thread's own.
+// Thread safety: any thread; current devices and streams are per thread.
 
 #ifndef BRIGADE_TESTS_SUPPORT_SIMULATED_DEVICE_DEVICE_H_
 #define BRIGADE_TESTS_SUPPORT_SIMULATED_DEVICE_DEVICE_H_
@@ -15,11 +13,11 @@
 
 namespace brigade::simulated {
 
-// To be called once, before the first backward of the process, CPU backwards
-// included.
+// Call it once, before the first backward of the process (also on CPUs).
 void install(int num_devices);
 
-// The calling thread's. `device` without an index: its current one.
+// Returns the calling thread's current stream. `device` without an index: the
+// current device.
 c10::Stream current_stream(c10::Device device);
 
 }  // namespace brigade::simulated

@@ -22,7 +22,7 @@
 namespace brigade::simulated {
 namespace {
 
-// Of one device. The system gives a page when it is first written to.
+// Size of a device. Pages occupy memory when they are first written.
 constexpr size_t kDeviceBytes = size_t{1} << 30;
 constexpr size_t kDeviceGranularity = 512;
 constexpr size_t kPinnedGranularity = 64;
@@ -34,16 +34,15 @@ size_t rounded(size_t bytes, size_t granularity) {
 }
 
 struct Mapping {
-  char* addresses;  // of tensors; nobody may read or write there
-  char* memory;     // the same, for kernels
+  char* addresses;  // of tensors; not accessible
+  char* memory;     // the same bytes, for kernels
 };
 
 char* map_memory(int file, int protection) {
   void* const address =
       mmap(nullptr, kDeviceBytes, protection, MAP_SHARED, file, 0);
-  TORCH_CHECK(address != MAP_FAILED,
-              "simulated device: can't map its memory of ", kDeviceBytes,
-              " bytes.\nRun fewer tests at once.");
+  TORCH_CHECK(address != MAP_FAILED, "simulated device: mmap of ", kDeviceBytes,
+              " bytes failed.\nRun fewer tests at once.");
   return static_cast<char*>(address);
 }
 
@@ -54,8 +53,8 @@ const std::vector<Mapping>& mappings() {
     for (int d = 0; d < Simulation::get().num_devices(); ++d) {
       const int file = memfd_create("simulated_device", 0);
       TORCH_CHECK(file >= 0 && ftruncate(file, kDeviceBytes) == 0,
-                  "simulated device: can't make a file of ", kDeviceBytes,
-                  " bytes in memory.\nRun fewer tests at once.");
+                  "simulated device: memfd of ", kDeviceBytes,
+                  " bytes failed.\nRun fewer tests at once.");
       made->push_back({.addresses = map_memory(file, PROT_NONE),
                        .memory = map_memory(file, PROT_READ | PROT_WRITE)});
       close(file);
@@ -69,7 +68,7 @@ struct Block {
   void* begin;
   size_t bytes;
   c10::Stream owner;
-  RaceDetector::Moment last_uses;  // by other streams, when it was freed
+  RaceDetector::Moment last_uses;  // by other streams, at the free
 };
 
 class DeviceBlocks {
@@ -90,7 +89,7 @@ class DeviceBlocks {
   }
 
  private:
-  // Returns the block that was freed last of those that fit.
+  // Returns the most recently freed block that fits, or a new one.
   Block find_or_reserve(size_t bytes, const c10::Stream& owner) {
     for (size_t i = free_.size(); i-- > 0;) {
       const Block& candidate = free_[i];
@@ -103,9 +102,9 @@ class DeviceBlocks {
       return block;
     }
     size_t& used = used_bytes_[owner.device_index()];
-    TORCH_CHECK(used + bytes <= kDeviceBytes, owner.device(), ": asked for ",
-                bytes, " bytes, ", kDeviceBytes - used,
-                " are left.\nUse smaller tensors.");
+    TORCH_CHECK(used + bytes <= kDeviceBytes, owner.device(), ": requested ",
+                bytes, " bytes, found ", kDeviceBytes - used,
+                " free.\nUse smaller tensors.");
     void* const begin = mappings().at(owner.device_index()).addresses + used;
     used += bytes;
     return {.begin = begin, .bytes = bytes, .owner = owner, .last_uses = {}};
@@ -114,7 +113,7 @@ class DeviceBlocks {
   std::mutex mutex_;
   // Guarded by mutex_.
   std::unordered_map<void*, Block> held_;  // by begin
-  std::vector<Block> free_;                // by the time they were freed
+  std::vector<Block> free_;                // in the order of their frees
   std::map<c10::DeviceIndex, size_t> used_bytes_;
 };
 
@@ -147,7 +146,7 @@ class DeviceAllocator final : public c10::Allocator {
   }
 };
 
-// Never given back to the system.
+// Pinned memory; never returned to the system.
 class PinnedBlocks {
  public:
   void* take(size_t bytes) {
@@ -228,8 +227,8 @@ c10::Allocator& pinned_allocator() {
 
 void* for_kernels(const void* address) {
   const std::optional<c10::DeviceIndex> device = device_of(address);
-  TORCH_CHECK(device, "simulated device: a kernel was given ", address,
-              ", which is no device memory.\nMove the tensor there first.");
+  TORCH_CHECK(device, "simulated device: kernel argument ", address,
+              " is not device memory.\nMove the tensor there first.");
   const Mapping& mapping = mappings()[*device];
   return mapping.memory +
          (static_cast<const char*>(address) - mapping.addresses);

@@ -3,19 +3,240 @@
 #include <ATen/EmptyTensor.h>
 #include <ATen/NativeFunctions.h>
 #include <ATen/core/LegacyTypeDispatch.h>
+#include <ATen/core/List.h>
+#include <ATen/core/Tensor.h>
+#include <ATen/core/dispatch/Dispatcher.h>
+#include <ATen/core/stack.h>
+#include <ATen/ops/empty_strided.h>
+#include <ATen/ops/from_blob.h>
 #include <c10/core/DeviceGuard.h>
 #include <c10/core/Event.h>
+#include <c10/util/Exception.h>
 #include <torch/library.h>
 
 #include <optional>
+#include <set>
+#include <string>
+#include <utility>
 #include <vector>
 
-#include "brigade/tests/support/simulated_device/cpu_kernels.h"
 #include "brigade/tests/support/simulated_device/device.h"
 #include "brigade/tests/support/simulated_device/memory.h"
+#include "brigade/tests/support/simulated_device/simulation.h"
 
 namespace brigade::simulated {
 namespace {
+
+bool is_on_device(const at::Tensor& tensor) {
+  return tensor.defined() && tensor.device().type() == kDeviceType;
+}
+
+// Covers the bytes from the first element to the last, gaps between strides
+// included. REQUIRES: is_on_device().
+KernelAccess access_to(const at::Tensor& tensor, bool writes) {
+  if (tensor.numel() == 0) return {.writes = writes};
+  int64_t last = 0;
+  for (int64_t d = 0; d < tensor.dim(); ++d) {
+    last += (tensor.size(d) - 1) * tensor.stride(d);
+  }
+  return {.begin = tensor.unsafeGetTensorImpl()->data(),
+          .bytes = static_cast<size_t>(last + 1) * tensor.itemsize(),
+          .writes = writes};
+}
+
+// Returns a CPU tensor over the same memory, for kernels only. REQUIRES:
+// is_on_device().
+at::Tensor cpu_view(const at::Tensor& tensor) {
+  const at::AutoDispatchBelowADInplaceOrView below_autograd;
+  const at::TensorOptions options =
+      at::TensorOptions(tensor.scalar_type()).device(at::kCPU);
+  if (tensor.numel() == 0) {
+    return at::empty_strided(tensor.sizes(), tensor.strides(), options);
+  }
+  at::Tensor result =
+      at::from_blob(for_kernels(tensor.unsafeGetTensorImpl()->data()),
+                    tensor.sizes(), tensor.strides(), options);
+  if (tensor.unsafeGetTensorImpl()->is_wrapped_number()) {
+    result.unsafeGetTensorImpl()->set_wrapped_number(true);
+  }
+  if (tensor.is_conj()) result._set_conj(true);
+  if (tensor.is_neg()) result._set_neg(true);
+  return result;
+}
+
+// Uses the current stream of `device`.
+at::Tensor empty_on_device(at::IntArrayRef sizes, at::IntArrayRef strides,
+                           at::ScalarType dtype, c10::Device device) {
+  const c10::DeviceGuard on_device(device);
+  return at::detail::empty_strided_generic(
+      sizes, strides, &device_allocator(),
+      c10::DispatchKeySet(c10::DispatchKey::PrivateUse1), dtype);
+}
+
+// Operators whose result sizes depend on values: the host waits for them.
+const std::set<std::string> kSizesDependOnValues = {
+    "aten::nonzero", "aten::masked_select", "aten::_unique2"};
+
+// One call of an operator.
+class Call {
+ public:
+  Call(const c10::OperatorHandle& op, torch::jit::Stack* stack)
+      : op_(op), schema_(op.schema()), stack_(*stack) {}
+
+  void run() {
+    const at::AutoDispatchBelowADInplaceOrView below_autograd;
+    take_arguments();
+    const c10::Stream stream =
+        current_stream(device_.value_or(c10::Device(kDeviceType)));
+    Simulation::get().run(name(), stream, accesses_, [&] {
+      op_.redispatchBoxed(c10::DispatchKeySet(c10::DispatchKey::CPU), &stack_);
+    });
+    copy_written_back();
+    return_results(stream);
+    if (tells_host_ || kSizesDependOnValues.count(schema_.name()) > 0) {
+      Simulation::get().host_waits(stream);
+    }
+  }
+
+ private:
+  // An argument that is written: on the device, and its CPU view.
+  struct Written {
+    at::Tensor tensor;
+    at::Tensor on_cpu;
+  };
+
+  std::string name() const {
+    return schema_.overload_name().empty()
+               ? schema_.name()
+               : schema_.name() + "." + schema_.overload_name();
+  }
+
+  void take_arguments() {
+    const size_t count = schema_.arguments().size();
+    for (size_t i = 0; i < count; ++i) {
+      take_argument(stack_[stack_.size() - count + i], schema_.arguments()[i]);
+    }
+  }
+
+  void take_argument(c10::IValue& value, const c10::Argument& argument) {
+    if (value.isTensor()) {
+      if (value.toTensor().defined()) {
+        value = take(value.toTensor(), argument);
+      }
+    } else if (value.isTensorList()) {
+      std::vector<at::Tensor> tensors;
+      for (const at::Tensor& tensor : value.toTensorVector()) {
+        tensors.push_back(take(tensor, argument));
+      }
+      value = tensors;
+    } else if (value.isOptionalTensorList()) {
+      c10::List<std::optional<at::Tensor>> tensors;
+      for (std::optional<at::Tensor> tensor : value.toOptionalTensorList()) {
+        if (tensor) tensor = take(*tensor, argument);
+        tensors.push_back(tensor);
+      }
+      value = tensors;
+    } else if (value.isDevice() && value.toDevice().type() == kDeviceType) {
+      device_ = value.toDevice();
+      value = c10::Device(at::kCPU);
+    }
+  }
+
+  at::Tensor take(const at::Tensor& tensor, const c10::Argument& argument) {
+    if (!is_on_device(tensor)) return tensor;
+    if (!device_) device_ = tensor.device();
+    TORCH_CHECK(tensor.device() == *device_, name(),
+                ": expected all tensors on ", *device_, ", found one on ",
+                tensor.device(), ".\nMove it there first.");
+    const bool writes =
+        argument.alias_info() != nullptr && argument.alias_info()->isWrite();
+    accesses_.push_back(access_to(tensor, writes));
+    at::Tensor on_cpu = cpu_view(tensor);
+    if (!writes) return on_cpu;
+    // The operator may resize an output; a view of device memory can't be.
+    if (argument.kwarg_only()) on_cpu = on_cpu.clone();
+    written_.push_back({.tensor = tensor, .on_cpu = on_cpu});
+    return on_cpu;
+  }
+
+  void copy_written_back() {
+    for (const auto& [tensor, on_cpu] : written_) {
+      if (tensor.sizes() != on_cpu.sizes()) {
+        tensor.resize_(on_cpu.sizes());
+        results_.push_back(access_to(tensor, /*writes=*/true));
+      }
+      if (tensor.numel() == 0) continue;
+      const at::Tensor own = cpu_view(tensor);
+      if (own.const_data_ptr() != on_cpu.const_data_ptr()) own.copy_(on_cpu);
+    }
+  }
+
+  void return_results(const c10::Stream& stream) {
+    const size_t count = schema_.returns().size();
+    for (size_t i = 0; i < count; ++i) {
+      return_result(stack_[stack_.size() - count + i], schema_.returns()[i],
+                    stream);
+    }
+    if (!results_.empty()) {
+      Simulation::get().run(name() + ", results", stream, results_, [] {});
+    }
+  }
+
+  void return_result(c10::IValue& value, const c10::Argument& result,
+                     const c10::Stream& stream) {
+    const c10::AliasInfo* const alias = result.alias_info();
+    if (value.isTensor()) {
+      if (!value.toTensor().defined()) return;
+      if (alias != nullptr && alias->isWrite()) {
+        value = written_.at(num_written_returned_++).tensor;
+        return;
+      }
+      refuse_view(alias);
+      value = to_device(value.toTensor(), stream.device());
+    } else if (value.isTensorList()) {
+      refuse_view(alias);
+      std::vector<at::Tensor> tensors;
+      for (const at::Tensor& tensor : value.toTensorVector()) {
+        tensors.push_back(to_device(tensor, stream.device()));
+      }
+      value = tensors;
+    } else {
+      tells_host_ = true;
+    }
+  }
+
+  void refuse_view(const c10::AliasInfo* alias) const {
+    TORCH_CHECK_NOT_IMPLEMENTED(
+        alias == nullptr, "simulated device: '", name(),
+        "' returns a view of an argument.\nAdd a kernel for it to "
+        "operators.cc.");
+  }
+
+  at::Tensor to_device(const at::Tensor& on_cpu, c10::Device device) {
+    const at::Tensor tensor = empty_on_device(on_cpu.sizes(), on_cpu.strides(),
+                                              on_cpu.scalar_type(), device);
+    cpu_view(tensor).copy_(on_cpu);
+    results_.push_back(access_to(tensor, /*writes=*/true));
+    return tensor;
+  }
+
+  const c10::OperatorHandle& op_;
+  const c10::FunctionSchema& schema_;
+  torch::jit::Stack& stack_;
+  std::optional<c10::Device> device_;
+  std::vector<KernelAccess> accesses_;
+  std::vector<Written> written_;       // in the order of arguments
+  std::vector<KernelAccess> results_;  // memory that the operator allocated
+  size_t num_written_returned_ = 0;
+  bool tells_host_ = false;
+};
+
+// Any operator, as the CPU's kernel over device memory. The schema says which
+// arguments it reads and writes. Errors: NotImplementedError if it returns a
+// view; RuntimeError if its tensors are on several devices.
+void run_on_cpu(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
+  Call(op, stack).run();
+}
 
 at::Tensor empty(at::IntArrayRef sizes, std::optional<at::ScalarType> dtype,
                  std::optional<at::Layout>, std::optional<c10::Device> device,
@@ -98,20 +319,20 @@ at::Scalar local_scalar(const at::Tensor& self) {
   const c10::Stream stream = current_stream(self.device());
   at::Scalar value;
   Simulation::get().run("item", stream, {access_to(self, /*writes=*/false)},
-                        [&] { value = for_kernels(self).item(); });
+                        [&] { value = cpu_view(self).item(); });
   Simulation::get().host_waits(stream);
   return value;
 }
 
-// `after` waits for what `before` has been given.
+// Makes `after` wait for the work of `before` so far.
 void order(const c10::Stream& before, const c10::Stream& after) {
   c10::Event event(kDeviceType);
   event.record(before);
   event.block(after);
 }
 
-// On the source's current stream, between what the destination's had and will
-// have to do.
+// Runs on the source's current stream, ordered with earlier and later work of
+// the destination's.
 void copy_on_devices(const at::Tensor& from, const at::Tensor& to) {
   const c10::Stream stream = current_stream(from.device());
   const c10::Stream receiving = current_stream(to.device());
@@ -120,11 +341,11 @@ void copy_on_devices(const at::Tensor& from, const at::Tensor& to) {
   Simulation::get().run(
       "copy", stream,
       {access_to(from, /*writes=*/false), access_to(to, /*writes=*/true)},
-      [&] { for_kernels(to).copy_(for_kernels(from)); });
+      [&] { cpu_view(to).copy_(cpu_view(from)); });
   if (across) order(stream, receiving);
 }
 
-// Waits unless the host's memory is pinned.
+// Blocks unless the host's memory is pinned.
 void copy_with_host(const at::Tensor& from, const at::Tensor& to,
                     bool non_blocking, bool is_to_host) {
   const at::Tensor& on_device = is_to_host ? from : to;
@@ -133,7 +354,7 @@ void copy_with_host(const at::Tensor& from, const at::Tensor& to,
   Simulation& simulation = Simulation::get();
   simulation.run(is_to_host ? "copy to host" : "copy from host", stream,
                  {access_to(on_device, /*writes=*/!is_to_host)}, [&] {
-                   const at::Tensor memory = for_kernels(on_device);
+                   const at::Tensor memory = cpu_view(on_device);
                    (is_to_host ? to : memory).copy_(is_to_host ? memory : from);
                  });
   void* const host = const_cast<void*>(on_host.const_data_ptr());
@@ -178,10 +399,11 @@ void register_operators() {
   aten.impl("_copy_from", copy_from);
   aten.impl("_local_scalar_dense", local_scalar);
   aten.impl("record_stream", record_stream);
-  // LibTorch's would resize its output twice.
+  // LibTorch's kernel would resize its output twice.
   aten.impl("mse_loss",
             torch::CppFunction::makeFromBoxedFunction<&run_on_cpu>());
-  // A copy resolves what LibTorch has put off, which would call a copy for it.
+  // LibTorch would resolve a lazy conjugation or negation by a copy, which
+  // calls this one: the kernel resolves it.
   static torch::Library conjugate(torch::Library::IMPL, "aten",
                                   c10::DispatchKey::Conjugate, __FILE__,
                                   __LINE__);

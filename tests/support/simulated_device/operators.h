@@ -1,12 +1,13 @@
-// The operators of simulated devices: those that make tensors, views and copies
-// are written here, all others are the CPU's (cpu_kernels.h).
+// Operators of simulated devices. Those that make tensors, views and copies
+// have their own kernels; all others run the CPU's kernels on device memory.
+// There are no kernels for sparse tensors and random numbers.
 
 #ifndef BRIGADE_TESTS_SUPPORT_SIMULATED_DEVICE_OPERATORS_H_
 #define BRIGADE_TESTS_SUPPORT_SIMULATED_DEVICE_OPERATORS_H_
 
 namespace brigade::simulated {
 
-// Once, before the first tensor.
+// Call it once, before the first tensor is made.
 void register_operators();
 
 }  // namespace brigade::simulated

@@ -25,7 +25,7 @@ Dropped& dropped() {
 DropCalls::DropCalls(std::function<bool(const OrderingCall&)> drops) {
   const std::lock_guard<std::mutex> lock(dropped().mutex);
   TORCH_CHECK(!dropped().drops,
-              "DropCalls: there is one already.\nEnd it before the next.");
+              "DropCalls: another instance exists.\nDestroy it first.");
   dropped().drops = std::move(drops);
   dropped().count = 0;
 }

@@ -1,5 +1,5 @@
-// Calls that order work of streams, and a way to lose some of them: a program
-// from which one is taken out must have a race, or its test proves nothing.
+// Calls that order the work of streams, and fault injection that drops some of
+// them. A test proves nothing if its program has no race without such a call.
 //
 //   DropCalls lost([&](const OrderingCall& call) {
 //     return call.kind == OrderingCall::kWait && call.stream == packing;
@@ -24,7 +24,7 @@ struct OrderingCall {
     kWait,        // `stream` waits for an event that was recorded on `other`
     kHostWait,    // the host waits for `stream`, or for an event of it
     kRecordUse,   // record_stream(): `stream` uses memory
-    kHoldPinned,  // pinned memory is held back for copies that read it
+    kHoldPinned,  // pinned memory is not reused during a copy
     kSwitch,      // `stream` becomes the thread's current one, after `other`
   };
   Kind kind;
@@ -32,8 +32,9 @@ struct OrderingCall {
   std::optional<c10::Stream> other = std::nullopt;
 };
 
-// While it lives, calls that it chooses do nothing, on any thread. One at a
-// time. Thread safety: `drops` is called by one thread at a time.
+// During the scope, calls for which `drops` returns true do nothing, on any
+// thread. One instance at a time. Thread safety: `drops` is called by one
+// thread at a time.
 class DropCalls {
  public:
   explicit DropCalls(std::function<bool(const OrderingCall&)> drops);
@@ -44,7 +45,7 @@ class DropCalls {
   int64_t num_dropped() const;
 };
 
-// For the device: this call is to do nothing.
+// Returns true if the device must ignore this call.
 bool is_dropped(const OrderingCall& call);
 
 }  // namespace brigade::simulated

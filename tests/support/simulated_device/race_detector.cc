@@ -42,7 +42,7 @@ size_t RaceDetector::add_stream(std::string name) {
   return streams_.size() - 1;
 }
 
-// Work is after all that the host has waited for.
+// Orders new work after the host's waits.
 VectorClock& RaceDetector::enqueue(size_t stream) {
   streams_[stream].join(host_);
   return streams_[stream];
@@ -110,7 +110,7 @@ void RaceDetector::check_access(const Access& access,
             .text = absl::StrCat(
                 "use after free: ", describe(*operation), " ",
                 verb(access.writes), " ", access.bytes,
-                " bytes that are no allocation's.\nKeep the tensor until the "
+                " bytes that are not allocated.\nKeep the tensor until the "
                 "operation is enqueued.",
                 trace_of("It", operation->where))});
     return;
@@ -118,7 +118,8 @@ void RaceDetector::check_access(const Access& access,
   const VectorClock& clock = streams_[operation->stream];
   const auto check = [&](Address at, const OperationPtr& before, bool writes) {
     if (before->time <= clock.at(before->stream)) return;
-    tell(Race::kUnordered, at, *before, writes, *operation, access.writes);
+    report_pair(Race::kUnordered, at, *before, writes, *operation,
+                access.writes);
   };
   visit(access.begin, access.begin + access.bytes,
         [&](Address at, Piece& piece) {
@@ -169,7 +170,8 @@ RaceDetector::Moment RaceDetector::free(Address begin, std::string where) {
   reuse.join(last_uses);
   const auto check = [&](Address at, const OperationPtr& use, bool writes) {
     if (use->time <= reuse.at(use->stream)) return;
-    tell(Race::kEarlyFree, at, *use, writes, *freeing, /*now_writes=*/true);
+    report_pair(Race::kEarlyFree, at, *use, writes, *freeing,
+                /*now_writes=*/true);
   };
   visit(begin, begin + bytes, [&](Address at, Piece& piece) {
     if (piece.write) check(at, piece.write, /*writes=*/true);
@@ -177,7 +179,7 @@ RaceDetector::Moment RaceDetector::free(Address begin, std::string where) {
       check(at, read, /*writes=*/false);
     }
   });
-  // The next user is after the free, or it races with the last users.
+  // A next user that is not ordered after the free is a race.
   history_.erase(history_.lower_bound(begin),
                  history_.lower_bound(begin + bytes));
   history_.emplace(begin, Piece{.end = begin + bytes, .write = freeing});
@@ -191,10 +193,10 @@ bool RaceDetector::may_serve(size_t owner, const Moment& moment) const {
   return clock.covers(moment);
 }
 
-void RaceDetector::tell(Race::Kind kind, Address at, const Operation& before,
-                        bool before_writes, const Operation& now,
-                        bool now_writes) {
-  if (!told_.insert({before.number, now.number}).second) return;
+void RaceDetector::report_pair(Race::Kind kind, Address at,
+                               const Operation& before, bool before_writes,
+                               const Operation& now, bool now_writes) {
+  if (!reported_.insert({before.number, now.number}).second) return;
   const std::string earlier = absl::StrCat(
       describe(before), " ", verb(before_writes), " (", describe(at));
   const std::string traces = trace_of("The later one", now.where) +
@@ -202,16 +204,17 @@ void RaceDetector::tell(Race::Kind kind, Address at, const Operation& before,
   if (kind == Race::kEarlyFree) {
     report({kind, absl::StrCat("early free: the memory of ", names_[now.stream],
                                " that ", earlier,
-                               ") was freed, and may be used anew before that "
-                               "is done.\nCall record_stream() for ",
+                               ") was freed, and may be reused before that "
+                               "operation.\nCall record_stream() for ",
                                names_[before.stream], ".", traces)});
     return;
   }
-  report({kind,
-          absl::StrCat("race: ", describe(now), " ", verb(now_writes), " what ",
-                       earlier, "), and no event orders them.\nRecord one on ",
-                       names_[before.stream], " and let ", names_[now.stream],
-                       " wait for it.", traces)});
+  report(
+      {kind, absl::StrCat("race: ", describe(now), " ", verb(now_writes),
+                          " memory that ", earlier,
+                          "), and no event orders them.\nRecord an event on ",
+                          names_[before.stream], " and make ",
+                          names_[now.stream], " wait for it.", traces)});
 }
 
 std::string RaceDetector::describe(const Operation& operation) const {
@@ -219,15 +222,15 @@ std::string RaceDetector::describe(const Operation& operation) const {
                       ") on ", names_[operation.stream]);
 }
 
-// REQUIRES: in an allocation.
+// REQUIRES: `at` lies in an allocation.
 std::string RaceDetector::describe(Address at) const {
   const auto& [begin, allocation] = *std::prev(allocations_.upper_bound(at));
   return absl::StrCat("byte ", at - begin, " of allocation ", allocation.number,
-                      ", which has ", allocation.bytes);
+                      " of ", allocation.bytes, " bytes");
 }
 
 std::vector<Race> RaceDetector::take_races() {
-  told_.clear();
+  reported_.clear();
   return std::exchange(races_, {});
 }
 

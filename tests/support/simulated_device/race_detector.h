@@ -1,14 +1,14 @@
-// Finds accesses to device memory that nothing orders, from what a program
-// enqueues: no device and no timing take part, so it finds the same each time.
+// Happens-before race detector for device memory. It evaluates the enqueued
+// operations, without a device and independent of timing.
 //
-// Streams are logical. An operation is after its stream's earlier operations,
-// after the events that its stream waited for, and after what the host had
-// waited for. Two accesses to the same bytes, one of which writes, are a race
-// unless one is after the other.
+// An operation is ordered after its stream's earlier operations, the events
+// that its stream waited for, and all that the host had waited for. Two
+// unordered accesses to the same bytes, one of which writes, are a race.
 //
-// Memory belongs to the stream that it was allocated for, as in a caching
-// allocator: once freed, it serves that stream again at once. A free is a race
-// if other streams' uses are neither before it on the owner nor recorded.
+// Memory belongs to the stream that it was allocated on, as in a caching
+// allocator: after a free, that stream reuses it at once. A free is a race if
+// uses by other streams are neither ordered before it on the owner nor
+// recorded.
 //
 //   RaceDetector detector;
 //   const size_t a = detector.add_stream("a"), b = detector.add_stream("b");
@@ -17,8 +17,8 @@
 //   detector.run(b, "read", {{.begin = 0x1000, .bytes = 64}});
 //   EXPECT_EQ(detector.take_races().size(), 1);
 //
-// Addresses are numbers to it; it reads and writes none of the memory. It
-// judges the order in which calls were enqueued, not other possible orders.
+// It does not access the memory. It checks the order in which calls were
+// enqueued, not other possible orders.
 //
 // Thread safety: none.
 
@@ -37,7 +37,7 @@
 
 namespace brigade::simulated {
 
-// The number of each stream's operations that are before a point.
+// Number of operations of each stream that are ordered before a point.
 class VectorClock {
  public:
   uint64_t at(size_t stream) const {
@@ -59,10 +59,10 @@ struct Access {
 
 struct Race {
   enum Kind {
-    kUnordered,     // of two accesses
-    kEarlyFree,     // a stream may still use what was freed
-    kUseAfterFree,  // an access to memory that nobody has allocated
-    kHostWrite,     // the host changed what a copy still reads
+    kUnordered,     // two accesses
+    kEarlyFree,     // a stream may still use the freed memory
+    kUseAfterFree,  // an access to memory that is not allocated
+    kHostWrite,     // the host wrote memory that a copy still reads
   };
   Kind kind;
   std::string text;
@@ -71,24 +71,24 @@ struct Race {
 class RaceDetector {
  public:
   using Address = uintptr_t;
-  // All that is before an event, for instance.
+  // The operations before a point, for instance before an event.
   using Moment = VectorClock;
 
-  // Streams are numbered from 0. REQUIRES, of all that follow: streams that
-  // exist.
+  // Returns the stream's number, from 0. All other methods require existing
+  // streams.
   size_t add_stream(std::string name);
 
-  // An operation on `stream`. Its races print `where`, unless empty.
+  // Adds an operation to `stream`. Reports of its races include `where`.
   void run(size_t stream, std::string name, const std::vector<Access>& accesses,
            std::string where = {});
 
-  // All that is before work that `stream` would do now.
+  // Returns the operations before the next operation of `stream`.
   Moment moment(size_t stream);
 
   // Orders later work of `stream` after `moment`.
   void wait(size_t stream, const Moment& moment);
 
-  // Orders everything that is enqueued later, on any stream, after `moment`.
+  // Orders all later work of all streams after `moment`.
   void host_waits(const Moment& moment) { host_.join(moment); }
   bool host_has_waited(const Moment& moment) const {
     return host_.covers(moment);
@@ -97,19 +97,19 @@ class RaceDetector {
   // REQUIRES: `begin` is in no allocation.
   void allocate(Address begin, size_t bytes, size_t owner);
 
-  // `stream` uses the memory too: it serves its owner again only when `stream`
-  // has done its work of before the free. Ignores other addresses.
+  // Records that `stream` uses the memory: its owner reuses it only after the
+  // work of `stream` before the free. Ignores other addresses.
   void record_use(Address begin, size_t stream);
 
-  // Returns the moment that must be over before the memory may serve its owner
-  // again: see may_serve(). REQUIRES: `begin` is that of an allocation.
+  // Returns the moment after which the owner may reuse the memory
+  // (may_serve()). REQUIRES: an allocation begins at `begin`.
   Moment free(Address begin, std::string where = {});
   bool may_serve(size_t owner, const Moment& moment) const;
 
-  // A race that was found elsewhere.
+  // Adds a race that was found elsewhere.
   void report(Race race) { races_.push_back(std::move(race)); }
 
-  // Those found since the last call, each pair of operations once.
+  // Returns the races since the last call, one per pair of operations.
   std::vector<Race> take_races();
 
  private:
@@ -121,16 +121,16 @@ class RaceDetector {
   };
   struct Operation {
     std::string name;
-    int64_t number;     // counts the operations of all streams, from 1
-    size_t stream;      // that it runs on
+    int64_t number;  // counts the operations of all streams, from 1
+    size_t stream;
     uint64_t time;      // counts the operations of its stream, from 1
     std::string where;  // the backtrace of its call; may be empty
   };
   using OperationPtr = std::shared_ptr<const Operation>;
-  // Neighbouring bytes with one history.
+  // Adjacent bytes with the same history.
   struct Piece {
     Address end = 0;
-    OperationPtr write = nullptr;          // null: none is known
+    OperationPtr write = nullptr;          // null: none
     std::vector<OperationPtr> reads = {};  // since the write; one per stream
   };
 
@@ -139,24 +139,24 @@ class RaceDetector {
                               std::string where);
   bool is_allocated(const Access& access) const;
   void check_access(const Access& access, const OperationPtr& operation);
-  void tell(Race::Kind kind, Address at, const Operation& before,
-            bool before_writes, const Operation& now, bool now_writes);
+  void report_pair(Race::Kind kind, Address at, const Operation& before,
+                   bool before_writes, const Operation& now, bool now_writes);
   std::string describe(const Operation& operation) const;
   std::string describe(Address at) const;
 
-  // Calls visit(begin, piece) for the pieces that make up [begin, end). Pieces
-  // are cut there, and made where nothing is known.
+  // Calls visit(begin, piece) for the pieces of [begin, end). Splits pieces at
+  // both ends and adds pieces in gaps.
   void visit(Address begin, Address end,
              const std::function<void(Address, Piece&)>& visit);
   void cut(Address at);
 
-  std::vector<std::string> names_;    // by stream
-  std::vector<VectorClock> streams_;  // by stream
-  VectorClock host_;                  // all that the host has waited for
+  std::vector<std::string> names_;             // by stream
+  std::vector<VectorClock> streams_;           // by stream
+  VectorClock host_;                           // waits of the host
   std::map<Address, Allocation> allocations_;  // by begin
   std::map<Address, Piece> history_;           // by begin; they do not overlap
   std::vector<Race> races_;
-  std::set<std::pair<int64_t, int64_t>> told_;  // numbers of two operations
+  std::set<std::pair<int64_t, int64_t>> reported_;  // pairs of numbers
   int64_t num_operations_ = 0;
   int64_t num_allocations_ = 0;
 };

@@ -14,7 +14,7 @@ namespace {
 
 constexpr int kHostPoison = 0xDB;
 
-// A device that the host does not wait for is through at some time.
+// An event completes after this many queries even if the host does not wait.
 constexpr int kQueriesUntilDone = 1000;
 
 Simulation* simulation = nullptr;
@@ -35,15 +35,16 @@ RaceDetector::Address address_of(const void* pointer) {
 
 void Simulation::start(int num_devices) {
   TORCH_CHECK(simulation == nullptr,
-              "simulated device: there are devices already.\nInstall them "
+              "simulated device: the devices exist already.\nCall install() "
               "once in a process.");
   simulation = new Simulation(num_devices);
 }
 
 Simulation& Simulation::get() {
-  TORCH_CHECK(simulation != nullptr,
-              "simulated device: there are none.\nCall install() before any "
-              "backward.");
+  TORCH_CHECK(
+      simulation != nullptr,
+      "simulated device: there are no devices.\nCall install() before any "
+      "backward.");
   return *simulation;
 }
 

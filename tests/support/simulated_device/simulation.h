@@ -1,8 +1,8 @@
-// State of the simulated devices: streams, events, allocations and copies, and
-// the races between them. Kernels run at once, on the thread that enqueues
-// them; only the order of streams is simulated.
+// State of the simulated devices: streams, events, allocations, copies and
+// races. Kernels run at once, on the thread that enqueues them; only the order
+// of streams is simulated.
 //
-// For the device's own files; tests use stream_test.h.
+// Internal to this folder; tests use stream_test.h.
 //
 // Thread safety: any thread.
 
@@ -27,7 +27,7 @@ namespace brigade::simulated {
 
 constexpr c10::DeviceType kDeviceType = c10::DeviceType::PrivateUse1;
 
-// The target of a c10::Event.
+// The object that a c10::Event holds.
 struct Event {
   c10::Stream recorded_on;
   RaceDetector::Moment moment;
@@ -35,7 +35,7 @@ struct Event {
   int num_queries = 0;
 };
 
-// An access of a kernel, at an address of a tensor.
+// An access of a kernel to a tensor's memory.
 struct KernelAccess {
   const void* begin = nullptr;
   size_t bytes = 0;
@@ -44,7 +44,7 @@ struct KernelAccess {
 
 class Simulation {
  public:
-  // Makes the devices, once. Errors: RuntimeError if there are devices.
+  // Makes the devices. Errors: RuntimeError if they exist.
   static void start(int num_devices);
 
   // Errors: RuntimeError if there are no devices.
@@ -57,9 +57,9 @@ class Simulation {
            const std::vector<KernelAccess>& accesses,
            const std::function<void()>& body);
 
-  // The kernel that ran last on `stream` has copied to or from pinned memory.
-  // Until the host waits, bytes that are to come are poison, and bytes that are
-  // still to be read must not change.
+  // Records that the last kernel of `stream` copied to or from pinned memory.
+  // Until the host waits, copied bytes are poison, and source bytes must not
+  // change.
   void copied(const c10::Stream& stream, void* host, size_t bytes,
               bool is_to_host);
   bool is_in_use_by_copies(const void* host, size_t bytes) const;
@@ -71,12 +71,11 @@ class Simulation {
   void host_waits(c10::DeviceIndex device);
   bool host_has_waited(const c10::Stream& stream);
 
-  // Whether the device is through: yes if the host has waited for it, and to
-  // whoever asks again and again.
+  // Returns true if the host has waited for the event, and after many queries.
   bool query(Event& event);
 
-  // Of memory that `owner` allocates and frees. A freed block may serve its
-  // owner again from may_serve() on.
+  // Record allocations, uses and frees. `owner` may reuse a freed block when
+  // may_serve() returns true.
   void allocated(const void* begin, size_t bytes, const c10::Stream& owner);
   void record_use(const void* begin, const c10::Stream& stream);
   RaceDetector::Moment freed(const void* begin);
@@ -87,7 +86,7 @@ class Simulation {
  private:
   struct HostCopy {
     char* host;
-    std::string bytes;  // the right ones
+    std::string bytes;  // the correct value
     bool is_to_host;
     RaceDetector::Moment done;
   };
@@ -101,7 +100,7 @@ class Simulation {
   mutable std::mutex mutex_;
   // Guarded by mutex_.
   RaceDetector detector_;
-  std::vector<HostCopy> host_copies_;  // by the time they were enqueued
+  std::vector<HostCopy> host_copies_;  // in launch order
   std::map<std::pair<c10::DeviceIndex, c10::StreamId>, size_t> streams_;
 };
 

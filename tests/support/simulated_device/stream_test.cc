@@ -17,11 +17,11 @@ c10::impl::VirtualGuardImpl guard() {
   return c10::impl::VirtualGuardImpl(kDeviceType);
 }
 
-// Streams of tests have numbers that no other has.
+// First number of the tests' streams; beyond all others.
 constexpr c10::StreamId kFirstStream = 1000;
 
-// A test begins again with the first: all have been waited for, and fewer
-// streams take less time.
+// Streams of tests. Each test starts with the first again: the detector is
+// faster with fewer streams.
 class TestStreams {
  public:
   c10::Stream next(int device_index) {
@@ -81,9 +81,10 @@ void synchronize_all() {
 }
 
 std::vector<Race> take_races() {
-  // Groups of devices end on threads of their own, which wait for streams.
+  // Process groups may still be ending on other threads, which wait for
+  // streams.
   while (num_ending_values > 0) std::this_thread::yield();
-  // Copies that were still on their way tell of their races now.
+  // Completes copies, which may report races.
   synchronize_all();
   test_streams().take_back();
   return Simulation::get().take_races();

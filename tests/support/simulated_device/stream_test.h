@@ -1,6 +1,6 @@
-// What tests on simulated devices are written in.
+// Test fixture and helpers for simulated devices.
 //
-//   TEST_F(StreamTest, ResultsAreReadBehindTheirWrite) {
+//   TEST_F(StreamTest, ReadsAfterTheWrite) {
 //     const c10::Stream side = new_stream();
 //     at::Tensor x = at::ones({4}, on_device());
 //     make_wait(side, default_stream());
@@ -33,20 +33,19 @@ c10::Device device(int index = 0);
 at::TensorOptions on_device(at::ScalarType dtype = at::kFloat, int index = 0);
 
 c10::Stream default_stream(int device_index = 0);
-// One that was not given since take_races().
+// Returns a stream that is new since the last take_races().
 c10::Stream new_stream(int device_index = 0);
 
-// The calling thread's.
 c10::Stream current_stream_of(int device_index = 0);
 
-// What `waiter` does from here on is behind what `stream` has been given.
+// Makes `waiter` wait for the work of `stream` so far.
 void make_wait(const c10::Stream& waiter, const c10::Stream& stream);
 
-// The host waits for all streams of all devices.
+// Blocks until all streams of all devices are done.
 void synchronize_all();
 
-// Those since the last call. Then the host waits for all, so that a test does
-// not see what the one before has done.
+// Returns the races since the last call. Synchronizes all devices, so that
+// tests are independent.
 std::vector<Race> take_races();
 
 // Fails the current test for each race since the last call.

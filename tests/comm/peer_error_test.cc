@@ -1,4 +1,4 @@
-#include "brigade/comm/errors/liveness_probe.h"
+#include "brigade/comm/errors/peer_error.h"
 
 #include <torch/torch.h>
 
@@ -12,7 +12,6 @@
 #include <vector>
 
 #include "brigade/comm/errors/error_texts.h"
-#include "brigade/comm/errors/peer_error.h"
 #include "brigade/comm/process_group.h"
 #include "brigade/tests/support/counting_store.h"
 #include "brigade/tests/support/local_ranks.h"
@@ -32,7 +31,7 @@ using Group = c10::intrusive_ptr<c10d::ProcessGroup>;
 constexpr std::chrono::milliseconds kLong = std::chrono::minutes(2);
 constexpr std::chrono::milliseconds kShort{50};
 
-TEST(LivenessProbeTest, HearsAllRanks) {
+TEST(LivenessProbeTest, CollectsAllAnswers) {
   run_ranks(3, [](Group group) {
     const LivenessProbe probe =
         probe_liveness(group, "k", 10 + group->getRank(), kLong);
@@ -43,14 +42,14 @@ TEST(LivenessProbeTest, HearsAllRanks) {
 
 TEST(LivenessProbeTest, NamesTheRankThatDoesNotAnswer) {
   run_ranks(3, [](Group group) {
-    // Ranks 0 and 2 hear each other first, so that the second call, for which
-    // patience is short, finds both.
+    // Ranks 0 and 2 meet first, so that the second probe finds both within its
+    // short timeout.
     if (group->getRank() == 1) {
       probe_liveness(group, "first", 0, kLong);
       return;
     }
     probe_liveness(group, "first", 0, kLong);
-    // Without patience, only answers.
+    // Timeout 0: only publishes.
     probe_liveness(group, "second", 7, std::chrono::milliseconds(0));
     group->getStore()->set("answered/" + std::to_string(group->getRank()), "");
     group->getStore()->wait({"answered/0", "answered/2"});
@@ -63,7 +62,7 @@ TEST(LivenessProbeTest, NamesTheRankThatDoesNotAnswer) {
   });
 }
 
-// As many ranks as threads; `make_store` makes each one's own.
+// Runs `probe` on a thread for each rank; `make_store` makes each rank's store.
 void run_probes(
     int size,
     const std::function<c10::intrusive_ptr<c10d::Store>()>& make_store,
@@ -76,7 +75,7 @@ void run_probes(
   }
 }
 
-TEST(LivenessProbeTest, ManyRanksAskForOneKey) {
+TEST(LivenessProbeTest, ManyRanksUseOneKey) {
   constexpr int kRanks = 512;
   const auto shared = c10::make_intrusive<c10d::HashStore>();
   std::latch answered(kRanks);
@@ -94,21 +93,21 @@ TEST(LivenessProbeTest, ManyRanksAskForOneKey) {
         const auto& store =
             dynamic_cast<testing::CountingStore&>(*group->getStore());
         EXPECT_EQ(store.num_keys(), 1);
-        EXPECT_EQ(store.num_requests(), 3);  // two answers and a look
+        EXPECT_EQ(store.num_requests(), 3);  // two appends and a get
       });
 }
 
-// As a store of a user's own, or one of files.
+// For example a FileStore, or a user's store.
 class StoreWithoutAppend : public testing::CountingStore {
  public:
   using CountingStore::CountingStore;
   void append(const std::string&, const std::vector<uint8_t>&) override {
-    throw std::logic_error("it said that it can't");
+    throw std::logic_error("append() is not supported");
   }
   bool hasExtendedApi() const override { return false; }
 };
 
-TEST(LivenessProbeTest, StoresThatCannotAppendHaveAKeyForEachRank) {
+TEST(LivenessProbeTest, AStoreWithoutAppendHasAKeyPerRank) {
   const auto shared = c10::make_intrusive<c10d::HashStore>();
   run_probes(
       5, [&] { return c10::make_intrusive<StoreWithoutAppend>(shared); },
@@ -126,7 +125,7 @@ class BrokenStore : public c10d::HashStore {
   }
 };
 
-TEST(LivenessProbeTest, AStoreThatFailsIsReported) {
+TEST(LivenessProbeTest, ReportsAFailedStore) {
   auto group = c10::make_intrusive<c10d::ProcessGroup>(
       c10::make_intrusive<BrokenStore>(), 0, 2);
   const LivenessProbe probe = probe_liveness(group, "k", 1, kLong);
@@ -136,7 +135,7 @@ TEST(LivenessProbeTest, AStoreThatFailsIsReported) {
               HasSubstr("(the group's store failed: Broken pipe)"));
 }
 
-// Hangs until its key is released, as the client of a stopped server does.
+// Hangs until it is released, like the client of a stopped server.
 class HangingStore : public c10d::HashStore {
  public:
   void append(const std::string&, const std::vector<uint8_t>&) override {
@@ -145,7 +144,7 @@ class HangingStore : public c10d::HashStore {
   std::atomic<bool> released = false;
 };
 
-TEST(LivenessProbeTest, AStoreThatHangsDoesNotHoldTheCaller) {
+TEST(LivenessProbeTest, ReturnsEvenIfTheStoreHangs) {
   auto store = c10::make_intrusive<HangingStore>();
   auto group = c10::make_intrusive<c10d::ProcessGroup>(store, 0, 2);
   const LivenessProbe probe = probe_liveness(group, "k", 1, kShort);
@@ -154,14 +153,14 @@ TEST(LivenessProbeTest, AStoreThatHangsDoesNotHoldTheCaller) {
   store->released.notify_all();
 }
 
-TEST(LivenessProbeTest, AGroupWithoutStoreSaysSo) {
+TEST(LivenessProbeTest, ReportsAMissingStore) {
   RecordingGroup recording(2, 1);
   const LivenessProbe probe = probe_liveness(recording.group(), "k", 5, kLong);
   EXPECT_THAT(probe.answers, ElementsAre(std::nullopt, 5));
   EXPECT_EQ(probe.store_error, "the group has no store");
 }
 
-TEST(LivenessProbeTest, AWorldOfOneAnswersItself) {
+TEST(LivenessProbeTest, AWorldOfOneIsComplete) {
   const LivenessProbe probe =
       probe_liveness(single_process_group(), "k", 5, kLong);
   EXPECT_THAT(probe.answers, ElementsAre(5));
@@ -176,7 +175,7 @@ TEST(DescribeRanksTest, ListsAndRanges) {
   EXPECT_EQ(describe_ranks(Ranks{0, 2, 5, 6, 7, 9}), "ranks 0, 2, 5-7, 9");
 }
 
-// The text and kind of what comes out when `error` goes in.
+// Returns the text of the thrown error if its type is E.
 template <typename E>
 std::string thrown_for(std::exception_ptr error,
                        const LivenessProbe* probe = nullptr) {
@@ -189,7 +188,7 @@ std::string thrown_for(std::exception_ptr error,
   }
 }
 
-TEST(PeerErrorTest, PutsTheContextInFrontOfAnyBackendsWords) {
+TEST(PeerErrorTest, PrependsTheContext) {
   EXPECT_EQ(thrown_for<PeerError>(std::make_exception_ptr(
                 std::runtime_error("Connection closed by peer.\n"))),
             "bucket 3: Connection closed by peer.");
@@ -200,7 +199,7 @@ TEST(PeerErrorTest, PutsTheContextInFrontOfAnyBackendsWords) {
             "bucket 3: an unknown exception.");
 }
 
-TEST(PeerErrorTest, ShowsThatATextWasCut) {
+TEST(PeerErrorTest, KeepsTheEllipsisOfACutText) {
   EXPECT_EQ(thrown_for<PeerError>(std::make_exception_ptr(
                 std::runtime_error("the gradient of para..."))),
             "bucket 3: the gradient of para...");
@@ -208,14 +207,14 @@ TEST(PeerErrorTest, ShowsThatATextWasCut) {
 
 TEST(PeerErrorTest, AddsTheLivenessProbe) {
   const LivenessProbe probe = {.answers = {1, std::nullopt},
-                               .patience = std::chrono::seconds(2)};
+                               .timeout = std::chrono::seconds(2)};
   EXPECT_EQ(thrown_for<PeerError>(
                 std::make_exception_ptr(std::runtime_error("reset")), &probe),
             "bucket 3: reset. rank 0 answered a liveness probe, rank 1 did not "
             "within 2 s.");
 }
 
-TEST(PeerErrorTest, LetsPassWhatHasItsContextOrIsNoPeersFault) {
+TEST(PeerErrorTest, PassesPeerErrorsAndLocalErrorsUnchanged) {
   const auto first = [] {
     try {
       throw_peer_error("first",

@@ -1,4 +1,4 @@
-#include "brigade/comm/streams/futures.h"
+#include "brigade/comm/streams/streams.h"
 
 #include <chrono>
 #include <memory>
@@ -8,7 +8,7 @@
 #include "gtest/gtest.h"
 
 namespace brigade {
-namespace futures_test {
+namespace streams_test {
 
 using std::chrono::milliseconds;
 
@@ -18,7 +18,7 @@ c10::intrusive_ptr<c10::ivalue::Future> pending() {
   return c10::make_intrusive<c10::ivalue::Future>(c10::AnyType::get());
 }
 
-TEST(WaitForTest, AFutureThatIsDoneIsNotWaitedFor) {
+TEST(WaitForTest, ReturnsAtOnceIfTheFutureIsComplete) {
   const auto done = pending();
   done->markCompleted(1);
   EXPECT_TRUE(wait_for(*done, milliseconds(0)));
@@ -27,7 +27,7 @@ TEST(WaitForTest, AFutureThatIsDoneIsNotWaitedFor) {
   EXPECT_TRUE(wait_for(*failed, milliseconds(0)));
 }
 
-TEST(WaitForTest, EndsWhenAnotherThreadCompletesTheFuture) {
+TEST(WaitForTest, ReturnsWhenAnotherThreadCompletesTheFuture) {
   const auto future = pending();
   std::thread completes([future] {
     std::this_thread::sleep_for(milliseconds(20));
@@ -39,14 +39,14 @@ TEST(WaitForTest, EndsWhenAnotherThreadCompletesTheFuture) {
   completes.join();
 }
 
-TEST(WaitForTest, EndsAtTheTimeAndTheFutureMayBeDoneLater) {
+TEST(WaitForTest, ReturnsFalseAtTheTimeout) {
   const auto future = pending();
   const auto begin = std::chrono::steady_clock::now();
   EXPECT_FALSE(wait_for(*future, milliseconds(20)));
   EXPECT_GE(std::chrono::steady_clock::now() - begin, milliseconds(20));
-  future->markCompleted(1);  // calls what the wait has left behind
+  future->markCompleted(1);  // runs the callback of the wait
   EXPECT_TRUE(wait_for(*future, milliseconds(0)));
 }
 
-}  // namespace futures_test
+}  // namespace streams_test
 }  // namespace brigade
