@@ -8,6 +8,7 @@
 #include <algorithm>
 #include <bit>
 #include <exception>
+#include <iostream>
 #include <numeric>
 #include <span>
 #include <utility>
@@ -87,7 +88,10 @@ SegmentedModel::~SegmentedModel() {
   if (run_) abandon("the sharded model was destroyed");
   try {
     if (!is_broken_) exchange_.confirm();
-  } catch (...) {
+  } catch (const std::exception& error) {
+    std::cerr << "fully_shard: a failure became known when the sharded model "
+                 "was destroyed.\n"
+              << error.what() << std::endl;
     close_groups();
   }
   hooks_.reset();

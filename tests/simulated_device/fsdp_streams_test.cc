@@ -464,6 +464,27 @@ TEST_P(ShardedRunAheadTest, EvaluationAwaitsStatuses) {
   EXPECT_THROW(step_and_evaluate(), PeerError);
 }
 
+TEST_P(ShardedRunAheadTest, DestructionReportsALateFailure) {
+  if (GetParam() == 0) GTEST_SKIP() << "the step itself fails";
+  std::optional<ShardedTraining> training;
+  training.emplace(StreamLayout{},
+                   FullyShardOptions{.max_unconfirmed_iterations = GetParam()});
+  train(*training, 2);
+  training->recording().answer_statuses_with([](const RankStatus& own) {
+    std::vector<RankStatus> by_rank(testing::kWorldSize, own);
+    if (own.kind == StatusKind::kEnd && own.iteration == 6) {
+      by_rank[1].kind = StatusKind::kFailed;
+      by_rank[1].text = status_text("no memory");
+    }
+    return by_rank;
+  });
+  training->step(0);
+  ::testing::internal::CaptureStderr();
+  training.reset();
+  EXPECT_THAT(::testing::internal::GetCapturedStderr(),
+              ::testing::HasSubstr("no memory"));
+}
+
 TEST_P(ShardedRunAheadTest, CallsBetweenStepsAwaitStatuses) {
   const std::vector<std::function<void(ShardedTraining&)>> calls = {
       [](ShardedTraining& training) { training.sharded().barrier(); },
