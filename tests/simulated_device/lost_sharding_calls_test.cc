@@ -1,5 +1,5 @@
 // Each stream-ordering call of sharding is needed: without it the race detector
-// finds a race. docs/sharding_streams.md lists them.
+// finds a race. docs/internals.md, "Streams", lists them.
 
 #include <torch/torch.h>
 
