@@ -1,7 +1,10 @@
 #include "brigade/fsdp/segment_exchange.h"
 
+#include <c10/util/hash.h>
+
 #include <algorithm>
 #include <exception>
+#include <functional>
 #include <utility>
 
 #include "absl/status/status.h"
@@ -279,11 +282,11 @@ std::vector<RankStatus> SegmentExchange::exchange_and_await(RankStatus own) {
 
 std::vector<int64_t> SegmentExchange::compare(const std::string& text,
                                               uint64_t hash, int64_t number) {
-  const std::vector<RankStatus> by_rank =
-      exchange_and_await({.kind = StatusKind::kAsk,
-                          .fingerprint = hash,
-                          .proposal = static_cast<uint64_t>(number),
-                          .text = status_text(text)});
+  const std::vector<RankStatus> by_rank = exchange_and_await(
+      {.kind = StatusKind::kAsk,
+       .fingerprint = c10::hash_combine(hash, std::hash<std::string>{}(text)),
+       .proposal = static_cast<uint64_t>(number),
+       .text = status_text(text)});
   throw_if_ranks_differ(check_statuses(by_rank));
   std::vector<int64_t> numbers;
   for (const RankStatus& status : by_rank) {

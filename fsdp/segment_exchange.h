@@ -60,9 +60,9 @@ class SegmentExchange {
 
   // Opens a segment. Returns the kind and tag of the ranks with data, and
   // `schedule` and `slices` if equal on all ranks, otherwise 0. Throws the same
-  // PeerError on all ranks, and opens none, if kinds or settings differ.
-  // Without `awaits` returns `own` at once if it has a schedule; confirm()
-  // checks it.
+  // PeerError on all ranks, and opens none, if kinds or settings differ;
+  // RuntimeError if no rank has data. Without `awaits` returns `own` at once if
+  // it has a schedule; confirm() checks it.
   OpeningMessage open(const OpeningMessage& own, bool awaits);
 
   // Exchanges messages. Throws PeerError if a rank called end_unconfirmed() but

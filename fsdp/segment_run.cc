@@ -485,6 +485,7 @@ void SegmentRun::finish(const std::vector<char>& used, bool has_used_all) {
   }
   is_over_ = true;
   finish_all_gathers();
+  has_finished_ = true;
 }
 
 void SegmentRun::fail(const std::string& error) noexcept {

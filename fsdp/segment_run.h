@@ -46,7 +46,7 @@ class SegmentRun {
   struct Plan {
     SegmentKind kind = SegmentKind::kForward;
     uint64_t tag = 0;
-    std::set<uint64_t> tags = {};  // of all ranks, while they learn
+    std::set<uint64_t> tags = {};  // of ranks with data, if awaited
     bool has_grad = false;
     UnitRules rules = {};
     const RecordedSchedule* schedule = nullptr;  // null: learn
@@ -87,6 +87,9 @@ class SegmentRun {
   const Plan& plan() const { return plan_; }
   // A collective failed or a peer is lost; nothing more is launched.
   bool is_broken() const { return is_broken_; }
+
+  // True once finish() has returned, on all ranks alike.
+  bool has_finished() const { return has_finished_; }
 
   // Launches an all-gather outside the schedule, on all ranks.
   void all_gather(size_t unit);
@@ -148,6 +151,7 @@ class SegmentRun {
   std::vector<char> used_;
   std::vector<char> used_anywhere_;
   bool is_over_ = false;
+  bool has_finished_ = false;
   bool is_broken_ = false;
 };
 

@@ -84,16 +84,20 @@ SegmentedModel::SegmentedModel(std::vector<ShardedUnit>&& units,
 
 SegmentedModel::~SegmentedModel() {
   alive_.reset();
-  stall_watch_.reset();
   if (run_) abandon("the sharded model was destroyed");
   try {
-    if (!is_broken_) exchange_.confirm();
-  } catch (const std::exception& error) {
+    // A forked child has the parent's statuses.
+    if (!is_broken_ && getpid() == process_) exchange_.confirm();
+  } catch (...) {
     std::cerr << "fully_shard: a failure became known when the sharded model "
-                 "was destroyed.\n"
-              << error.what() << std::endl;
+                 "was destroyed: "
+              << message_of(std::current_exception())
+              << "\nThe parameters may be those of a failed step: load a "
+                 "checkpoint."
+              << std::endl;
     close_groups();
   }
+  stall_watch_.reset();
   hooks_.reset();
   run_.reset();
   release_memory();
@@ -390,7 +394,7 @@ void SegmentedModel::step_without_data() {
     run_or_abandon([&] {
       run_->begin();
       if (kind != SegmentKind::kForward) return end_backward();
-      run_->finish({}, /*has_used_all=*/true);
+      finish({}, /*has_used_all=*/true);
       close();
     });
   } while (kind != SegmentKind::kBackward);

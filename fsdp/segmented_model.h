@@ -15,6 +15,7 @@
 #define BRIGADE_FSDP_SEGMENTED_MODEL_H_
 
 #include <ATen/core/Tensor.h>
+#include <unistd.h>
 
 #include <atomic>
 #include <chrono>
@@ -166,6 +167,7 @@ class SegmentedModel final : public ShardedModel, public ParameterOwner {
   void open_backward(const ForwardRecord* reached = nullptr);
   std::vector<uint32_t> expected_gradients(const ForwardRecord* reached) const;
   bool leave_forward();
+  void finish(const std::vector<char>& used, bool has_used_all);
   void close();
   void end_run() noexcept;
   void abandon(const std::string& error) noexcept;
@@ -202,6 +204,7 @@ class SegmentedModel final : public ShardedModel, public ParameterOwner {
   std::thread::id forward_thread_;
   std::function<void()> forward_check_;
   int nested_forwards_ = 0;
+  const pid_t process_ = getpid();
   std::atomic<bool> is_broken_ = false;
   std::string broken_reason_;
   int last_backward_ = -1;  // graph task of the last closed segment

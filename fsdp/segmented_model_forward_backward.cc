@@ -155,19 +155,26 @@ void SegmentedModel::open(SegmentKind kind, const ForwardRecord* reached) {
   show_compute_dtypes(true);
 }
 
-// REQUIRES: run_->finish() returned.
+// Ranks keep or drop the schedule together, whatever fails on one of them
+// afterwards. All have it under each tag: a rank without data takes a peer's.
+void SegmentedModel::finish(const std::vector<char>& used, bool has_used_all) {
+  run_->finish(used, has_used_all);
+  const SegmentCursor& cursor = run_->cursor();
+  const SegmentRun::Plan& plan = run_->plan();
+  if (cursor.has_deviated()) {
+    schedules_.erase(plan.tag);
+  } else if (cursor.is_learning()) {
+    for (const uint64_t tag : plan.tags) schedules_[tag] = cursor.record();
+    step_[plan.kind] = cursor.record().entries;
+  }
+}
+
+// REQUIRES: finish() returned.
 void SegmentedModel::close() {
   const SegmentCursor& cursor = run_->cursor();
   const SegmentRun::Plan& plan = run_->plan();
   statistics_.rounds += static_cast<int64_t>(cursor.num_rounds()) - 1;
   statistics_.late_gradients += static_cast<int64_t>(cursor.num_late());
-  if (cursor.has_deviated()) {
-    schedules_.erase(plan.tag);
-  } else if (cursor.is_learning()) {
-    // All ranks have it under each tag: a rank without data takes a peer's.
-    for (const uint64_t tag : plan.tags) schedules_[tag] = cursor.record();
-    step_[plan.kind] = cursor.record().entries;
-  }
   for (size_t i = 0; i < units_.size(); ++i) {
     ShardedUnit& unit = units_[i];
     if (!unit.gathered || unit.is_by_hand) continue;
@@ -201,7 +208,10 @@ void SegmentedModel::abandon(const std::string& error) noexcept {
   if (!run_) return;
   run_->fail(error);
   recorder_.step_fails();
-  schedules_.erase(run_->plan().tag);
+  if (!run_->has_finished()) {
+    schedules_.erase(run_->plan().tag);
+    for (const uint64_t tag : run_->plan().tags) schedules_.erase(tag);
+  }
   std::fill(used_in_forward_.begin(), used_in_forward_.end(), 0);
   std::fill(used_.begin(), used_.end(), 0);
   if (run_->is_broken() || exchange_.is_broken()) {
@@ -275,7 +285,7 @@ void SegmentedModel::end_forward(const std::vector<at::Tensor>& outputs) {
   if (!leave_forward()) return;
   const bool has_grad = run_->plan().has_grad;
   run_or_abandon([this] {
-    run_->finish({}, /*has_used_all=*/true);
+    finish({}, /*has_used_all=*/true);
     close();
   });
   recorder_.forward_ends();
@@ -415,7 +425,7 @@ void SegmentedModel::end_backward() {
       has_used_all &= used_[i] != 0 || !reduces(units_[parameter.unit]) ||
                       !parameter.is_trained();
     }
-    run_->finish(used_, has_used_all);
+    finish(used_, has_used_all);
     hidden_hooks_.reset();
     if (is_reduced) deliver(hooked);
     close();

@@ -84,6 +84,7 @@ absl::Status check_peers(const MeshRequest& unit, int rank,
   }
   return absl::OkStatus();
 }
+
 std::unique_ptr<ShardTransport> make_transport(
     const Group& group, int num_shards, const ShardingStreams& streams,
     const std::vector<int>& gather_sizes, bool in_order) {

@@ -122,9 +122,10 @@ struct FullyShardOptions {
   std::optional<int> num_shards = std::nullopt;
 
   // True: units reshard after forward and unshard for backward (ZeRO-3). False:
-  // they stay unsharded until backward (ZeRO-2). A number, which is more than 1
-  // and divides the number of shards: they reshard to this many consecutive
-  // ranks, for example those of a host. ZeRO-1: shard_optimizer_state().
+  // they stay unsharded until backward (ZeRO-2). A number, which is more than
+  // 1, less than the number of shards, and divides it: they reshard to this
+  // many consecutive ranks, for example those of a host. ZeRO-1:
+  // shard_optimizer_state().
   std::variant<bool, int> reshard_after_forward = true;
 
   // All-gathers issued ahead of the unit in use.
@@ -234,7 +235,9 @@ struct ShardedModelStatistics {
 
 class ShardedModel {
  public:
-  // Awaits outstanding statuses. Parameters stay sharded, unusable in forwards.
+  // Awaits outstanding statuses; prints a failure that they bring to stderr,
+  // and closes the process groups then. Parameters stay sharded, unusable in
+  // forwards. Never throws.
   virtual ~ShardedModel() = default;
   ShardedModel(const ShardedModel&) = delete;
   ShardedModel& operator=(const ShardedModel&) = delete;

@@ -91,7 +91,7 @@ void check_reshard(const std::variant<bool, int>& after_forward,
           (*found > 1 && *found < num_shards && num_shards % *found == 0),
       "fully_shard: expected reshard_after_forward to be a bool, or a divisor "
       "of num_shards (",
-      num_shards, ") between 1 and num_shards, found ", *found,
+      num_shards, "), more than 1 and less than it, found ", *found,
       ".\nPass the number of ranks per host, or true.");
 }
 

@@ -148,7 +148,7 @@ std::string StallWatch::Check::report(Time now) {
   std::string object;
   if (awaited != nullptr) {
     object =
-        absl::StrCat(", for the ", names_.unit, " of ",
+        absl::StrCat(", for ",
                      awaited->empty() ? "the outermost unit"
                                       : absl::StrCat("unit '", *awaited, "'"),
                      ",");

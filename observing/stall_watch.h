@@ -97,8 +97,9 @@ class StallWatch {
   // warning. Exceptions of the handler are ignored.
   void set_handler(std::function<void(const std::string& report)> handler);
 
-  // Waits for a check in progress, at most 1 s. The handler is not called any
-  // more. Does nothing in a forked child, which has no such thread.
+  // Waits for a running handler, and at most 1 s for the store. The handler is
+  // not called any more. Does nothing in a forked child, which has no such
+  // thread.
   ~StallWatch();
 
   StallWatch(const StallWatch&) = delete;

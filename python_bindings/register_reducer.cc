@@ -37,7 +37,8 @@ std::vector<std::string> names_of(const NamesByIndex& by_index, size_t count) {
   std::vector<std::string> names(count);
   for (const auto& [index, name] : by_index) {
     TORCH_CHECK(index < count, "brigade.Reducer: param_to_name_mapping names ",
-                "parameter ", index, ", but there are ", count, " parameters.");
+                "parameter ", index, ", but there are ", count,
+                " parameters.\nName each parameter by its index.");
     names[index] = name.starts_with('.') ? name.substr(1) : name;
   }
   return names;

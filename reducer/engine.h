@@ -14,6 +14,7 @@
 #define BRIGADE_REDUCER_ENGINE_H_
 
 #include <ATen/core/Tensor.h>
+#include <unistd.h>
 
 #include <chrono>
 #include <cstddef>
@@ -41,6 +42,7 @@ class Engine {
  public:
   explicit Engine(ReducerSetup setup);
 
+  // Awaits unconfirmed ends for 5 s at most, and prints a failure to stderr.
   // Removes the hooks from the variables. Does not wait for collectives in
   // flight. REQUIRES: no backward through the variables is running.
   ~Engine();
@@ -140,6 +142,7 @@ class Engine {
   // mutex_ is held during waits for peers.
   std::string describe_progress() const;
 
+  const pid_t process_ = getpid();
   mutable std::mutex mutex_;
   // Guarded by mutex_, but for `progress`.
   Observations observations_;

@@ -79,8 +79,8 @@ class Reducer {
           ReducerOptions options = {},
           const std::vector<std::vector<size_t>>& first_buckets = {});
 
-  // On devices awaits outstanding statuses (max_unconfirmed_iterations) and
-  // prints a failure to stderr. Does not wait for collectives in flight.
+  // On devices awaits outstanding statuses (max_unconfirmed_iterations) for 5 s
+  // and prints a failure to stderr. Does not wait for collectives in flight.
   // Gradients that are views of buckets stay valid. REQUIRES: no backward
   // through the parameters runs.
   ~Reducer();
@@ -92,7 +92,8 @@ class Reducer {
   // Prepares the next backward to be reduced. `outputs`: of the forward; any
   // nest of tensors. Every rank runs the same number of prepared backwards. May
   // be called again without a backward in between. Several backwards may share
-  // one call, if each parameter gets its gradient once.
+  // one call, if each parameter gets its gradient once; the reduction ends with
+  // the last of them.
   //
   // Errors: RuntimeError if the previous backward left parameters without
   // gradients or was not finalized, or a parameter was moved, cast or resized;

@@ -39,7 +39,8 @@ struct OrderedRanks {
   int size;  // > 1
   std::chrono::milliseconds timeout;
   RankNames names = {};  // in errors
-  // Ranks of a host, adjacent and as many on each host; 1: not known.
+  // Number of ranks on each host, which are consecutive; 1 also if hosts differ
+  // in it or are unknown.
   int ranks_per_host = 1;
 };
 
