@@ -52,7 +52,7 @@ CommHookPtr ordered_hook(const c10::intrusive_ptr<c10d::ProcessGroup>& group);
 
 // ---- A hook made of a function
 
-// The contract of every hook, brigade's or c10d's (docs/hooks.md):
+// The contract of every hook, brigade's or c10d's (docs/guides/comm_hooks.md):
 //
 // - The bucket's buffer holds this rank's undivided gradients (with several
 //   local replicas: their mean) in the parameters' dtype: 1D, [numel]; complex

@@ -307,7 +307,7 @@ void register_reducer(py::module_& module) {
            "Returns the parameter indices of each bucket, in launch order.")
       .def("can_continue", &TorchReducer::can_continue, NoGil(),
            "Returns False if the group's connections are closed "
-           "(docs/recovery.md): then make a new group.")
+           "(docs/guides/failures.md): then make a new group.")
       .def("_abort_group", &TorchReducer::abort_group, NoGil())
       .def("_await_statuses", &TorchReducer::await_statuses, NoGil())
       .def("_meet_peers", &TorchReducer::meet_peers, NoGil())

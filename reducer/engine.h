@@ -2,8 +2,9 @@
 // collectives in one order on all ranks, and ends it on all ranks together
 // (iteration_end.h): either all deliver the results, or all throw.
 //
-// DataParallelPolicy owns the buckets and the used-parameter map. See
-// docs/protocol.md for the order of launches and the consequences of a failure.
+// DataParallelPolicy owns the buckets and the used-parameter map.
+// docs/internals.md describes the order of launches and the consequences of a
+// failure.
 //
 // Thread safety: any thread, one call at a time; gradients may arrive on
 // several threads at once. Lock order: the engine's mutex, then Python's GIL,

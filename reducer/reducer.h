@@ -19,7 +19,7 @@
 //
 // Move and cast parameters before construction. With gradient_as_bucket_view a
 // tensor taken from `.grad` changes in the next step. An exception in one
-// rank's backward is an error on all ranks (docs/protocol.md).
+// rank's backward is an error on all ranks (docs/internals.md).
 //
 // Thread safety: any thread may call a method, one at a time; gradients may
 // become ready on several threads at once.
@@ -215,8 +215,8 @@ class Reducer {
   void set_timeline_sample_rate(int64_t sample_rate);
 
   // Sets the waiting time after which a rank warns and names late ranks
-  // (docs/timeline.md). Default: half of the group's timeout, at most 60 s. 0:
-  // never. Errors: ValueError if it is negative.
+  // (docs/guides/timelines.md). Default: half of the group's timeout, at most
+  // 60 s. 0: never. Errors: ValueError if it is negative.
   void set_stall_report_after(std::chrono::milliseconds time);
 
   // Sets a function that receives the text instead of a warning; null: warn. It

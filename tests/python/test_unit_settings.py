@@ -30,7 +30,7 @@ def test_numbers_of_neighbours(rank):
     model = shard_blocks(make_net())
     model(batch_of(rank, 0))
     model.blocks[0].set_reshard_after_forward(2)
-    with pytest.raises(RuntimeError, match=r"'blocks\.0' is to be resharded to 2"):
+    with pytest.raises(RuntimeError, match=r"'blocks\.0': expected reshard_after_forward"):
         model(batch_of(rank, 0))
     model.set_reshard_after_forward(True)
     loss_of(model, rank, 0).backward()
