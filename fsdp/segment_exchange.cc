@@ -81,6 +81,7 @@ OpeningMessage common_opening(std::vector<RankStatus> by_rank) {
                            .settings = leader.fingerprint,
                            .slices = leader.launched};
   for (const RankStatus& status : by_rank) {
+    common.tags.insert(status.proposal);
     if (status.proposal != common.tag || status.order != leader.order) {
       common.schedule = 0;
     }

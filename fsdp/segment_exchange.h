@@ -12,6 +12,7 @@
 #include <deque>
 #include <memory>
 #include <optional>
+#include <set>
 #include <string>
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 #include <vector>
@@ -35,6 +36,8 @@ struct OpeningMessage {
   uint64_t schedule = 0;  // fingerprint of the tag's schedule; 0: none
   uint64_t settings = 0;  // hash that must be equal on all ranks
   uint64_t slices = 0;    // hash of the units that hold slices; 0: none
+  // Distinct tags of all ranks with data, if the answers were awaited.
+  std::set<uint64_t> tags = {};
 };
 
 struct RoundAnswers {

@@ -18,6 +18,7 @@
 #include <deque>
 #include <exception>
 #include <optional>
+#include <set>
 #include <span>
 #include <string>
 #include <vector>
@@ -45,6 +46,7 @@ class SegmentRun {
   struct Plan {
     SegmentKind kind = SegmentKind::kForward;
     uint64_t tag = 0;
+    std::set<uint64_t> tags = {};  // of all ranks, while they learn
     bool has_grad = false;
     UnitRules rules = {};
     const RecordedSchedule* schedule = nullptr;  // null: learn

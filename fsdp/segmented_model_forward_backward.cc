@@ -92,7 +92,8 @@ OpeningMessage SegmentedModel::opening_of(SegmentKind kind) {
   }
   state.insert(state.end(), {static_cast<uint64_t>(kind), opening.settings,
                              forwards_.size(), opening.slices, mode ? 1U : 0U});
-  opening.tag = hash_of(state);
+  // The last bit tells the mode to ranks without data.
+  opening.tag = (hash_of(state) & ~uint64_t{1}) | (mode ? 1 : 0);
   const auto known = schedules_.find(opening.tag);
   if (known != schedules_.end()) {
     opening.schedule = known->second.fingerprint();
@@ -121,15 +122,19 @@ void SegmentedModel::open(SegmentKind kind, const ForwardRecord* reached) {
   const OpeningMessage opening = opening_of(kind);
   const OpeningMessage opened = exchange_opening(opening);
   const bool is_forward = opened.kind == SegmentKind::kForward;
+  const bool has_data = kind != SegmentKind::kWithoutData;
+  const bool has_grad =
+      has_data ? at::GradMode::is_enabled() : (opened.tag & 1) != 0;
   SegmentRun::Plan plan = {
       .kind = opened.kind,
-      .tag = kind == SegmentKind::kWithoutData ? opened.tag : opening.tag,
-      .has_grad = at::GradMode::is_enabled(),
+      .tag = has_data ? opening.tag : opened.tag,
+      .tags = opened.tags,
+      .has_grad = has_grad,
       .expected = kind == SegmentKind::kBackward
                       ? expected_gradients(reached)
                       : std::vector<uint32_t>(units_.size(), 0),
       .has_slices = opened.slices != 0 && !is_forward,
-      .keeps_slices = is_forward && at::GradMode::is_enabled(),
+      .keeps_slices = is_forward && has_grad,
       .max_reducing = max_reducing_,
       .may_end_unconfirmed =
           !is_cpu() && options_.max_unconfirmed_iterations > 0,
@@ -159,7 +164,8 @@ void SegmentedModel::close() {
   if (cursor.has_deviated()) {
     schedules_.erase(plan.tag);
   } else if (cursor.is_learning()) {
-    schedules_[plan.tag] = cursor.record();
+    // All ranks have it under each tag: a rank without data takes a peer's.
+    for (const uint64_t tag : plan.tags) schedules_[tag] = cursor.record();
     step_[plan.kind] = cursor.record().entries;
   }
   for (size_t i = 0; i < units_.size(); ++i) {

@@ -184,7 +184,7 @@ FuturePtr chain(const torch::jit::PythonFutureWrapper& first,
 
 void register_reducer(py::module_& module) {
   py::class_<TorchReducer, std::shared_ptr<TorchReducer>> reducer(
-      module, "Reducer", py::release_gil_before_calling_cpp_dtor(),
+      module, "Reducer",
       "Averages gradients over a process group during backward; replaces "
       "torch.distributed.Reducer.\n\n"
       "The constructor takes the arguments of torch's, of which "

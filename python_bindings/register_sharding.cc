@@ -348,8 +348,7 @@ void register_sharding(py::module_& module) {
              "Gives `tensor` the shard, dtype and device of `other`.");
 
   py::class_<SegmentedModel, std::shared_ptr<SegmentedModel>>(
-      module, "ShardedModel", py::release_gil_before_calling_cpp_dtor(),
-      "See fsdp/sharded_model.h.")
+      module, "ShardedModel", "See fsdp/sharded_model.h.")
       .def(
           py::init(&make_model), NoGil(), py::arg("units"), py::arg("group"),
           py::arg("options"), py::arg("places"),

@@ -138,7 +138,7 @@ class OrderedCollectives {
 
   // Constant after construction.
   const RankNames names_;
-  const OrderedRanks ranks_;
+  OrderedRanks ranks_;
   const pid_t process_;
   const std::shared_ptr<OfGroup> of_group_;
   bool is_on_one_host_ = true;

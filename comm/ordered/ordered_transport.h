@@ -39,6 +39,8 @@ struct OrderedRanks {
   int size;  // > 1
   std::chrono::milliseconds timeout;
   RankNames names = {};  // in errors
+  // Ranks of a host, adjacent and as many on each host; 1: not known.
+  int ranks_per_host = 1;
 };
 
 // A call in flight. Its destructor does not block.

@@ -119,6 +119,40 @@ def test_ranks_run_out_of_data(rank):
 
 
 @on_ranks()
+def test_a_rank_without_data_follows_a_schedule_of_its_peer_alone(rank):
+    pair = Pair(rank)
+    output = pair.model(batch_of(rank, 0))  # rank 1 keeps its graph: schedules of its own
+    if rank == 0:
+        del output
+    for step in range(3):
+        has_data = rank == 0 or step == 0
+        step_of_all(pair.plain, pair.optimizers[0], step, 2, without=[1] if step else [])
+        pair.optimizers[1].zero_grad()
+        if has_data:
+            pair.loss(step).backward()
+        else:
+            pair.model.step_without_data()
+        pair.optimizers[1].step()
+    pair.expect_equal()
+
+
+@on_ranks()
+def test_a_rank_without_data_evaluates_with_its_peer(rank):
+    pair = Pair(rank, reshard_after_forward=False)
+    for step in range(3):
+        step_of_all(pair.plain, pair.optimizers[0], step, 2, without=[1])
+        pair.optimizers[1].zero_grad()
+        if rank == 0:
+            with torch.no_grad():
+                pair.loss(step)
+            pair.loss(step).backward()
+        else:
+            pair.model.step_without_data()
+        pair.optimizers[1].step()
+    pair.expect_equal()
+
+
+@on_ranks()
 def test_a_plain_tensor_on_one_rank_is_an_error_on_all(rank):
     for has_run in (False, True):
         model = shard_blocks(make_net())
