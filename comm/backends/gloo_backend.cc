@@ -38,10 +38,10 @@ bool is_sigpipe_pending() {
   return sigismember(&pending, SIGPIPE) == 1;
 }
 
+// The caller blocks SIGPIPE.
 c10::intrusive_ptr<c10d::Backend> connect(
     const c10::intrusive_ptr<c10d::Store>& store, int rank, int world_size,
     const c10::intrusive_ptr<ProcessGroupGloo::Options>& options) {
-  const SigpipeBlock inherited_by_its_threads;
   auto backend =
       c10::make_intrusive<ProcessGroupGloo>(store, rank, world_size, options);
   // A profiler that sees the barrier begin may be gone when it ends.
@@ -56,6 +56,8 @@ c10::intrusive_ptr<c10d::Backend> connect(
 c10::intrusive_ptr<c10d::Backend> make_gloo_backend(
     const c10::intrusive_ptr<c10d::Store>& store, int rank, int world_size,
     std::chrono::milliseconds timeout) {
+  // Options start a thread, too.
+  const SigpipeBlock inherited_by_threads;
   return connect(store, rank, world_size,
                  ProcessGroupGloo::Options::create_default(timeout));
 }
@@ -63,6 +65,7 @@ c10::intrusive_ptr<c10d::Backend> make_gloo_backend(
 c10::intrusive_ptr<c10d::Backend> make_second_gloo_backend(
     c10d::ProcessGroup& group, const c10::intrusive_ptr<c10d::Store>& store,
     std::chrono::milliseconds timeout) {
+  const SigpipeBlock inherited_by_threads;
   ProcessGroupGloo* const gloo = find_gloo(group);
   auto options =
       gloo ? c10::make_intrusive<ProcessGroupGloo::Options>(*gloo->getOptions())
