@@ -2,10 +2,9 @@
 
     PYTHONPATH=build/release/python .venv/bin/python benchmarks/report.py
 
-It takes less than 8 minutes; nothing else should run on the machine. It stores the figures in
-docs/benchmarks/*.json, with machine, date, versions and commit, and draws
-docs/pictures/against_torch.svg and bucket_sizes.svg. It rewrites the tables between their markers
-in README.md and docs/benchmarks.md. --draw does all but the measurements, from the stored figures.
+Needs less than 8 minutes on an idle machine. Stores the figures in docs/benchmarks/*.json,
+draws docs/pictures/against_torch.svg and bucket_sizes.svg, and rewrites the tables between their
+markers in README.md and docs/benchmarks.md. --draw measures nothing and uses the stored figures.
 """
 
 from __future__ import annotations
@@ -124,7 +123,8 @@ def draw_bucket_sizes(models: dict[str, Figures]) -> None:
     save(figure, "bucket_sizes")
 
 
-def shown(time: Figures, digits: int) -> str:
+def shown(time: Figures) -> str:
+    digits = 2 if abs(time["median"]) < 10 else 0
     low, middle, high = (f"{time[key]:.{digits}f}" for key in ("p25", "median", "p75"))
     return f"{middle} [{low}, {high}]"
 
@@ -159,9 +159,9 @@ def main() -> None:
     header = ["model", "brigade", "compared with", "ms", "ms, compared", "ratio"]
     names, times = ("model", "ours", "theirs"), ("ours_ms", "theirs_ms", "ratio")
     for page, chosen in (("README.md", main_rows), (PAGE, rows)):
-        cells = [[r[k] for k in names] + [shown(r[k], 2) for k in times] for r in chosen]
+        cells = [[r[k] for k in names] + [shown(r[k]) for k in times] for r in chosen]
         rewrite(page, "against_torch", header, cells)
-    table = [[cap, *(shown(exposed_ms(m, cap), 1) for m in models.values())] for cap in CAPS]
+    table = [[cap, *(shown(exposed_ms(m, cap)) for m in models.values())] for cap in CAPS]
     rewrite(PAGE, "bucket_sizes", ["bucket cap", *models], table)
     rewrite(PAGE, "machine", ["", ""], list(found["real_steps"]["machine"].items()))
 
