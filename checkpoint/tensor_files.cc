@@ -135,8 +135,9 @@ std::vector<StoredTensor> merge(
           own.form() == first.form() && own.strides == first.strides,
           "expected tensor '", own.name,
           "' with one dtype, shape and strides on all ranks, found ",
-          first.form(), " on rank ", holders.front(), " and ", own.form(),
-          " or other strides on rank ", rank);
+          first.form(), " with strides ", at::IntArrayRef(first.strides),
+          " on rank ", holders.front(), " and ", own.form(), " with strides ",
+          at::IntArrayRef(own.strides), " on rank ", rank);
       for (const Chunk& chunk : own.chunks) {
         const bool is_copy =
             std::ranges::any_of(first.chunks, [&](const Chunk& known) {

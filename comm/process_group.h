@@ -52,8 +52,9 @@ struct ProcessGroupOptions {
 //
 // Device `local_rank` becomes the current one unless the type is the CPU's.
 // Gloo listens on the network interfaces in GLOO_SOCKET_IFNAME ("eth0,eth1"),
-// by default on that of the host name. Ranks wait for each other for `timeout`,
-// at most 5 minutes. A world of 1 gets single_process_group().
+// by default on that of the host name, else on loopback. Ranks wait for each
+// other for `timeout`, at most 5 minutes. A world of 1 gets
+// single_process_group().
 //
 // Errors: c10::ValueError for a missing or contradictory variable, a bad option
 // or a missing device; c10::Error for kCUDA without a GPU or in a build without
@@ -91,9 +92,9 @@ enum class GroupEnd { kHere, kOnOwnThread };
 // Shuts down a group at the end of a scope. Declare it before everything that
 // uses the group.
 //
-// Collectives in flight are completed, without a barrier. If an exception
-// leaves the scope, they are aborted, here and on the peers. The store goes
-// last: on rank 0 it may be the server of all ranks.
+// Collectives in flight are completed; the program needs no barrier. If an
+// exception leaves the scope, they are aborted, here and on the peers. The
+// store goes last: on rank 0 it may be the server of all ranks.
 //
 // Thread safety: none.
 class GroupScope {

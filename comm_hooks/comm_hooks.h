@@ -52,7 +52,7 @@ CommHookPtr ordered_hook(const c10::intrusive_ptr<c10d::ProcessGroup>& group);
 
 // ---- A hook made of a function
 
-// The contract of every hook, brigade's or c10d's (docs/hooks.md):
+// The contract of every hook, brigade's or c10d's (docs/guides/comm_hooks.md):
 //
 // - The bucket's buffer holds this rank's undivided gradients (with several
 //   local replicas: their mean) in the parameters' dtype: 1D, [numel]; complex
@@ -62,8 +62,7 @@ CommHookPtr ordered_hook(const c10::intrusive_ptr<c10d::ProcessGroup>& group);
 //   elements (sparse: the same shape) on the same device, in any floating-point
 //   dtype. It may be the bucket's own buffer. None: the hook has consumed the
 //   gradients, and none are delivered.
-// - On a rank without more data, or whose backward has failed, the hook is
-// called
+// - On a rank without more data, or whose backward has failed, the hook runs
 //   on zeros. Its state must tolerate that (comm_hooks/hook_traits.h).
 // - Hooks run in plan order, equal on all ranks, with the engine's lock held: a
 //   hook must not call the reducer. Thread-local state is that of the thread

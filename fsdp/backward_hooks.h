@@ -20,7 +20,8 @@ namespace brigade {
 // Registers callbacks as watch_backward_end() does. If several models take part
 // in the backward, the last one to register ends first. So a failed rank
 // reports in the segment in which its peers wait, not in an outer one that they
-// end later. If `on_end` throws, the other models are abandoned.
+// end later. If `on_end` throws, the other models are abandoned, and
+// backward() throws it.
 void end_with_backward(std::weak_ptr<void> owner, std::function<void()> on_end,
                        std::function<void()> on_abandoned);
 

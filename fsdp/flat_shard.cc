@@ -344,8 +344,8 @@ bool FlatShard::adopt_pieces() {
     TORCH_CHECK(!has_gradients() && !has_sum() && !has_partial_sum(),
                 "fully_shard: parameter '", parameters_.front().name,
                 "' was converted to another dtype or device, but holds "
-                "gradients of backwards without synchronisation.\nReduce them "
-                "first, by a backward with synchronisation.");
+                "gradients of backwards without synchronization.\nReduce them "
+                "first, by a backward with synchronization.");
     if (context_.compute_dtype == shard_.scalar_type()) {
       context_.compute_dtype = first.scalar_type();
     }

@@ -86,7 +86,7 @@ class ShardLayout {
   const std::vector<int64_t> offsets_;  // by parameter
 };
 
-// Thread safety: none; the owner serialises calls.
+// Thread safety: none; the owner serializes calls.
 class FlatShard {
  public:
   struct Context {

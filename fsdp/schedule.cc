@@ -29,7 +29,7 @@ SegmentCursor::SegmentCursor(UnitRules rules, const RecordedSchedule* recorded,
       record_(recorded == nullptr ? RecordedSchedule() : *recorded),
       num_recorded_(record_.entries.size()),
       claimed_(std::move(unsharded)),
-      depth_(rules_.prefetch_depth),
+      prefetch_depth_(rules_.prefetch_depth),
       expected_(std::move(expected)),
       accumulated_(rules_.num_units(), 0),
       was_reduced_(rules_.num_units(), 0) {
@@ -80,7 +80,7 @@ void SegmentCursor::accumulated(size_t unit, CursorActions& actions) {
 
 void SegmentCursor::finish(CursorActions& actions) {
   has_ended_ = true;
-  release_all(/*with_those_that_stay=*/false, actions);
+  release_all(/*including_stays=*/false, actions);
   issue_rest(actions);
 }
 
@@ -93,10 +93,12 @@ void SegmentCursor::fail(CursorActions& actions) {
 RoundMessage SegmentCursor::message(std::optional<size_t> need) const {
   RoundMessage message = {
       .need = need, .has_ended = has_ended_, .has_failed = has_failed_};
-  std::vector<uint64_t> counts(record_.accumulations.begin(),
-                               record_.accumulations.end());
-  counts.insert(counts.end(), accumulated_.begin(), accumulated_.end());
-  message.accumulations = hash_of(counts);
+  if (is_learning_) {
+    std::vector<uint64_t> counts(record_.accumulations.begin(),
+                                 record_.accumulations.end());
+    counts.insert(counts.end(), accumulated_.begin(), accumulated_.end());
+    message.accumulations = hash_of(counts);
+  }
   for (size_t unit = 0; unit < rules_.num_units(); ++unit) {
     const bool expects = !has_ended_ && expected_[unit] > 0 &&
                          was_reduced_[unit] == 0 && !is_complete(unit);
@@ -106,22 +108,22 @@ RoundMessage SegmentCursor::message(std::optional<size_t> need) const {
   return message;
 }
 
-RoundResult SegmentCursor::end_round(std::span<const RoundMessage> of_ranks,
+RoundResult SegmentCursor::end_round(std::span<const RoundMessage> by_rank,
                                      CursorActions& actions) {
   ++num_rounds_;
-  if (std::ranges::any_of(of_ranks, &RoundMessage::has_failed)) {
+  if (std::ranges::any_of(by_rank, &RoundMessage::has_failed)) {
     has_failed_ = has_ended_ = true;
-    release_all(/*with_those_that_stay=*/true, actions);
+    release_all(/*including_stays=*/true, actions);
     return RoundResult::kFailed;
   }
   bool has_ended = true;
-  bool accumulate_alike = true;
+  bool has_equal_counts = true;
   std::set<size_t> needs;
   std::vector<char> complete(rules_.num_units(), 0);
   std::vector<char> expected(rules_.num_units(), 0);
-  for (const RoundMessage& message : of_ranks) {
+  for (const RoundMessage& message : by_rank) {
     has_ended &= message.has_ended;
-    accumulate_alike &= message.accumulations == of_ranks[0].accumulations;
+    has_equal_counts &= message.accumulations == by_rank[0].accumulations;
     if (message.need) needs.insert(*message.need);
     for (size_t unit = 0; unit < rules_.num_units(); ++unit) {
       complete[unit] |= message.complete[unit];
@@ -136,20 +138,20 @@ RoundResult SegmentCursor::end_round(std::span<const RoundMessage> of_ranks,
     issue_next(actions);
   };
   for (const size_t unit : needs) append(Kind::kAllGather, unit);
-  for (const size_t unit : pinned_) {  // at most one is new
+  for (const size_t unit : pinned_) {
     if (!has_ended_ && needs.contains(unit) && claimed_[unit] == 0) {
       claim(unit, *unclaimed_of(unit));
     }
   }
-  // The last units first, as a backward goes: the sequence is recorded.
+  // Backward order, since the next backward replays this sequence.
   for (size_t unit = rules_.num_units(); unit-- > 0;) {
     if (complete[unit] == 0 || expected[unit] != 0) continue;
     if (!is_learning_ && accumulated_[unit] > 0) ++num_late_;
     append(Kind::kReduceScatter, unit);
   }
-  if (!has_ended) return RoundResult::kGoesOn;
-  if (!accumulate_alike) std::ranges::fill(record_.accumulations, 0);
-  release_all(/*with_those_that_stay=*/false, actions);
+  if (!has_ended) return RoundResult::kContinues;
+  if (!has_equal_counts) std::ranges::fill(record_.accumulations, 0);
+  release_all(/*including_stays=*/false, actions);
   return RoundResult::kEnded;
 }
 
@@ -166,11 +168,11 @@ void SegmentCursor::release_unless_held(size_t unit,
   actions.push_back({CursorAction::Kind::kRelease, unit});
 }
 
-bool SegmentCursor::is_pinned_or_around(size_t unit) const {
+bool SegmentCursor::is_pinned_or_contains_pinned(size_t unit) const {
   for (const size_t pinned : pinned_) {
-    std::optional<size_t> around = pinned;
-    while (around && *around != unit) around = rules_.parents[*around];
-    if (around) return true;
+    std::optional<size_t> ancestor = pinned;
+    while (ancestor && *ancestor != unit) ancestor = rules_.parents[*ancestor];
+    if (ancestor) return true;
   }
   return false;
 }
@@ -219,7 +221,7 @@ void SegmentCursor::advance(CursorActions& actions) {
     } else {
       const auto num_ahead = static_cast<size_t>(
           std::distance(unclaimed_.lower_bound(front_), unclaimed_.end()));
-      if (num_ahead >= depth_) return;
+      if (num_ahead >= prefetch_depth_) return;
     }
     issue_next(actions);
   }
@@ -236,7 +238,9 @@ void SegmentCursor::claim(size_t unit, size_t entry) {
   unclaimed_.erase(entry);
   claimed_[unit] = 1;
   front_ = std::max(front_, entry + 1);
-  if (!rules_.prefetch_depths.empty()) depth_ = rules_.prefetch_depths[unit];
+  if (!rules_.prefetch_depths.empty()) {
+    prefetch_depth_ = rules_.prefetch_depths[unit];
+  }
   touch(unit);
 }
 
@@ -246,14 +250,13 @@ void SegmentCursor::touch(size_t unit) {
   used_.push_back(unit);
 }
 
-// Unless a unit of the running operator is one that may be released, the unit
-// that was used last is kept.
+// If all pinned units stay, keeps the most recently used other unit too.
 void SegmentCursor::release_used(CursorActions& actions) {
   bool keeps_one =
       std::ranges::all_of(pinned_, [this](size_t unit) { return stays(unit); });
   for (size_t i = used_.size(); i-- > 0;) {
     const size_t unit = used_[i];
-    if (is_pinned_or_around(unit)) continue;
+    if (is_pinned_or_contains_pinned(unit)) continue;
     if (std::exchange(keeps_one, false)) continue;
     used_.erase(used_.begin() + static_cast<std::ptrdiff_t>(i));
     claimed_[unit] = 0;
@@ -261,7 +264,8 @@ void SegmentCursor::release_used(CursorActions& actions) {
   }
 }
 
-// One unit that this rank has passed over is kept for a later use.
+// Drops the gathers that this rank has passed over, except the last one: a rank
+// that uses units in another order may need it next.
 void SegmentCursor::drop_skipped(CursorActions& actions) {
   std::vector<size_t> skipped;
   for (const size_t entry : unclaimed_) {
@@ -276,10 +280,9 @@ void SegmentCursor::drop_skipped(CursorActions& actions) {
   }
 }
 
-void SegmentCursor::release_all(bool with_those_that_stay,
-                                CursorActions& actions) {
+void SegmentCursor::release_all(bool including_stays, CursorActions& actions) {
   for (size_t unit = 0; unit < rules_.num_units(); ++unit) {
-    if (!is_held(unit) || (stays(unit) && !with_those_that_stay)) continue;
+    if (!is_held(unit) || (stays(unit) && !including_stays)) continue;
     claimed_[unit] = 0;
     std::erase_if(unclaimed_, [&](size_t entry) {
       return record_.entries[entry].unit == unit;

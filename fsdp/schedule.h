@@ -1,27 +1,25 @@
-// Agreed order of a segment's collectives, and each rank's position in it.
+// Recorded order of a segment's collectives, and one rank's position in it.
 //
-// A segment is one forward or one backward. Every rank issues the same sequence
-// of all-gathers and reduce-scatters, whatever its program uses: the recorded
-// schedule of the segment's tag, in order, then rounds. In a round ranks
-// exchange one message each; all gather the units that some rank needs, and
-// reduce those whose gradients are complete. A segment without a schedule
-// consists of rounds only, and its sequence is the schedule of the next segment
-// with this tag. The last round is the segment's status.
+// A segment is one forward or one backward. All ranks issue one sequence of
+// all-gathers and reduce-scatters: the recorded schedule of the segment's tag,
+// then rounds. In a round all ranks exchange RoundMessages, all-gather the
+// units that some rank needs, and reduce-scatter the units whose gradients are
+// complete. A segment without a schedule (learning) has rounds only; its
+// sequence becomes the tag's schedule. The last round is the segment's status.
 //
-// Every rank issues each entry after all entries before it. So a rank may block
-// on any entry that it has issued. The schedule and the needs of this rank
-// alone decide which all-gather satisfies a need, not prefetch or timing: ranks
-// that repeat their programs have no round but the last one. Ranks with equal
-// programs issue each entry at the same place in them, so that a collective of
-// the program's own may lie between.
+// A rank may block on any entry that it has issued, since all ranks issue
+// entries in order. The schedule and this rank's needs alone decide which
+// all-gather serves a need; timing does not. Ranks that repeat their programs
+// need only the last round. Ranks with equal programs issue each entry at the
+// same place, so the program may issue its own collectives in between.
 //
 //   SegmentCursor cursor(rules, &recorded);  // nullptr: learn
-//   CursorActions todo = cursor.begin();     // issues the prefetch
-//   while (auto unit = cursor.need({&use, 1}, todo)) {
-//     todo += cursor.end_round(exchange(cursor.message(unit)));
+//   CursorActions actions = cursor.begin();
+//   while (auto unit = cursor.need({&use, 1}, actions)) {
+//     cursor.end_round(exchange(cursor.message(unit)), actions);
 //   }
 //
-// Knows no tensors and no groups. Thread safety: none.
+// Knows no tensors and no process groups. Thread safety: none.
 
 #ifndef BRIGADE_FSDP_SCHEDULE_H_
 #define BRIGADE_FSDP_SCHEDULE_H_
@@ -36,7 +34,7 @@
 
 namespace brigade {
 
-// Compared across ranks, which run one build. Never 0.
+// Returns a hash for comparison across ranks of one build; never 0.
 uint64_t hash_of(std::span<const uint64_t> numbers);
 
 struct ScheduleEntry {
@@ -50,27 +48,25 @@ struct ScheduleEntry {
 
 using Schedule = std::vector<ScheduleEntry>;
 
-// The same on all ranks.
+// Schedule of one tag, identical on all ranks.
 struct RecordedSchedule {
   Schedule entries = {};
-  // By entry: gradients that each rank accumulated in the unit before the
-  // reduce-scatter, since the one before. 0 for an all-gather, and for all
-  // entries if ranks differed.
+  // By entry: gradients that each rank accumulates before this reduce-scatter,
+  // since the unit's previous one. 0 if ranks differed, and for all-gathers.
   std::vector<uint32_t> accumulations = {};
 
-  uint64_t fingerprint() const;  // hash_of() the entries
+  uint64_t fingerprint() const;  // hash of the entries
 };
 
-// When units are released, and how far ahead they are gathered.
+// Reshard and prefetch rules of one segment. Vectors are indexed by unit.
 struct UnitRules {
-  // By unit: the unit that contains it in the module tree; none: outermost.
-  // Using a unit does not release the units around it.
+  // The unit that contains it in the module tree. Use of a unit does not
+  // release the units that contain it.
   std::vector<std::optional<size_t>> parents = {};
-  // By unit: stays unsharded to the segment's end once gathered. Empty: none.
+  // Stays unsharded until the segment ends. Empty: none.
   std::vector<char> stays = {};
-  // All-gathers issued ahead of the one in use.
-  size_t prefetch_depth = 1;
-  // By unit: the same while it is the one in use. Empty: as above.
+  size_t prefetch_depth = 1;  // all-gathers issued ahead of the unit in use
+  // Overrides prefetch_depth while the unit is in use. Empty: none.
   std::vector<size_t> prefetch_depths = {};
 
   size_t num_units() const { return parents.size(); }
@@ -78,9 +74,9 @@ struct UnitRules {
 
 struct CursorAction {
   enum class Kind : uint8_t {
-    kAllGather,      // issue; the unit's memory is taken if it has none
-    kReduceScatter,  // issue: of what is accumulated, zeros if nothing is
-    kRelease,        // the unit's memory is free
+    kAllGather,      // issue; acquire memory if the unit has none
+    kReduceScatter,  // issue, with zeros if no gradient is accumulated
+    kRelease,        // release the unit's memory
   };
 
   Kind kind;
@@ -91,74 +87,71 @@ struct CursorAction {
 
 using CursorActions = std::vector<CursorAction>;
 
-// One rank's part of a round.
+// One rank's message in a round.
 struct RoundMessage {
   std::optional<size_t> need = std::nullopt;
-  bool has_ended = false;  // its program's part of the segment
+  bool has_ended = false;  // finish() or fail() was called
   bool has_failed = false;
-  // By unit: gradients wait for a reduce-scatter, all that are expected.
+  // By unit: all expected gradients are accumulated and not yet reduced.
   std::vector<char> complete = {};
-  // By unit: more gradients are expected.
-  std::vector<char> expects = {};
-  // Hash of this rank's RecordedSchedule::accumulations, and of the gradients
-  // that it has accumulated since.
+  std::vector<char> expects = {};  // by unit: more gradients
+  // Hash of all counts of accumulated gradients; 0 unless learning.
   uint64_t accumulations = 0;
-  // Of the caller's; by parameter of the model: has a gradient. Empty: none.
-  std::vector<char> used = {};
-  std::string error = {};  // of the caller's: has_failed
+  // The caller sets these.
+  std::vector<char> used = {};  // by parameter: has a gradient; empty: none
+  std::string error = {};       // if has_failed
 };
 
-enum class RoundResult : uint8_t { kGoesOn, kEnded, kFailed };
+enum class RoundResult : uint8_t { kContinues, kEnded, kFailed };
 
-// One rank's position in one segment.
+// One rank's position in one segment. Calls append to `actions`, which the
+// caller must carry out in order.
 class SegmentCursor {
  public:
-  // `recorded`: the agreed schedule; null: learn. `unsharded`: by unit, held
-  // from earlier segments; empty: none. `expected`: by unit, accumulations that
-  // this rank's open forwards lead to; empty: none, as in a forward.
+  // `recorded`: the schedule of all ranks; null: learn. `unsharded`: by unit,
+  // held since an earlier segment; empty: none. `expected`: by unit, gradients
+  // that this rank's open forwards lead to; empty: none.
   SegmentCursor(UnitRules rules, const RecordedSchedule* recorded,
                 std::vector<char> unsharded = {},
                 std::vector<uint32_t> expected = {});
 
-  // Issues what goes ahead of the first need.
+  // Issues the first prefetch.
   CursorActions begin();
 
-  // One operator is about to use `units`, which are held until the next call.
-  // Appends to `actions`. Returns a unit that is not in the schedule: the
+  // Unshards `units` for one operator and holds them until the next call.
+  // Returns a unit that the rest of the schedule does not gather, if any: the
   // caller takes part in one round for it, then calls again.
   std::optional<size_t> need(std::span<const size_t> units,
                              CursorActions& actions);
 
-  // A gradient was accumulated in `unit`.
+  // Counts one accumulated gradient.
   void accumulated(size_t unit, CursorActions& actions);
 
-  // The program's part has ended: issues the rest. The caller then takes part
-  // in rounds until they end.
+  // Issues the rest of the schedule. The caller then takes part in rounds until
+  // one returns kEnded or kFailed.
   void finish(CursorActions& actions);
-  // The same after an error: what is accumulated is dropped.
+  // Like finish(), after an error. Drops the accumulated gradients.
   void fail(CursorActions& actions);
 
   RoundMessage message(std::optional<size_t> need = std::nullopt) const;
-  // `of_ranks`: the messages of all ranks. REQUIRES: one is message() of this
-  // rank, and the rest of the schedule is issued: need() returned a unit, or
-  // finish() or fail() was called.
-  RoundResult end_round(std::span<const RoundMessage> of_ranks,
+  // `by_rank`: the messages of all ranks. REQUIRES: they include this rank's
+  // message(), and need() returned a unit or finish() or fail() was called.
+  RoundResult end_round(std::span<const RoundMessage> by_rank,
                         CursorActions& actions);
 
-  // It is unsharded, or its all-gather is under way.
+  // Whether it is unsharded or its all-gather is in flight.
   bool is_held(size_t unit) const {
     return claimed_[unit] != 0 || unclaimed_of(unit);
   }
 
-  // What the segment has issued, to be stored if it was learning.
+  // The sequence issued in this segment; the tag's schedule after learning.
   const RecordedSchedule& record() const { return record_; }
   bool is_learning() const { return is_learning_; }
-  // Rounds have issued more than the recorded schedule: all ranks drop it.
+  // Whether rounds issued more than the schedule. All ranks then drop it.
   bool has_deviated() const {
     return !is_learning_ && record_.entries.size() > num_recorded_;
   }
-  // Reduce-scatters that were issued before this rank's gradients of the unit
-  // were complete, and got gradients later.
+  // Extra reduce-scatters for gradients that came after their scheduled one.
   size_t num_late() const { return num_late_; }
   size_t num_rounds() const { return num_rounds_; }
 
@@ -169,7 +162,7 @@ class SegmentCursor {
     return !rules_.stays.empty() && rules_.stays[unit] != 0;
   }
   std::optional<size_t> unclaimed_of(size_t unit) const;
-  bool is_pinned_or_around(size_t unit) const;
+  bool is_pinned_or_contains_pinned(size_t unit) const;
   bool is_complete(size_t unit) const;
   bool may_reduce(size_t entry) const;
 
@@ -182,24 +175,21 @@ class SegmentCursor {
   void release_unless_held(size_t unit, CursorActions& actions) const;
   void release_used(CursorActions& actions);
   void drop_skipped(CursorActions& actions);
-  void release_all(bool with_those_that_stay, CursorActions& actions);
+  void release_all(bool including_stays, CursorActions& actions);
 
   const UnitRules rules_;
   const bool is_learning_;
-  RecordedSchedule record_;  // the schedule, and what rounds append
+  RecordedSchedule record_;  // the schedule, then entries appended by rounds
   size_t num_recorded_;
   size_t num_issued_ = 0;  // of record_.entries
 
-  // Units. Claimed: used, and not released since.
-  std::vector<char> claimed_;
-  std::vector<size_t> used_;    // claimed units, the last one used at the end
-  std::vector<size_t> pinned_;  // of the operator that runs
-  bool is_settled_ = false;     // the last need() has its units
-  // Entries: issued all-gathers that no need has claimed and that are not
-  // dropped.
-  std::set<size_t> unclaimed_;
-  size_t front_ = 0;  // after the last claimed entry
-  size_t depth_;      // of prefetch
+  std::vector<char> claimed_;   // by unit: used, and not released since
+  std::vector<size_t> used_;    // claimed units, most recently used last
+  std::vector<size_t> pinned_;  // units of the last need()
+  bool is_settled_ = false;     // the last need() succeeded
+  std::set<size_t> unclaimed_;  // entries: issued all-gathers not yet used
+  size_t front_ = 0;            // after the last claimed entry
+  size_t prefetch_depth_;
 
   // Gradients, by unit.
   std::vector<uint32_t> expected_;

@@ -1,7 +1,10 @@
 #include "brigade/fsdp/segment_exchange.h"
 
+#include <c10/util/hash.h>
+
 #include <algorithm>
 #include <exception>
+#include <functional>
 #include <utility>
 
 #include "absl/status/status.h"
@@ -14,20 +17,22 @@ namespace brigade {
 namespace {
 
 constexpr size_t kBitsPerStatus = sizeof(StatusText) * 8;
-// Of StatusTransport's limit; rounds that are awaited need some themselves.
+// The other half of the limit is for awaited rounds.
 constexpr size_t kMaxUnconfirmed = kMaxStatusesInFlight / 2;
 
 // By SegmentKind.
-constexpr const char* kWords[] = {"forward", "backward without synchronisation",
+constexpr const char* kNames[] = {"forward",
+                                  "backward without gradient synchronization",
                                   "backward", "step without data"};
 
-void throw_if_differs(const absl::Status& status) {
+void throw_if_ranks_differ(const absl::Status& status) {
   if (!status.ok()) {
-    throw_of_peers("fully_shard: " + std::string(status.message()));
+    throw_peer_failure("fully_shard: " + std::string(status.message()));
   }
 }
 
-// The next `count` of the chunks' bits; 0 beyond them.
+// Returns `count` bits of the chunks from `bit` on, which it advances. Bits
+// after the last chunk are 0.
 std::vector<char> take_bits(const std::vector<RankStatus>& chunks, size_t count,
                             size_t& bit) {
   std::vector<char> bits(count, 0);
@@ -40,42 +45,46 @@ std::vector<char> take_bits(const std::vector<RankStatus>& chunks, size_t count,
   return bits;
 }
 
-// RankStatus::proposal of a round.
-enum RoundState : uint64_t { kGoesOn, kHasEnded, kHasGoneOn };
+// Sent as RankStatus::proposal.
+enum RoundState : uint64_t { kContinues, kHasEnded, kEndedUnconfirmed };
 
-// Throws if a rank needs more than was recorded.
-void require_all_done(const std::vector<RoundMessage>& by_rank) {
+// Throws if a rank did not end as recorded.
+void require_all_ended(const std::vector<RoundMessage>& by_rank) {
   for (const RoundMessage& message : by_rank) {
-    const bool is_done =
-        message.has_ended &&
-        std::ranges::find(message.complete, 1) == message.complete.end();
-    if (is_done) continue;
-    throw_of_peers(
-        "fully_shard: a rank has used units in another order than recorded, or "
-        "has gradients after their turn, and ranks have gone on.\nSet "
-        "max_unconfirmed_iterations = 0.");
+    const bool has_late_gradients =
+        std::ranges::find(message.complete, 1) != message.complete.end();
+    if (message.has_ended && !has_late_gradients) continue;
+    throw_peer_failure(
+        "fully_shard: expected each rank to run as recorded, found a rank that "
+        "used units in another order than recorded, or got gradients after "
+        "their reduce-scatter. Other ranks have already continued.\nSet "
+        "max_unconfirmed_iterations = 0 if ranks run different programs.");
   }
 }
 
 OpeningMessage common_opening(std::vector<RankStatus> by_rank) {
-  const auto is_shadow = [](const RankStatus& s) {
-    return s.unit == static_cast<int64_t>(SegmentKind::kShadow);
+  const auto has_no_data = [](const RankStatus& s) {
+    return s.unit == static_cast<int64_t>(SegmentKind::kWithoutData);
   };
-  const auto first = std::ranges::find_if_not(by_rank, is_shadow);
+  const auto first = std::ranges::find_if_not(by_rank, has_no_data);
   TORCH_CHECK(first != by_rank.end(),
-              "fully_shard: a step without data on all ranks.\nEnd the epoch "
-              "when no rank has data.");
+              "fully_shard: expected data on at least one rank, found a step "
+              "without data on all ranks.\nEnd the epoch when no rank has "
+              "data.");
   const RankStatus leader = *first;
   for (RankStatus& status : by_rank) {
-    if (is_shadow(status) && status.kind == StatusKind::kBegin) status = leader;
+    if (has_no_data(status) && status.kind == StatusKind::kBegin) {
+      status = leader;
+    }
   }
-  throw_if_differs(check_statuses(by_rank));
+  throw_if_ranks_differ(check_statuses(by_rank));
   OpeningMessage common = {.kind = static_cast<SegmentKind>(leader.unit),
                            .tag = leader.proposal,
                            .schedule = leader.order,
                            .settings = leader.fingerprint,
                            .slices = leader.launched};
   for (const RankStatus& status : by_rank) {
+    common.tags.insert(status.proposal);
     if (status.proposal != common.tag || status.order != leader.order) {
       common.schedule = 0;
     }
@@ -86,18 +95,18 @@ OpeningMessage common_opening(std::vector<RankStatus> by_rank) {
 
 }  // namespace
 
-void throw_named(const std::string& doing) {
-  const std::string where = absl::StrCat("fully_shard: ", doing);
+void throw_with_context(const std::string& context) {
+  const std::string where = absl::StrCat("fully_shard: ", context);
   try {
     throw_peer_error(where, std::current_exception());
   } catch (const PeerError& error) {
     const std::string text = message_of(std::current_exception());
     if (absl::StartsWith(text, "fully_shard: ")) throw;
-    throw_of_peers(absl::StrCat(where, ": ", text));
+    throw_peer_failure(absl::StrCat(where, ": ", text));
   }
 }
 
-void throw_of_peers(const std::string& text) {
+void throw_peer_failure(const std::string& text) {
   throw PeerError({__func__, __FILE__, static_cast<uint32_t>(__LINE__)}, text);
 }
 
@@ -110,13 +119,13 @@ SegmentExchange::SegmentExchange(
       progress_(std::move(progress)) {}
 
 std::vector<RankStatus> SegmentExchange::await(
-    const RankStatus& own, std::optional<std::chrono::milliseconds> patience) {
+    const RankStatus& own, std::optional<std::chrono::milliseconds> timeout) {
   const WaitForPeers waiting(*progress_);
   try {
-    return channel_.await(own, patience);
+    return channel_.await(own, timeout);
   } catch (...) {
     is_broken_ = true;
-    throw_named("on meeting the peers");
+    throw_with_context("the status exchange");
   }
 }
 
@@ -129,7 +138,7 @@ OpeningMessage SegmentExchange::open(const OpeningMessage& own, bool awaits) {
        .launched = own.slices,
        .proposal = own.tag,
        .order = own.schedule,
-       .text = status_text(kWords[static_cast<size_t>(own.kind)])});
+       .text = status_text(kNames[static_cast<size_t>(own.kind)])});
   OpeningMessage opened = own;
   if (awaits || own.schedule == 0) {
     confirm();
@@ -143,7 +152,7 @@ OpeningMessage SegmentExchange::open(const OpeningMessage& own, bool awaits) {
   return opened;
 }
 
-// Of a round.
+// Returns the number of statuses of one round.
 size_t SegmentExchange::num_chunks() const {
   const size_t num_bits =
       kind_ == SegmentKind::kForward ? 0 : 2 * num_units_ + num_parameters_;
@@ -180,10 +189,10 @@ SegmentExchange::Sent SegmentExchange::send(const RoundMessage& own,
 }
 
 RoundAnswers SegmentExchange::await_round(
-    const Sent& sent, std::optional<std::chrono::milliseconds> patience) {
+    const Sent& sent, std::optional<std::chrono::milliseconds> timeout) {
   std::vector<std::vector<RankStatus>> by_rank;  // chunks
   for (const RankStatus& chunk : sent) {
-    const std::vector<RankStatus> answers = await(chunk, patience);
+    const std::vector<RankStatus> answers = await(chunk, timeout);
     by_rank.resize(answers.size());
     for (size_t rank = 0; rank < answers.size(); ++rank) {
       by_rank[rank].push_back(answers[rank]);
@@ -198,8 +207,8 @@ RoundAnswers SegmentExchange::await_round(
     message.has_failed = head.kind != StatusKind::kEnd;
     has_failed |= message.has_failed;
     if (message.has_failed) continue;
-    message.has_ended = head.proposal != kGoesOn;
-    answers.has_unconfirmed |= head.proposal == kHasGoneOn;
+    message.has_ended = head.proposal != kContinues;
+    answers.has_unconfirmed_end |= head.proposal == kEndedUnconfirmed;
     message.accumulations = head.order;
     if (head.unit >= 0) message.need = static_cast<size_t>(head.unit);
     head.unit = -1;
@@ -216,19 +225,18 @@ RoundAnswers SegmentExchange::await_round(
 }
 
 RoundAnswers SegmentExchange::round(
-    const RoundMessage& own,
-    std::optional<std::chrono::milliseconds> patience) {
-  const Sent sent = send(own, own.has_ended ? kHasEnded : kGoesOn);
+    const RoundMessage& own, std::optional<std::chrono::milliseconds> timeout) {
+  const Sent sent = send(own, own.has_ended ? kHasEnded : kContinues);
   confirm();
-  RoundAnswers answers = await_round(sent, patience);
-  if (answers.has_unconfirmed && answers.error.empty()) {
-    require_all_done(answers.by_rank);
+  RoundAnswers answers = await_round(sent, timeout);
+  if (answers.has_unconfirmed_end && answers.error.empty()) {
+    require_all_ended(answers.by_rank);
   }
   return answers;
 }
 
 void SegmentExchange::end_unconfirmed(const RoundMessage& own) {
-  unconfirmed_.push_back(send(own, kHasGoneOn));
+  unconfirmed_.push_back(send(own, kEndedUnconfirmed));
   size_t num_sent = 0;
   for (const Sent& sent : unconfirmed_) num_sent += sent.size();
   for (; num_sent > kMaxUnconfirmed; confirm_oldest()) {
@@ -241,7 +249,7 @@ void SegmentExchange::confirm(size_t num_segments) {
   while (unconfirmed_.size() > num_left) confirm_oldest();
 }
 
-// A failure in it comes too late: this rank has gone on.
+// A failure breaks the exchange, since this rank has already continued.
 void SegmentExchange::confirm_oldest() {
   const Sent oldest = std::move(unconfirmed_.front());
   unconfirmed_.pop_front();
@@ -250,35 +258,36 @@ void SegmentExchange::confirm_oldest() {
     if (own.kind == StatusKind::kBegin) {
       const OpeningMessage opened = common_opening(await(own));
       if (opened.schedule == own.order && opened.slices == own.launched) return;
-      throw_of_peers(
-          "fully_shard: ranks have opened a forward or backward in different "
-          "states, and have gone on.\nSet max_unconfirmed_iterations = 0 to "
-          "continue after this.");
+      throw_peer_failure(
+          "fully_shard: expected all ranks to begin this forward or backward "
+          "with the same recorded schedule and unsharded units, found "
+          "different ones. Ranks have already continued.\nSet "
+          "max_unconfirmed_iterations = 0 if ranks run different programs.");
     }
     const RoundAnswers answers = await_round(oldest);
-    if (!answers.error.empty()) throw_of_peers(answers.error);
-    require_all_done(answers.by_rank);
+    if (!answers.error.empty()) throw_peer_failure(answers.error);
+    require_all_ended(answers.by_rank);
   } catch (...) {
     is_broken_ = true;
     throw;
   }
 }
 
-std::vector<RankStatus> SegmentExchange::meet(RankStatus own) {
+std::vector<RankStatus> SegmentExchange::exchange_and_await(RankStatus own) {
   own.iteration = num_opened_;
   own = channel_.exchange(own);
   confirm();
   return await(own);
 }
 
-std::vector<int64_t> SegmentExchange::ask(const std::string& text,
-                                          uint64_t digest, int64_t number) {
-  const std::vector<RankStatus> by_rank =
-      meet({.kind = StatusKind::kAsk,
-            .fingerprint = digest,
-            .proposal = static_cast<uint64_t>(number),
-            .text = status_text(text)});
-  throw_if_differs(check_statuses(by_rank));
+std::vector<int64_t> SegmentExchange::compare(const std::string& text,
+                                              uint64_t hash, int64_t number) {
+  const std::vector<RankStatus> by_rank = exchange_and_await(
+      {.kind = StatusKind::kAsk,
+       .fingerprint = c10::hash_combine(hash, std::hash<std::string>{}(text)),
+       .proposal = static_cast<uint64_t>(number),
+       .text = status_text(text)});
+  throw_if_ranks_differ(check_statuses(by_rank));
   std::vector<int64_t> numbers;
   for (const RankStatus& status : by_rank) {
     numbers.push_back(static_cast<int64_t>(status.proposal));
@@ -287,7 +296,7 @@ std::vector<int64_t> SegmentExchange::ask(const std::string& text,
 }
 
 void SegmentExchange::fail(const std::string& error) {
-  meet({.kind = StatusKind::kFailed, .text = status_text(error)});
+  exchange_and_await({.kind = StatusKind::kFailed, .text = status_text(error)});
 }
 
 }  // namespace brigade

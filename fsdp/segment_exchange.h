@@ -1,8 +1,6 @@
-// Messages between ranks about a segment: its opening, and its rounds.
-//
-// All of them are statuses (comm/status/status_channel.h), in shared memory on
-// one host. Bitmaps lie in the statuses' texts, so a round is one exchange for
-// each 1,536 bits.
+// Messages between ranks about a segment (fsdp/schedule.h): its opening and its
+// rounds. Each message is one or more statuses (comm/status/status_channel.h);
+// a status's text carries 1,536 bits of a round's bitmaps.
 //
 // Thread safety: one call at a time.
 
@@ -14,6 +12,7 @@
 #include <deque>
 #include <memory>
 #include <optional>
+#include <set>
 #include <string>
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 #include <vector>
@@ -28,27 +27,29 @@ enum class SegmentKind : int8_t {
   kForward,
   kLocalBackward,  // gradients stay on the rank
   kBackward,       // gradients are reduced
-  kShadow,         // whatever the peers open: of a rank without data
+  kWithoutData,    // the peers' kind, on a rank without data
 };
 
 struct OpeningMessage {
   SegmentKind kind = SegmentKind::kForward;
-  uint64_t tag = 0;       // segments of one tag are expected to be alike
-  uint64_t schedule = 0;  // fingerprint of the tag's known schedule; 0: none
-  uint64_t settings = 0;  // must be equal on all ranks
-  uint64_t slices = 0;    // hash of the units that are kept in slices; 0: none
+  uint64_t tag = 0;       // segments with equal tags share a schedule
+  uint64_t schedule = 0;  // fingerprint of the tag's schedule; 0: none
+  uint64_t settings = 0;  // hash that must be equal on all ranks
+  uint64_t slices = 0;    // hash of the units that hold slices; 0: none
+  // Distinct tags of all ranks with data, if the answers were awaited.
+  std::set<uint64_t> tags = {};
 };
 
 struct RoundAnswers {
   std::vector<RoundMessage> by_rank = {};
-  std::string error = {};        // names the ranks that have failed
-  bool has_unconfirmed = false;  // ranks have gone on without these answers
+  std::string error = {};            // names the failed ranks, if any
+  bool has_unconfirmed_end = false;  // a rank called end_unconfirmed()
 };
 
-// Throws the current exception; a peer's or the network's as PeerError
-// "fully_shard: <doing>: ...".
-[[noreturn]] void throw_named(const std::string& doing);
-[[noreturn]] void throw_of_peers(const std::string& text);  // PeerError
+// Rethrows the current exception; failures of a peer or the network as
+// PeerError "fully_shard: <context>: ...".
+[[noreturn]] void throw_with_context(const std::string& context);
+[[noreturn]] void throw_peer_failure(const std::string& text);  // PeerError
 
 class SegmentExchange {
  public:
@@ -57,40 +58,39 @@ class SegmentExchange {
                   size_t num_units, size_t num_parameters,
                   std::shared_ptr<Progress> progress);
 
-  // Returns the kind and tag that ranks with data open, and `schedule` and
-  // `slices` if these are equal on all ranks, otherwise 0. Throws PeerError,
-  // also with the same text on all ranks if they open segments of different
-  // kinds or settings: none is open then. `awaits`: false: the peers are taken
-  // to say the same until confirm().
+  // Opens a segment. Returns the kind and tag of the ranks with data, and
+  // `schedule` and `slices` if equal on all ranks, otherwise 0. Throws the same
+  // PeerError on all ranks, and opens none, if kinds or settings differ;
+  // RuntimeError if no rank has data. Without `awaits` returns `own` at once if
+  // it has a schedule; confirm() checks it.
   OpeningMessage open(const OpeningMessage& own, bool awaits);
 
-  // Throws PeerError if ranks have gone on that this round asks to stay.
-  // `patience`: nullopt: the group's timeout.
+  // Exchanges messages. Throws PeerError if a rank called end_unconfirmed() but
+  // the segment must continue. `timeout`: nullopt: the group's.
   RoundAnswers round(
       const RoundMessage& own,
-      std::optional<std::chrono::milliseconds> patience = std::nullopt);
-  // The last round of a segment that goes as recorded, as far as this rank
-  // knows: not awaited until confirm(). REQUIRES: may_end_unconfirmed().
+      std::optional<std::chrono::milliseconds> timeout = std::nullopt);
+  // Sends the last round of a segment that ran as recorded on this rank;
+  // confirm() awaits the answers. REQUIRES: may_end_unconfirmed().
   void end_unconfirmed(const RoundMessage& own);
-  // Few enough units and parameters.
+  // A round's bitmaps fit into the statuses in flight.
   bool may_end_unconfirmed() const;
 
-  // Awaits what was not awaited, but for the last `num_segments` segments.
-  // Throws PeerError if it was other than expected.
+  // Awaits outstanding messages, except of the last `num_segments` segments.
+  // Throws PeerError if a rank failed or did not run as recorded.
   void confirm(size_t num_segments = 0);
 
-  // Collective: ranks go on if all say the same. `text`: "unshards unit 'a'".
-  // Returns `number` of each rank. Throws PeerError.
-  std::vector<int64_t> ask(const std::string& text, uint64_t digest,
-                           int64_t number = 0);
+  // Collective. Returns `number` of each rank. Throws PeerError if `text`
+  // ("unshards unit 'a'") or `hash` differ between ranks.
+  std::vector<int64_t> compare(const std::string& text, uint64_t hash,
+                               int64_t number = 0);
 
-  // In place of open() or ask() on a rank that can't: these throw PeerError
-  // with `error` on the peers.
+  // Replaces open() or compare() after an error on this rank; the peers' calls
+  // throw PeerError with `error`.
   void fail(const std::string& error);
 
   StatusChannel& channel() { return channel_; }
-  // A peer is lost, or has failed in a segment after which this rank has gone
-  // on.
+  // A peer is lost, or failed in a segment that this rank has ended.
   bool is_broken() const { return is_broken_; }
 
  private:
@@ -98,14 +98,14 @@ class SegmentExchange {
 
   void confirm_oldest();
   size_t num_chunks() const;
-  std::vector<RankStatus> meet(RankStatus own);
+  std::vector<RankStatus> exchange_and_await(RankStatus own);
   Sent send(const RoundMessage& own, uint64_t state);
   std::vector<RankStatus> await(
       const RankStatus& own,
-      std::optional<std::chrono::milliseconds> patience = std::nullopt);
+      std::optional<std::chrono::milliseconds> timeout = std::nullopt);
   RoundAnswers await_round(
       const Sent& sent,
-      std::optional<std::chrono::milliseconds> patience = std::nullopt);
+      std::optional<std::chrono::milliseconds> timeout = std::nullopt);
 
   StatusChannel channel_;
   const size_t num_units_;
@@ -113,7 +113,7 @@ class SegmentExchange {
   const std::shared_ptr<Progress> progress_;
   int64_t num_opened_ = 0;
   bool is_broken_ = false;
-  SegmentKind kind_ = SegmentKind::kForward;  // of the open one
+  SegmentKind kind_ = SegmentKind::kForward;  // of the open segment
   std::deque<Sent> unconfirmed_;              // openings and rounds
 };
 

@@ -11,25 +11,24 @@
 #include "brigade/comm/streams/streams.h"
 
 namespace brigade {
-
 namespace {
 
-// The unsharded parameters of a unit in a buffer, by flat.
-std::vector<at::Tensor> wholes_in(const ShardedUnit& unit,
-                                  const at::Tensor& bytes) {
-  std::vector<at::Tensor> wholes;
+// A failed rank waits this long for its peers to receive the failure.
+constexpr std::chrono::seconds kFailureTimeout(30);
+
+// Returns views of a unit's buffer as its unsharded flat parameters.
+std::vector<at::Tensor> unsharded_views(const ShardedUnit& unit,
+                                        const at::Tensor& bytes) {
+  std::vector<at::Tensor> views;
   int64_t offset = 0;
   for (const auto& flat : unit.flats) {
     const int64_t size = flat->whole_bytes();
-    wholes.push_back(
+    views.push_back(
         flat->whole_in(size == 0 ? bytes : bytes.narrow(0, offset, size)));
     offset += size;
   }
-  return wholes;
+  return views;
 }
-
-// How long a rank that has failed waits for its peers to hear of it.
-constexpr std::chrono::seconds kFailurePatience(30);
 
 }  // namespace
 
@@ -41,29 +40,28 @@ SegmentRun::SegmentRun(Model model, Plan plan)
 void SegmentRun::begin() {
   shards_written_ = StreamPoint::now(device());
   CursorActions actions = cursor_.begin();
-  perform(actions);
-  throw_noted();
+  perform_all(actions);
+  throw_recorded_error();
 }
 
 void SegmentRun::use(std::span<const size_t> units) {
-  throw_noted();
+  throw_recorded_error();
   CursorActions actions;
   while (const std::optional<size_t> unit = cursor_.need(units, actions)) {
-    perform(actions);
-    throw_noted();
+    perform_all(actions);
+    throw_recorded_error();
     round(unit, actions);
-    perform(actions);
-    throw_noted();
+    perform_all(actions);
+    throw_recorded_error();
   }
-  perform(actions);
-  throw_noted();
+  perform_all(actions);
+  throw_recorded_error();
   for (const size_t unit : units) wait_for(unit);
 }
 
 // ---- All-gathers.
 
-// All of them; none is left.
-void SegmentRun::perform(CursorActions& actions) {
+void SegmentRun::perform_all(CursorActions& actions) {
   for (const auto& [kind, unit] : std::exchange(actions, {})) {
     if (is_broken_) return;
     switch (kind) {
@@ -80,7 +78,7 @@ void SegmentRun::perform(CursorActions& actions) {
   }
 }
 
-// Of the host; on devices the current stream waits.
+// The host waits; on devices only the current stream does.
 void SegmentRun::wait(const ShardedUnit::FuturePtr& future,
                       const ShardedUnit& unit) {
   std::optional<WaitForPeers> waiting;
@@ -88,13 +86,13 @@ void SegmentRun::wait(const ShardedUnit::FuturePtr& future,
   future->wait();
 }
 
-// Where memory is short, the segment fails, and what this rank holds serves for
-// the rest of it.
+// If memory is short, records the error and releases this rank's buffers, so
+// that the rest of the schedule can still run on them.
 Lease SegmentRun::acquire(int64_t bytes) {
   try {
     return model_.memory.acquire(bytes);
   } catch (...) {
-    note_error();
+    record_error();
   }
   for (size_t unit = 0; unit < model_.units.size(); ++unit) {
     if (!model_.units[unit].is_by_hand) release(unit);
@@ -106,17 +104,18 @@ void SegmentRun::all_gather(size_t number) {
   ShardedUnit& unit = model_.units[number];
   try {
     const bool is_held = unit.gathered.has_value();
-    Lease lease = !is_held && unit.kept ? std::exchange(unit.kept, {})
-                                        : acquire(unit.whole_bytes());
+    const bool has_kept_storage = !is_held && unit.kept;
+    Lease lease = has_kept_storage ? std::exchange(unit.kept, {})
+                                   : acquire(unit.whole_bytes());
     ShardedUnit::Gathered gathered = gather_into(number, std::move(lease));
     if (is_held) {
-      for_peers_.push_back(std::move(gathered));
+      surplus_gathers_.push_back(std::move(gathered));
     } else {
       unit.gathered = std::move(gathered);
       unit.is_stale = false;
     }
   } catch (...) {
-    note_error(absl::StrCat("the all-gather of unit '", unit.name, "'"));
+    record_error(absl::StrCat("the all-gather of unit '", unit.name, "'"));
     is_broken_ = true;
   }
 }
@@ -129,9 +128,9 @@ ShardedUnit::Gathered SegmentRun::gather_into(size_t number, Lease lease) {
   has_gathered_ = true;
   std::exchange(lease.last_use, {}).wait();
   ShardedUnit::Gathered gathered = {.lease = std::move(lease)};
-  gathered.wholes = wholes_in(unit, gathered.lease.bytes);
+  gathered.wholes = unsharded_views(unit, gathered.lease.bytes);
   const at::NoGradGuard no_grad;
-  model_.recorder.begins(ShardingRecorder::kGather, number);
+  model_.recorder.launch_begins(ShardingRecorder::kAllGather, number);
   for (size_t i = 0; i < unit.flats.size(); ++i) {
     FlatShard& flat = *unit.flats[i];
     if (flat.is_whole_here()) continue;
@@ -147,7 +146,7 @@ ShardedUnit::Gathered SegmentRun::gather_into(size_t number, Lease lease) {
       gathered.futures.push_back(
           transport.all_gather(whole, transport.num_shards()));
     }
-    model_.recorder.launched(ShardingRecorder::kGather,
+    model_.recorder.launched(ShardingRecorder::kAllGather,
                              *gathered.futures.back());
   }
   model_.progress.launched.fetch_add(1, std::memory_order_relaxed);
@@ -172,23 +171,23 @@ void SegmentRun::wait_for(size_t number) {
     }
   } catch (...) {
     is_broken_ = true;
-    throw_told();
-    throw_named(absl::StrCat("the all-gather of unit '", unit.name, "'"));
+    throw_failure_of_peers();
+    throw_with_context(
+        absl::StrCat("the all-gather of unit '", unit.name, "'"));
   }
   model_.recorder.unsharded(number);
   if (device().is_cpu()) futures.clear();
   unit.bind();
 }
 
-// The slice of the neighbours' share.
 void SegmentRun::keep_slices(ShardedUnit& unit) {
   const int num_ranks = *unit.settings.reshard_to;
-  const int place = unit.transport->shard_rank() % num_ranks;
+  const int slice = unit.transport->shard_rank() % num_ranks;
   const at::NoGradGuard no_grad;
   unit.slices.clear();
   for (const at::Tensor& whole : unit.gathered->wholes) {
     const int64_t size = whole.numel() / num_ranks;
-    unit.slices.push_back(whole.narrow(0, place * size, size).clone());
+    unit.slices.push_back(whole.narrow(0, slice * size, size).clone());
   }
 }
 
@@ -199,7 +198,7 @@ void SegmentRun::release(size_t number) {
   const bool has_memory{unit.gathered->lease};
   if (!has_memory) unit.uses->forget();
   if (has_memory && (keeps || unit.uses->empty())) {
-    // A buffer that was not used is still being written.
+    // The all-gather may still write to a buffer that no operator has used.
     const auto on_gathers = unit.transport->streams().for_gathers();
     for (const auto& future : unit.gathered->futures) {
       wait(future, unit);
@@ -227,7 +226,7 @@ void SegmentRun::prepare_gradients(size_t number) {
     return !flat->is_trained() || flat->has_gradients();
   });
   if (has_all) return;
-  while (reducing_.size() >= plan_.max_reducing) end_oldest_reduction();
+  while (reducing_.size() >= plan_.max_reducing) finish_oldest_reduction();
   if (!unit.gradients) unit.gradients = acquire(unit.gradient_bytes());
   int64_t offset = 0;
   for (const auto& flat : unit.flats) {
@@ -240,11 +239,11 @@ void SegmentRun::prepare_gradients(size_t number) {
 }
 
 void SegmentRun::accumulate(size_t number, FlatShard& flat, size_t parameter,
-                            const at::Tensor& gradient, bool counts) {
-  throw_noted();
+                            const at::Tensor& gradient, bool is_reduced) {
+  throw_recorded_error();
   prepare_gradients(number);
   flat.accumulate(parameter, gradient);
-  if (counts) count_gradient(number);
+  if (is_reduced) count_gradient(number);
 }
 
 void SegmentRun::add_held_gradients(size_t number) {
@@ -255,8 +254,8 @@ void SegmentRun::add_held_gradients(size_t number) {
 void SegmentRun::count_gradient(size_t number) {
   CursorActions actions;
   cursor_.accumulated(number, actions);
-  perform(actions);
-  throw_noted();
+  perform_all(actions);
+  throw_recorded_error();
 }
 
 void SegmentRun::reduce(size_t number) {
@@ -264,116 +263,123 @@ void SegmentRun::reduce(size_t number) {
   if (!unit.settings.synchronizes || !unit.is_trained()) return;
   try {
     prepare_gradients(number);
-    Reducing& reducing = reducing_.emplace_back(
-        Reducing{.unit = number, .lease = std::exchange(unit.gradients, {})});
-    model_.recorder.begins(ShardingRecorder::kReduction, number);
+    UnitReduction& reduction = reducing_.emplace_back(UnitReduction{
+        .unit = number, .gradients = std::exchange(unit.gradients, {})});
+    model_.recorder.launch_begins(ShardingRecorder::kReduceScatter, number);
     for (const auto& flat : unit.flats) {
-      if (flat->is_trained()) reducing.sums.push_back(reduce_flat(unit, *flat));
+      if (!flat->is_trained()) continue;
+      reduction.flats.push_back(reduce_flat(unit, *flat));
     }
   } catch (...) {
-    note_error(absl::StrCat("the reduction of unit '", unit.name, "'"));
+    record_error(absl::StrCat("the reduction of unit '", unit.name, "'"));
     is_broken_ = true;
   }
 }
 
-SegmentRun::Sum SegmentRun::reduce_flat(const ShardedUnit& unit,
-                                        FlatShard& flat) {
+SegmentRun::FlatReduction SegmentRun::reduce_flat(const ShardedUnit& unit,
+                                                  FlatShard& flat) {
   const at::NoGradGuard no_grad;
-  // The sum becomes `.grad`: its memory belongs to the current stream.
-  Sum reducing = {.flat = &flat};
+  FlatReduction reduction = {.flat = &flat};
   try {
-    reducing.sum = flat.make_sum();
+    reduction.sum = flat.make_sum();  // on the current stream: it is `.grad`
   } catch (...) {
-    note_error();  // memory is short
+    record_error();  // memory is short
   }
   StreamPoint sum_made;
   if (!flat.is_written_here()) sum_made = StreamPoint::now(flat.device());
-  const auto on_sums = unit.transport->streams().for_sums();
+  const auto on_reductions = unit.transport->streams().for_reductions();
   sum_made.wait();
-  const at::Tensor whole = flat.take_gradients();
-  if (has_failed()) whole.zero_();
-  if (!reducing.sum.defined()) {  // in memory that it has; it is dropped
-    const int64_t size = whole.numel() / unit.transport->num_shards();
-    reducing.sum = whole.narrow(0, unit.transport->shard_rank() * size, size);
+  const at::Tensor gradients = flat.take_gradients();
+  if (has_failed()) gradients.zero_();
+  if (!reduction.sum.defined()) {  // any memory will do: the sum is dropped
+    const int64_t size = gradients.numel() / unit.transport->num_shards();
+    reduction.sum =
+        gradients.narrow(0, unit.transport->shard_rank() * size, size);
   }
   try {
-    reducing.future = launch_sum(unit, flat, whole, reducing.sum);
+    reduction.future = launch_reduction(unit, flat, gradients, reduction.sum);
   } catch (...) {
-    note_error();  // a hook's, before it has launched anything
-    whole.zero_();
-    reducing.future = launch_sum(unit, flat, whole, reducing.sum);
+    record_error();  // a comm hook threw before it launched
+    gradients.zero_();
+    reduction.future = launch_reduction(unit, flat, gradients, reduction.sum);
   }
-  model_.recorder.launched(ShardingRecorder::kReduction, *reducing.future);
-  return reducing;
+  model_.recorder.launched(ShardingRecorder::kReduceScatter, *reduction.future);
+  return reduction;
 }
 
-ShardedUnit::FuturePtr SegmentRun::launch_sum(const ShardedUnit& unit,
-                                              FlatShard& flat,
-                                              const at::Tensor& whole,
-                                              const at::Tensor& sum) {
+ShardedUnit::FuturePtr SegmentRun::launch_reduction(const ShardedUnit& unit,
+                                                    FlatShard& flat,
+                                                    const at::Tensor& gradients,
+                                                    const at::Tensor& sum) {
   ShardTransport& transport = *unit.transport;
   const bool over_replicas = unit.sums_over_replicas();
-  ShardTransport::Sum of = {
+  ShardTransport::ReduceOptions options = {
       .scale = over_replicas ? 1.0 / unit.divisor() : 1.0,
       .over_replicas = over_replicas,
-      .of_row = over_replicas ? flat.take_partial_sum() : at::Tensor()};
-  if (!unit.comm_hook) return transport.reduce_scatter(whole, sum, of);
+      .partial_sum = over_replicas ? flat.take_partial_sum() : at::Tensor()};
+  if (!unit.comm_hook) {
+    return transport.reduce_scatter(gradients, sum, options);
+  }
   if (!transport.scales()) {
-    const double scale = std::exchange(of.scale, 1);
-    if (scale != 1) whole.mul_(scale);
-    if (scale != 1 && of.of_row.defined()) of.of_row = of.of_row * scale;
+    const double scale = std::exchange(options.scale, 1);
+    if (scale != 1) gradients.mul_(scale);
+    if (scale != 1 && options.partial_sum.defined()) {
+      options.partial_sum = options.partial_sum * scale;
+    }
   }
   auto future = unit.comm_hook->reduce(
       {.unit = unit.name,
        .index = flat.context().unit,
-       .whole = whole,
+       .whole = gradients,
        .shard = sum,
        .rank = transport.shard_rank(),
-       .sum = [&transport, of](const at::Tensor& sent,
-                               const at::Tensor& shard) {
-         return transport.reduce_scatter(sent, shard, of);
+       .sum = [&transport, options](const at::Tensor& sent,
+                                    const at::Tensor& shard) {
+         return transport.reduce_scatter(sent, shard, options);
        }});
-  TORCH_CHECK(future, "fully_shard: the comm hook '",
-              unit.comm_hook->hook_name(), "' of unit '", unit.name,
-              "' returned no future.\nReturn that of its collective.");
+  TORCH_CHECK(future, "fully_shard: expected a future from comm hook '",
+              unit.comm_hook->hook_name(), "' for unit '", unit.name,
+              "', found null.\nReturn the future of its collective.");
   return future;
 }
 
-// The memory of its gradients is free; its sums are taken when the segment has
-// ended.
-void SegmentRun::end_oldest_reduction() {
-  Reducing reducing = std::move(reducing_.front());
+// Releases the memory of the gradients. The flat shards get the sums when the
+// segment ends.
+void SegmentRun::finish_oldest_reduction() {
+  UnitReduction oldest = std::move(reducing_.front());
   reducing_.pop_front();
-  for (const Sum& sum : reducing.sums) {
-    wait_for_sum(model_.units[reducing.unit], sum);
+  for (const FlatReduction& reduction : oldest.flats) {
+    wait_for_reduction(model_.units[oldest.unit], reduction);
   }
-  const auto on_sums = model_.meshes.streams().for_sums();
-  for (Sum& sum : reducing.sums) {
-    if (!device().is_cpu()) sum.future->wait();
-    reduced_.push_back(std::move(sum));
+  const auto on_reductions = model_.meshes.streams().for_reductions();
+  for (FlatReduction& reduction : oldest.flats) {
+    if (!device().is_cpu()) reduction.future->wait();
+    reduced_.push_back(std::move(reduction));
   }
-  model_.memory.release(std::move(reducing.lease), StreamPoint::now(device()));
+  model_.memory.release(std::move(oldest.gradients),
+                        StreamPoint::now(device()));
 }
 
-void SegmentRun::wait_for_sum(const ShardedUnit& unit, const Sum& sum) {
-  if (!sum.future->completed()) wait(sum.future, unit);
-  if (!sum.future->hasError()) return;
+void SegmentRun::wait_for_reduction(const ShardedUnit& unit,
+                                    const FlatReduction& reduction) {
+  if (!reduction.future->completed()) wait(reduction.future, unit);
+  if (!reduction.future->hasError()) return;
   is_broken_ |= !unit.comm_hook || unit.comm_hook->fails_by_network_only();
   try {
-    throw_told();
-    std::rethrow_exception(sum.future->exception_ptr());
+    throw_failure_of_peers();
+    std::rethrow_exception(reduction.future->exception_ptr());
   } catch (...) {
-    note_error(unit.comm_hook
-                   ? ""
-                   : absl::StrCat("the reduction of unit '", unit.name, "'"));
+    record_error(unit.comm_hook
+                     ? ""
+                     : absl::StrCat("the reduction of unit '", unit.name, "'"));
   }
 }
 
 void SegmentRun::wait_for_reductions() {
-  while (!reducing_.empty()) end_oldest_reduction();
-  for (const Sum& reduced : std::exchange(reduced_, {})) {
+  while (!reducing_.empty()) finish_oldest_reduction();
+  for (const FlatReduction& reduced : std::exchange(reduced_, {})) {
     if (!device().is_cpu()) {
-      reduced.future->wait();  // for the current stream
+      reduced.future->wait();  // the current stream waits
       record_use(reduced.sum);
     }
     if (!has_failed()) reduced.flat->add_sum(reduced.sum);
@@ -393,18 +399,18 @@ void SegmentRun::drop_gradients() {
   }
 }
 
-// ---- The end.
+// ---- Rounds and the end.
 
 RoundResult SegmentRun::round(std::optional<size_t> need,
                               CursorActions& actions) {
   RoundMessage own = cursor_.message(need);
   own.used = used_;
-  own.error = words_;
+  own.error = error_text_;
   RoundAnswers answers;
   try {
-    std::optional<std::chrono::milliseconds> patience;
-    if (own.has_failed) patience = kFailurePatience;
-    answers = model_.exchange.round(own, patience);
+    std::optional<std::chrono::milliseconds> timeout;
+    if (own.has_failed) timeout = kFailureTimeout;
+    answers = model_.exchange.round(own, timeout);
   } catch (...) {
     is_broken_ = true;
     throw;
@@ -415,23 +421,24 @@ RoundResult SegmentRun::round(std::optional<size_t> need,
       used_anywhere_[i] |= message.used[i];
     }
   }
-  // Peers that have gone on close the group when they learn of it.
-  is_broken_ |= answers.has_unconfirmed && !answers.error.empty();
+  // Peers that called end_unconfirmed() close the group on this failure.
+  is_broken_ |= answers.has_unconfirmed_end && !answers.error.empty();
   const RoundResult result = cursor_.end_round(answers.by_rank, actions);
   if (result == RoundResult::kFailed && !own.has_failed) {
     is_over_ = true;
-    perform(actions);
+    perform_all(actions);
     wait_for_reductions();
-    end_gathers();
+    finish_all_gathers();
     drop_gradients();
-    throw_of_peers(answers.error);
+    throw_peer_failure(answers.error);
   }
   return result;
 }
 
-// Shards may be written after the current stream.
-void SegmentRun::end_gathers() {
-  for (ShardedUnit::Gathered& gathered : std::exchange(for_peers_, {})) {
+// Makes the current stream wait for all-gathers, which read the shards that an
+// optimizer writes next.
+void SegmentRun::finish_all_gathers() {
+  for (ShardedUnit::Gathered& gathered : std::exchange(surplus_gathers_, {})) {
     const auto on_gathers = model_.meshes.streams().for_gathers();
     for (const auto& future : gathered.futures) future->wait();
     model_.memory.release(std::move(gathered.lease),
@@ -448,43 +455,44 @@ void SegmentRun::end_gathers() {
 
 void SegmentRun::finish(const std::vector<char>& used, bool has_used_all) {
   used_ = used;
-  throw_noted();
+  throw_recorded_error();
   CursorActions actions;
   cursor_.finish(actions);
-  perform(actions);
+  perform_all(actions);
   RoundMessage own = cursor_.message();
-  if (plan_.may_go_on && has_used_all && error_ == nullptr &&
+  if (plan_.may_end_unconfirmed && has_used_all && error_ == nullptr &&
       !cursor_.is_learning() && !cursor_.has_deviated() &&
       model_.exchange.may_end_unconfirmed() &&
       std::ranges::find(own.complete, 1) == own.complete.end()) {
     wait_for_reductions();
-    throw_noted();
+    throw_recorded_error();
     used_anywhere_ = own.used = used;
     model_.exchange.end_unconfirmed(own);
     cursor_.end_round({&own, 1}, actions);
-    perform(actions);
+    perform_all(actions);
   } else {
-    RoundResult result = RoundResult::kGoesOn;
+    RoundResult result = RoundResult::kContinues;
     size_t num_issued = 0;
     do {
       wait_for_reductions();
-      throw_noted();
+      throw_recorded_error();
       num_issued = cursor_.record().entries.size();
       result = round(std::nullopt, actions);
-      perform(actions);
-    } while (result == RoundResult::kGoesOn ||
+      perform_all(actions);
+    } while (result == RoundResult::kContinues ||
              cursor_.record().entries.size() > num_issued);
-    throw_noted();
+    throw_recorded_error();
   }
   is_over_ = true;
-  end_gathers();
+  finish_all_gathers();
+  has_finished_ = true;
 }
 
 void SegmentRun::fail(const std::string& error) noexcept {
   if (is_over_) return;
   is_over_ = true;
-  words_ = error_ != nullptr ? message_of(error_) : error;
-  if (words_.empty()) words_ = "failed";
+  error_text_ = error_ != nullptr ? message_of(error_) : error;
+  if (error_text_.empty()) error_text_ = "failed";
   error_ = nullptr;
   try {
     for (ShardedUnit& unit : model_.units) {
@@ -492,16 +500,16 @@ void SegmentRun::fail(const std::string& error) noexcept {
     }
     CursorActions actions;
     cursor_.fail(actions);
-    perform(actions);
+    perform_all(actions);
     wait_for_reductions();
     if (!is_broken_) round(std::nullopt, actions);
-    perform(actions);
-    end_gathers();
+    perform_all(actions);
+    finish_all_gathers();
   } catch (...) {
     is_broken_ = true;
   }
   if (!is_broken_) return drop_gradients();
-  // Collectives may write to this memory for ever: it is not lent again.
+  // Collectives may still write to this memory, so it is never reused.
   for (ShardedUnit& unit : model_.units) {
     unit.unbind();
     unit.gathered.reset();
@@ -510,26 +518,26 @@ void SegmentRun::fail(const std::string& error) noexcept {
   }
 }
 
-// `doing`: names it in a peer's or the network's error.
-void SegmentRun::note_error(const std::string& doing) {
+void SegmentRun::record_error(const std::string& context) {
   if (error_ != nullptr) return;
   error_ = std::current_exception();
-  if (doing.empty()) return;
+  if (context.empty()) return;
   try {
-    throw_named(doing);
+    throw_with_context(context);
   } catch (...) {
     error_ = std::current_exception();
   }
 }
 
-// A collective has failed. A peer that has closed the group has said why.
-void SegmentRun::throw_told() {
+// After a collective failed on a device: a peer that closed the group has sent
+// the reason, which confirm() throws.
+void SegmentRun::throw_failure_of_peers() {
   if (is_broken_ && !device().is_cpu() && !model_.exchange.is_broken()) {
     model_.exchange.confirm();
   }
 }
 
-void SegmentRun::throw_noted() {
+void SegmentRun::throw_recorded_error() {
   if (error_ != nullptr) std::rethrow_exception(error_);
 }
 

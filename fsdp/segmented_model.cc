@@ -1,21 +1,38 @@
+// Construction of SegmentedModel, use of parameters, and calls between forwards
+// and backwards.
+
 #include "brigade/fsdp/segmented_model.h"
 
-#include <ATen/core/grad_mode.h>
+#include <ATen/ATen.h>
 
 #include <algorithm>
 #include <bit>
+#include <exception>
+#include <iostream>
+#include <numeric>
+#include <span>
 #include <utility>
 
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_join.h"
 #include "brigade/comm/errors/error_texts.h"
-#include "brigade/comm/errors/peer_error.h"
-#include "brigade/comm/process_group.h"
-#include "brigade/fsdp/backward_hooks.h"
 #include "brigade/fsdp/flat_shard.h"
+#include "brigade/fsdp/shard_operators.h"
 
 namespace brigade {
 namespace {
+
+std::string mebibytes(int64_t bytes) {
+  return absl::StrCat(static_cast<double>(bytes * 100 / (1 << 20)) / 100,
+                      " MiB");
+}
+
+std::string describe(const BufferPlan& plan) {
+  return absl::StrJoin(
+      plan.num_buffers, " + ", [](std::string* text, const auto& buffers) {
+        absl::StrAppend(text, buffers.second, " of ", mebibytes(buffers.first));
+      });
+}
 
 size_t count_parameters(const std::vector<ShardedUnit>& units) {
   size_t count = 0;
@@ -48,7 +65,7 @@ SegmentedModel::SegmentedModel(std::vector<ShardedUnit>&& units,
         const at::Tensor& tensor = parameters[i].tensor;
         if (!tensor.is_floating_point() && !tensor.is_complex()) continue;
         hooked_.push_back(tensor);
-        number_of_hooked_.push_back(parameters_.size() - 1);
+        numbers_of_hooked_.push_back(parameters_.size() - 1);
       }
     }
   }
@@ -67,20 +84,27 @@ SegmentedModel::SegmentedModel(std::vector<ShardedUnit>&& units,
 
 SegmentedModel::~SegmentedModel() {
   alive_.reset();
-  stall_watch_.reset();
-  if (run_) abandon("its model was destroyed");
+  if (run_) abandon("the sharded model was destroyed");
   try {
-    if (!is_broken_) exchange_.confirm();
+    // A forked child has the parent's statuses.
+    if (!is_broken_ && getpid() == process_) exchange_.confirm();
   } catch (...) {
-    break_off();
+    std::cerr << "fully_shard: a failure became known when the sharded model "
+                 "was destroyed: "
+              << message_of(std::current_exception())
+              << "\nThe parameters may be those of a failed step: load a "
+                 "checkpoint."
+              << std::endl;
+    close_groups();
   }
+  stall_watch_.reset();
   hooks_.reset();
   run_.reset();
   release_memory();
 }
 
 void SegmentedModel::release_memory() noexcept {
-  if (is_broken_) return;  // nobody knows who still writes to it
+  if (is_broken_) return;  // collectives may still write to it
   SegmentRun run(parts(), {});
   for (size_t i = 0; i < units_.size(); ++i) {
     units_[i].is_by_hand = false;
@@ -101,12 +125,12 @@ void SegmentedModel::make_hooks() {
     was_trained.push_back(parameter.requires_grad() ? 1 : 0);
     parameter.set_requires_grad(true);
   }
-  show_compute_dtypes(true);  // accumulators expect what they have now
+  show_compute_dtypes(true);  // AccumulateGrad nodes keep this dtype
   const std::vector<std::vector<at::Tensor>> replicas = {hooked_};
   hooks_ = std::make_unique<GradientHooks>(
       replicas, [](VariableIndex, bool) {},
       [this](VariableIndex variable, const at::Tensor& gradient) {
-        take(variable, gradient);
+        gradient_ready(variable, gradient);
       });
   show_compute_dtypes(false);
   for (size_t i = 0; i < hooked_.size(); ++i) {
@@ -142,23 +166,25 @@ void SegmentedModel::adopt_pieces() {
   if (error) std::rethrow_exception(error);
 }
 
-void SegmentedModel::check_neighbours() const {
+void SegmentedModel::check_reshard_sizes() const {
   for (const ShardedUnit& unit : units_) {
     const std::optional<int>& found = unit.settings.reshard_to;
-    const std::vector<int>& known = meshes_->of(unit.mesh_number).neighbours;
+    const std::vector<int>& known = meshes_->of(unit.mesh_number).gather_sizes;
     TORCH_CHECK(!found || std::ranges::find(known, *found) != known.end(),
-                "fully_shard: unit '", unit.name, "' is to be resharded to ",
-                *found, " ranks, found groups of [", absl::StrJoin(known, ", "),
-                "] only: what units were to be when the model was made.\nGive ",
-                *found, " to one of them before the first forward.");
+                "fully_shard: unit '", unit.name,
+                "': expected reshard_after_forward to be one of [",
+                absl::StrJoin(known, ", "),
+                "], the sizes in use when the model was created, found ",
+                *found, ".\nSet ", *found,
+                " on one unit before the first forward.");
   }
 }
 
-// Precedes each collective call. An error of one rank is raised on all ranks.
+// Precedes each collective call. An error on one rank is thrown on all ranks.
 void SegmentedModel::prepare() {
   check_usable();
-  or_tell_peers([this] {
-    check_neighbours();
+  run_or_fail_on_peers([this] {
+    check_reshard_sizes();
     adopt_pieces();
   });
   release_stale();
@@ -170,7 +196,7 @@ void SegmentedModel::written(size_t unit) {
   units_[unit].slices.clear();
 }
 
-// What is unsharded since before its shards were written is gathered anew.
+// Releases unsharded units whose shards were written since.
 void SegmentedModel::release_stale() {
   if (std::ranges::none_of(units_, &ShardedUnit::is_stale)) return;
   SegmentRun run(parts(), {});
@@ -186,12 +212,12 @@ ParameterState SegmentedModel::use(std::span<const Shard* const> parameters) {
     open_backward();
   }
   const bool is_inside =
-      is_open() && (backward >= 0 || (is_in_forward_ && is_own_thread()));
+      is_open() && (backward >= 0 || (is_in_forward_ && is_forward_thread()));
   if (!is_inside) {
-    const bool are_by_hand = std::ranges::all_of(
+    const bool are_held = std::ranges::all_of(
         parameters,
         [&](const Shard* shard) { return units_[shard->unit].is_by_hand; });
-    if (!are_by_hand) return ParameterState::kSharded;
+    if (!are_held) return ParameterState::kSharded;
     for (const Shard* const shard : parameters) {
       ShardedUnit& unit = units_[shard->unit];
       if (!unit.uses->add_current()) continue;
@@ -210,464 +236,345 @@ ParameterState SegmentedModel::use(std::span<const Shard* const> parameters) {
   return ParameterState::kUnsharded;
 }
 
-bool SegmentedModel::is_own_thread() const {
+bool SegmentedModel::is_forward_thread() const {
   return std::this_thread::get_id() == forward_thread_;
 }
 
-// ---- Segments.
+// ---- Calls between forwards and backwards.
 
 void SegmentedModel::check_usable() const {
   TORCH_CHECK(!is_broken_,
-              "fully_shard: this model can't continue: ", why_broken_,
-              "\nMake the group and the model anew, and load a checkpoint.");
+              "fully_shard: this model can't continue: ", broken_reason_,
+              "\nCreate a new process group and model, and load a checkpoint.");
 }
 
-// Between forwards and backwards. Autograd drops a backward that has thrown a
-// little later than the caller learns of it: this waits for that.
-std::unique_lock<std::recursive_mutex> SegmentedModel::enter() const {
+// Autograd destroys a failed backward shortly after its caller gets the error;
+// waits for that.
+std::unique_lock<std::recursive_mutex> SegmentedModel::lock_between_segments()
+    const {
   std::unique_lock lock(mutex_);
   if (running_backward_id() < 0) {
-    run_forgotten_.wait_for(lock, std::chrono::seconds(1),
-                            [this] { return !is_open() || is_in_forward_; });
+    run_ended_.wait_for(lock, std::chrono::seconds(1),
+                        [this] { return !is_open() || is_in_forward_; });
   }
   return lock;
 }
 
 bool SegmentedModel::can_continue() const {
-  const auto lock = enter();
+  const auto lock = lock_between_segments();
   return !is_broken_;
 }
 
-uint64_t SegmentedModel::settings_hash() const {
-  std::vector<uint64_t> numbers = {max_reducing_};
-  for (const ShardedUnit& unit : units_) {
-    const UnitSettings& settings = unit.settings;
-    for (const bool value :
-         {settings.reshard_after_forward, settings.reshard_after_backward,
-          is_due(unit), settings.sums_over_replicas,
-          settings.gathers_in_backward, settings.keeps_storage}) {
-      numbers.push_back(value ? 1 : 0);
-    }
-    numbers.push_back(static_cast<uint64_t>(settings.reshard_to.value_or(0)));
-    numbers.push_back(
-        std::bit_cast<uint64_t>(settings.gradient_divisor.value_or(0)));
-    for (const auto& flat : unit.flats) {
-      numbers.push_back(static_cast<uint64_t>(flat->dtype()));
-      numbers.push_back(static_cast<uint64_t>(flat->device().type()));
-      for (size_t i = 0; i < flat->parameters().size(); ++i) {
-        numbers.push_back(flat->is_trained(i) ? 1 : 0);
-      }
-    }
-  }
-  return hash_of(numbers);
+std::vector<int64_t> SegmentedModel::compare(const std::string& text,
+                                             uint64_t hash, int64_t number) {
+  check_usable();
+  return run_exchange([&] { return exchange_.compare(text, hash, number); });
 }
 
-bool SegmentedModel::stays_after(const SegmentRun::Plan& plan,
-                                 size_t unit) const {
-  const UnitSettings& settings = units_[unit].settings;
-  if (plan.kind != SegmentKind::kForward) {
-    return !settings.reshard_after_backward;
+void SegmentedModel::unshard(const std::vector<size_t>& units, bool may_write) {
+  const auto lock = lock_between_segments();
+  if (is_open()) {
+    run_->use(units);
+    return;
   }
-  return plan.unsharded[unit] != 0 ||
-         (plan.has_grad && !settings.reshard_after_forward);
-}
-
-UnitRules SegmentedModel::rules_for(const SegmentRun::Plan& plan) const {
-  UnitRules rules = {.prefetch_depth = options_.prefetch_depth};
-  for (size_t i = 0; i < units_.size(); ++i) {
-    const UnitSettings& settings = units_[i].settings;
-    rules.parents.push_back(units_[i].parent);
-    const bool stays =
-        settings.spans_segments || units_[i].is_by_hand || stays_after(plan, i);
-    rules.stays.push_back(stays ? 1 : 0);
-    rules.prefetch_depths.push_back((plan.kind == SegmentKind::kForward
-                                         ? settings.forward_prefetch_depth
-                                         : settings.backward_prefetch_depth)
-                                        .value_or(options_.prefetch_depth));
-  }
-  return rules;
-}
-
-// The message by which ranks compare the segment that they open.
-OpeningMessage SegmentedModel::opening_of(SegmentKind kind) {
-  std::erase_if(forwards_, [](const auto& forward) {
-    const auto alive = forward.lock();
-    return !alive || alive->is_done;
-  });
-  std::vector<uint64_t> has_slices;
-  std::vector<uint64_t> state;
-  for (const ShardedUnit& unit : units_) {
-    has_slices.push_back(unit.slices.empty() ? 0 : 1);
-    state.push_back(unit.gathered ? 1 : 0);
-    const bool holds =
-        kind == SegmentKind::kBackward && has_held_gradients(unit);
-    state.push_back(holds ? 1 : 0);
-  }
-  const bool has_any = std::ranges::find(has_slices, 1) != has_slices.end();
-  OpeningMessage opening = {.kind = kind,
-                            .settings = settings_hash(),
-                            .slices = has_any ? hash_of(has_slices) : 0};
-  bool mode = false;
-  if (kind == SegmentKind::kForward) {
-    mode = at::GradMode::is_enabled();
-  } else if (kind != SegmentKind::kShadow && running_backward_id() >= 0) {
-    mode = accumulates_all_gradients();
-  }
-  state.insert(state.end(), {static_cast<uint64_t>(kind), opening.settings,
-                             forwards_.size(), opening.slices, mode ? 1U : 0U});
-  opening.tag = hash_of(state);
-  const auto known = schedules_.find(opening.tag);
-  if (known != schedules_.end()) {
-    opening.schedule = known->second.fingerprint();
-  }
-  return opening;
-}
-
-OpeningMessage SegmentedModel::exchange_opening(const OpeningMessage& opening) {
-  const auto num_steps =
-      static_cast<size_t>(options_.max_unconfirmed_iterations);
-  const bool awaits =
-      is_cpu() || num_steps == 0 || opening.kind == SegmentKind::kShadow;
-  try {
-    if (!is_cpu() && opening.kind == SegmentKind::kForward) {
-      exchange_.confirm(at::GradMode::is_enabled() ? 2 * num_steps : 0);
-    }
-    return exchange_.open(opening, awaits);
-  } catch (...) {
-    if (exchange_.is_broken() || !is_cpu()) break_off();
-    throw;
-  }
-}
-
-void SegmentedModel::open(SegmentKind kind, const ForwardRecord* reached) {
   prepare();
-  const OpeningMessage opening = opening_of(kind);
-  const OpeningMessage opened = exchange_opening(opening);
-  const bool is_forward = opened.kind == SegmentKind::kForward;
-  SegmentRun::Plan plan = {
-      .kind = opened.kind,
-      .tag = kind == SegmentKind::kShadow ? opened.tag : opening.tag,
-      .has_grad = at::GradMode::is_enabled(),
-      .expected = kind == SegmentKind::kBackward
-                      ? expected_gradients(reached)
-                      : std::vector<uint32_t>(units_.size(), 0),
-      .has_slices = opened.slices != 0 && !is_forward,
-      .keeps_slices = is_forward && at::GradMode::is_enabled(),
-      .max_reducing = max_reducing_,
-      .may_go_on = !is_cpu() && options_.max_unconfirmed_iterations > 0,
-      .buffer_bytes = memory_.total_bytes()};
-  for (ShardedUnit& unit : units_) {
-    plan.unsharded.push_back(unit.gathered ? 1 : 0);
-    if (is_forward) unit.slices.clear();
+  std::vector<size_t> missing;
+  std::vector<uint64_t> state = {may_write ? 1U : 0U};
+  for (const size_t unit : units) {
+    state.insert(state.end(), {unit, units_.at(unit).gathered ? 1U : 0U});
+    if (!units_[unit].gathered) missing.push_back(unit);
   }
-  plan.rules = rules_for(plan);
-  const auto schedule = schedules_.find(plan.tag);
-  if (opened.schedule != 0 && schedule != schedules_.end()) {
-    plan.schedule = &schedule->second;
+  compare(units.size() == 1
+              ? absl::StrCat("unshards unit '", units_[units[0]].name, "'")
+              : absl::StrCat("unshards ", units.size(), " units"),
+          hash_of(state));
+  SegmentRun run(parts(), {});
+  run.begin();
+  for (const size_t unit : missing) run.all_gather(unit);
+  run.throw_recorded_error();
+  for (const size_t unit : units) {
+    run.wait_for(unit);
+    units_[unit].is_by_hand = true;
   }
-  run_.emplace(parts(), std::move(plan));
-  ++statistics_.segments;
-  statistics_.learned_segments += run_->cursor().is_learning() ? 1 : 0;
-  is_in_forward_ = is_forward;
-  show_compute_dtypes(true);
+  may_write_ = may_write;
 }
 
-// After run_->finish().
-void SegmentedModel::close() {
-  const SegmentCursor& cursor = run_->cursor();
-  const SegmentRun::Plan& plan = run_->plan();
-  statistics_.rounds += static_cast<int64_t>(cursor.num_rounds()) - 1;
-  statistics_.late_gradients += static_cast<int64_t>(cursor.num_late());
-  if (cursor.has_deviated()) {
-    schedules_.erase(plan.tag);
-  } else if (cursor.is_learning()) {
-    schedules_[plan.tag] = cursor.record();
-    step_[plan.kind] = cursor.record().entries;
-  }
-  for (size_t i = 0; i < units_.size(); ++i) {
-    ShardedUnit& unit = units_[i];
-    if (!unit.gathered || unit.is_by_hand) continue;
-    if (!stays_after(plan, i)) {
-      run_->release(i);
-    } else {
-      unit.unbind();
-    }
-    if (plan.kind != SegmentKind::kForward) unit.slices.clear();
-  }
-  // Steps of training that repeat a schedule keep what they have taken.
-  if (cursor.is_learning() && plan.kind == SegmentKind::kBackward) {
-    memory_.shrink_to(0);
-  } else if (cursor.is_learning() || cursor.has_deviated() ||
-             statistics_.reduced_backwards == 0) {
-    memory_.shrink_to(plan.buffer_bytes);
-  }
-  forget_run();
-}
-
-void SegmentedModel::forget_run() noexcept {
-  run_.reset();
-  is_in_forward_ = false;
-  depth_ = 0;
-  show_compute_dtypes(false);
-  run_forgotten_.notify_all();
-}
-
-void SegmentedModel::abandon(const std::string& error) noexcept {
-  hidden_hooks_.reset();
-  if (!run_) return;
-  run_->fail(error);
-  recorder_.step_fails();
-  schedules_.erase(run_->plan().tag);
-  std::fill(used_in_forward_.begin(), used_in_forward_.end(), 0);
-  std::fill(used_.begin(), used_.end(), 0);
-  if (run_->is_broken() || exchange_.is_broken()) {
-    break_off();
-  } else {
-    for (size_t i = 0; i < units_.size(); ++i) run_->release(i);
-    memory_.shrink_to(0);
-  }
-  forget_run();
-}
-
-void SegmentedModel::break_off() noexcept {
-  if (is_broken_.exchange(true)) return;
-  why_broken_ = "a rank has failed or is lost.";
-  try {
-    if (const auto error = std::current_exception()) {
-      why_broken_ = message_of(error);
-      exchange_.channel().abort(error);
-    }
-  } catch (...) {
-  }
-  for (const auto& own : meshes_->own_groups()) close_group(*own);
-  close_group(*group_);
-}
-
-// ---- Forward.
-
-void SegmentedModel::begin_forward() {
-  const auto lock = enter();
-  if (running_backward_id() >= 0) {  // recomputation
-    if (!is_open()) open_backward();
-    return;
-  }
-  if (is_open() && (!is_in_forward_ || !is_own_thread())) {
-    try {
-      TORCH_CHECK(false,
-                  "fully_shard: a forward beside a forward or backward of the "
-                  "same model, in another thread.\nBoth are collective: run "
-                  "one after the other.");
-    } catch (...) {  // ranks may have opened different ones
-      run_->note_error();
-      throw;
-    }
-  }
-  if (is_in_forward_) {
-    ++depth_;
-    return;
-  }
-  forward_thread_ = std::this_thread::get_id();
-  std::fill(used_in_forward_.begin(), used_in_forward_.end(), 0);
-  recorder_.forward_begins();
-  open(SegmentKind::kForward);
-  or_abandon([this] {
-    if (forward_check_) forward_check_();
-    run_->begin();
-  });
-}
-
-// Returns whether the calling thread's outermost forward ends.
-bool SegmentedModel::leave_forward() {
-  if (!is_in_forward_ || !is_own_thread() || running_backward_id() >= 0) {
-    return false;
-  }
-  if (depth_ == 0) return true;
-  --depth_;
-  return false;
-}
-
-void SegmentedModel::end_forward(const std::vector<at::Tensor>& outputs) {
+void SegmentedModel::reshard(const std::vector<size_t>& units,
+                             bool drop_writes) {
   const std::lock_guard lock(mutex_);
-  if (!leave_forward()) return;
-  const bool has_grad = run_->plan().has_grad;
-  or_abandon([this] {
-    run_->finish({}, /*has_used_all=*/true);
-    close();
-  });
-  recorder_.forward_ends();
-  if (!has_grad) return;
-  auto record = std::make_shared<ForwardRecord>();
-  record->expected.assign(units_.size(), 0);
-  for (size_t i = 0; i < parameters_.size(); ++i) {
-    const Parameter& parameter = parameters_[i];
-    if (used_in_forward_[i] != 0 && parameter.is_trained()) {
-      ++record->expected[parameter.unit];
-    }
-  }
-  forwards_.push_back(record);
-  last_forward_ = record;
-  watch_outputs(outputs, alive_, [this, record] {
-    const std::lock_guard reached(mutex_);
-    if (!is_open() && running_backward_id() != last_backward_) {
-      open_backward(record.get());
-    }
-    record->is_done = true;
-  });
-}
-
-void SegmentedModel::forward_failed(const std::exception_ptr& error) noexcept {
-  const std::lock_guard lock(mutex_);
-  if (leave_forward()) abandon(message_of(error));
-}
-
-// ---- Backward.
-
-std::vector<uint32_t> SegmentedModel::expected_gradients(
-    const ForwardRecord* reached) const {
-  std::vector<uint32_t> expected(units_.size(), 0);
-  const auto add = [&](const ForwardRecord& record) {
-    for (size_t i = 0; i < units_.size(); ++i) {
-      if (is_due(units_[i])) {
-        expected[i] = std::max(expected[i], record.expected[i]);
+  SegmentRun run(parts(), {});
+  std::exception_ptr error;
+  for (const size_t number : units) {
+    ShardedUnit& unit = units_.at(number);
+    const bool was_by_hand = std::exchange(unit.is_by_hand, false);
+    if (was_by_hand && may_write_ && !drop_writes) {
+      unit.uses->add_current();
+      try {
+        for (const auto& flat : unit.flats) flat->read_own_slice();
+      } catch (...) {
+        error = std::current_exception();
       }
+      unit.slices.clear();
     }
-  };
-  if (reached != nullptr) add(*reached);
-  for (const auto& forward : forwards_) {
-    const auto record = forward.lock();
-    if (record && !record->is_done) add(*record);
+    if (!is_open()) run.release(number);
   }
-  for (size_t i = 0; i < units_.size(); ++i) {
-    // Those of earlier backwards count as one more.
-    if (expected[i] > 0 && has_held_gradients(units_[i])) ++expected[i];
-  }
-  return expected;
+  if (error) std::rethrow_exception(error);
 }
 
-// Of earlier backwards, to be reduced by the next one.
-bool SegmentedModel::has_held_gradients(const ShardedUnit& unit) const {
-  return is_due(unit) && std::ranges::any_of(unit.flats, [&](const auto& flat) {
-           return flat->has_gradients() ||
-                  (flat->has_partial_sum() && unit.settings.sums_over_replicas);
-         });
+ShardedModel::Unsharded::Unsharded(ShardedModel& model, bool may_write)
+    : model_(model),
+      units_(model.unit_names().size()),
+      num_exceptions_(std::uncaught_exceptions()) {
+  std::iota(units_.begin(), units_.end(), size_t{0});
+  model_.unshard(units_, may_write);
 }
 
-void SegmentedModel::open_backward(const ForwardRecord* reached) {
-  const bool is_reduced = std::ranges::any_of(
-      units_, [this](const ShardedUnit& unit) { return is_due(unit); });
-  open(is_reduced ? SegmentKind::kBackward : SegmentKind::kLocalBackward,
-       reached);
-  recorder_.backward_begins();
-  const int backward = running_backward_id();
-  if (backward >= 0) {
-    hidden_hooks_.emplace(hooked_);
-    end_with_backward(
-        alive_,
-        [this, backward] {
-          const std::lock_guard lock(mutex_);
-          last_backward_ = backward;
-          end_backward();
-        },
-        [this] {
-          const std::lock_guard lock(mutex_);
-          abandon("its backward has thrown");
-        });
-  }
-  for (const Parameter& parameter : parameters_) {
-    const UnitParameter& spec = parameter.flat->parameters()[parameter.in_flat];
-    const at::Tensor& gradient = spec.tensor.grad();
-    TORCH_CHECK(!gradient.defined() || shard_of(gradient) != nullptr,
-                "fully_shard: the gradient of '", spec.name,
-                "' is a plain tensor.\nSet it to None before backward.");
-  }
-  run_->begin();
-  for (size_t i = 0; i < units_.size(); ++i) {
-    if (has_held_gradients(units_[i])) run_->add_held_gradients(i);
-  }
+ShardedModel::Unsharded::~Unsharded() noexcept(false) {
+  model_.reshard(units_, std::uncaught_exceptions() > num_exceptions_);
 }
 
-void SegmentedModel::take(VariableIndex variable, const at::Tensor& gradient) {
+std::vector<std::string> SegmentedModel::unit_names() const {
+  std::vector<std::string> names;
+  for (const ShardedUnit& unit : units_) names.push_back(unit.name);
+  return names;
+}
+
+ShardingTimeline SegmentedModel::timeline() const {
   const std::lock_guard lock(mutex_);
-  TORCH_CHECK(!is_in_forward_,
-              "fully_shard: a backward inside of forward() brings gradients.\n"
-              "Call backward() after it, or torch::autograd::grad().");
-  if (!is_open()) open_backward();
-  const size_t number = number_of_hooked_[variable.parameter];
-  const Parameter& parameter = parameters_[number];
-  used_[number] = 1;
-  run_->accumulate(parameter.unit, *parameter.flat, parameter.in_flat, gradient,
-                   is_due(units_[parameter.unit]));
+  return recorder_.timeline(unit_names());
 }
 
-at::Tensor SegmentedModel::gradient_slot(const at::Tensor& parameter) {
-  const Shard* const shard = shard_of(parameter);
-  TORCH_CHECK_VALUE(shard != nullptr && shard->owner == this,
-                    "fully_shard: expected a parameter of this model, found a "
-                    "tensor of ",
-                    parameter.sizes(), ".\nGive the parameter itself.");
+void SegmentedModel::set_max_reducing(size_t value) {
+  TORCH_CHECK_VALUE(value > 0,
+                    "fully_shard: expected max_reducing >= 1, found 0.\nGive "
+                    "2, the default.");
   const std::lock_guard lock(mutex_);
-  if (!is_open() || is_in_forward_ || running_backward_id() < 0 ||
-      !accumulates_all_gradients() || !parameter.requires_grad()) {
-    return {};
-  }
-  const Parameter& found = parameters_[shard->number];
-  run_->prepare_gradients(found.unit);
-  return found.flat->gradient_slot(found.in_flat);
+  max_reducing_ = value;
 }
 
-void SegmentedModel::end_backward() {
-  if (!run_) return;
-  recorder_.backward_ends();
-  const bool is_reduced = run_->plan().kind == SegmentKind::kBackward;
-  std::vector<at::Tensor> hooked;
-  or_abandon([&] {
-    bool has_used_all = true;
-    for (size_t i = 0; i < parameters_.size() && is_reduced; ++i) {
-      const Parameter& parameter = parameters_[i];
-      has_used_all &= used_[i] != 0 || !is_due(units_[parameter.unit]) ||
-                      !parameter.is_trained();
-    }
-    run_->finish(used_, has_used_all);
-    hidden_hooks_.reset();
-    if (is_reduced) deliver(hooked);
-    close();
+void SegmentedModel::set_stall_report_after(std::chrono::milliseconds time) {
+  if (stall_watch_ != nullptr) stall_watch_->set_report_after(time);
+}
+
+void SegmentedModel::reduce() {
+  const auto lock = lock_between_segments();
+  TORCH_CHECK(!is_open(),
+              "fully_shard: expected reduce() between forwards and backwards, "
+              "found it inside one.\nCall it after backward.");
+  run_or_abandon([this] {
+    open_backward();
+    end_backward();
   });
-  last_forward_ = nullptr;
-  if (is_reduced) {
-    ++statistics_.reduced_backwards;
-    recorder_.step_ends();
-  }
-  if (!hooked.empty()) call_hooks_after_backward(std::move(hooked));
 }
 
-void SegmentedModel::deliver(std::vector<at::Tensor>& hooked) {
-  const std::vector<char>& used = run_->used_anywhere();
-  for (const ShardedUnit& unit : units_) {
-    const bool is_scaled = unit.comm_hook || unit.transport->scales();
-    if (std::ranges::any_of(unit.flats, &FlatShard::has_sum)) {
-      ++statistics_.reductions;
-    }
-    for (const auto& flat : unit.flats) {
-      if (!flat->has_sum()) continue;
-      const size_t first = flat->context().first_number;
-      const size_t count = flat->parameters().size();
-      if (!unit.sums_over_replicas()) {
-        flat->keep_partial_sum();
-        continue;
-      }
-      const std::vector<char> of_flat(
-          used.begin() + static_cast<ptrdiff_t>(first),
-          used.begin() + static_cast<ptrdiff_t>(first + count));
-      flat->deliver(of_flat, is_scaled ? 1 : 1 / unit.divisor());
-      for (size_t i = 0; i < count; ++i) {
-        used_[first + i] = 0;
-        const at::Tensor& tensor = flat->parameters()[i].tensor;
-        if (of_flat[i] != 0 && has_post_accumulate_hooks(tensor)) {
-          hooked.push_back(tensor);
+void SegmentedModel::await_statuses() {
+  const std::lock_guard lock(mutex_);
+  if (is_cpu() || is_open()) return;
+  check_usable();
+  run_exchange([this] { exchange_.confirm(); });
+}
+
+void SegmentedModel::barrier() {
+  const auto lock = lock_between_segments();
+  compare("waits at a barrier", 0);
+}
+
+int64_t SegmentedModel::num_ranks_with(bool has_data) {
+  const auto lock = lock_between_segments();
+  return std::ranges::count(
+      compare("counts ranks with data", 0, has_data ? 1 : 0), 1);
+}
+
+void SegmentedModel::step_without_data() {
+  const auto lock = lock_between_segments();
+  SegmentKind kind = SegmentKind::kWithoutData;
+  do {
+    open(SegmentKind::kWithoutData);
+    kind = run_->plan().kind;
+    run_or_abandon([&] {
+      run_->begin();
+      if (kind != SegmentKind::kForward) return end_backward();
+      finish({}, /*has_used_all=*/true);
+      close();
+    });
+  } while (kind != SegmentKind::kBackward);
+}
+
+double SegmentedModel::clip_grad_norm(double max_norm, double p) {
+  TORCH_CHECK_VALUE(p > 0, "clip_grad_norm: expected p > 0, found ", p,
+                    ".\nGive 2 for the Euclidean norm, or infinity.");
+  const auto lock = lock_between_segments();
+  check_usable();
+  const at::NoGradGuard no_grad;
+  std::vector<at::Tensor> pieces;  // of gradients
+  const double own = run_or_fail_on_peers([&] {
+    std::vector<at::Tensor> norms;
+    for (const ShardedUnit& unit : units_) {
+      for (const at::Tensor& parameter : unit.parameters) {
+        const Shard* const gradient = shard_of(parameter.grad());
+        if (gradient == nullptr || gradient->local.numel() == 0) continue;
+        pieces.push_back(gradient->local);
+        if (unit.is_first_replica) {
+          norms.push_back(local_norm(gradient->local, p));
         }
       }
     }
+    return norms.empty() ? 0 : local_norm(at::stack(norms), p).item<double>();
+  });
+  const std::vector<uint64_t> arguments = {std::bit_cast<uint64_t>(max_norm),
+                                           std::bit_cast<uint64_t>(p)};
+  std::vector<double> by_rank;
+  for (const int64_t bits :
+       compare(absl::StrCat("clips gradients to ", max_norm),
+               hash_of(arguments), std::bit_cast<int64_t>(own))) {
+    by_rank.push_back(std::bit_cast<double>(bits));
   }
+  const auto norm =
+      local_norm(at::tensor(by_rank, at::kDouble), p).item<double>();
+  const double factor = max_norm / (norm + 1e-6);
+  if (!(factor >= 1) && !pieces.empty()) {  // NaN spreads to the gradients
+    at::_foreach_mul_(pieces, factor);
+  }
+  return norm;
+}
+
+ShardedModelStatistics SegmentedModel::statistics() const {
+  const std::lock_guard lock(mutex_);
+  ShardedModelStatistics all = statistics_;
+  const ShardTransport::Sent sent = meshes_->sent();
+  all.sent_by_gathers = sent.by_gathers;
+  all.sent_by_sums = sent.by_sums;
+  all.all_gathers = progress_->launched;
+  all.buffer_bytes = memory_.total_bytes();
+  all.peak_buffer_bytes = memory_.peak_bytes();
+  for (const ShardedUnit& unit : units_) {
+    for (const auto& flat : unit.flats) {
+      const auto size = static_cast<int64_t>(c10::elementSize(flat->dtype()));
+      all.shard_bytes += flat->layout().shard_numel() * size;
+      all.padding_bytes += flat->layout().padding_numel() * size;
+    }
+  }
+  return all;
+}
+
+CheckpointModel checkpoint_model(ShardedModel& of) {
+  auto& model = dynamic_cast<SegmentedModel&>(of);
+  model.barrier();
+  std::vector<CheckpointTensor> tensors;
+  for (size_t unit = 0; unit < model.units().size(); ++unit) {
+    model.written(unit);  // loading writes to the shards themselves
+    const std::optional<UnitMesh>& mesh = model.units()[unit].mesh;
+    for (const auto& flat : model.units()[unit].flats) {
+      for (const UnitParameter& parameter : flat->parameters()) {
+        const Shard& shard = *shard_of(parameter.tensor);
+        tensors.push_back({.name = parameter.name,
+                           .shape = parameter.tensor.sizes().vec(),
+                           .strides = parameter.tensor.strides().vec(),
+                           .held = shard.local,
+                           .begin = shard.offset,
+                           .ranks = mesh ? mesh->ranks : std::vector<int>(),
+                           .parameter = parameter.tensor,
+                           .part_of = [](const at::Tensor& like_parameter) {
+                             const Shard* const part = shard_of(like_parameter);
+                             TORCH_CHECK_VALUE(
+                                 part != nullptr,
+                                 "expected sharded optimizer state for a "
+                                 "sharded parameter, found an unsharded "
+                                 "tensor.\nCreate the optimizer after "
+                                 "fully_shard().");
+                             return part->local;
+                           }});
+      }
+    }
+  }
+  return {std::move(tensors), model.group()};
+}
+
+// Returns the last recorded schedule; before the first one, a schedule in the
+// order of registration.
+PlannedSegment SegmentedModel::planned_segment(SegmentKind kind) const {
+  const bool is_forward = kind == SegmentKind::kForward;
+  const SegmentRun::Plan plan = {
+      .kind = kind,
+      .has_grad = true,
+      .unsharded = std::vector<char>(units_.size(), 0)};
+  PlannedSegment planned = {.rules = rules_for(plan)};
+  for (size_t i = 0; i < units_.size(); ++i) {
+    planned.stays.push_back(stays_unsharded_after(plan, i) ? 1 : 0);
+  }
+  if (const auto known = step_.find(kind); known != step_.end()) {
+    planned.schedule = known->second;
+    return planned;
+  }
+  const auto add = [&](ScheduleEntry::Kind entry, size_t unit) {
+    planned.schedule.push_back({.kind = entry, .unit = unit});
+  };
+  for (size_t k = 0; k < units_.size(); ++k) {
+    const size_t unit = is_forward ? k : units_.size() - 1 - k;
+    const UnitSettings& settings = units_[unit].settings;
+    if (is_forward ||
+        (settings.reshard_after_forward && settings.gathers_in_backward)) {
+      add(ScheduleEntry::Kind::kAllGather, unit);
+    }
+    if (!is_forward && k > 0)
+      add(ScheduleEntry::Kind::kReduceScatter, unit + 1);
+  }
+  if (!is_forward) add(ScheduleEntry::Kind::kReduceScatter, 0);
+  return planned;
+}
+
+std::string SegmentedModel::explain() const {
+  const std::lock_guard lock(mutex_);
+  std::string text =
+      absl::StrCat(units_.size(), " units on ", group_->getSize(), " ranks\n");
+  for (size_t i = 0; i < units_.size(); ++i) {
+    const ShardedUnit& unit = units_[i];
+    absl::StrAppend(
+        &text, "unit ", i, " '", unit.name, "': ", unit.parameters.size(),
+        " parameters, unsharded ", mebibytes(unit.whole_bytes()),
+        ", gradients ", mebibytes(unit.gradient_bytes()), ", ",
+        unit.settings.reshard_after_forward
+            ? "resharded after forward"
+            : "unsharded from forward to backward",
+        unit.settings.keeps_slices()
+            ? absl::StrCat(" to slices over ", *unit.settings.reshard_to,
+                           " ranks")
+            : "",
+        unit.mesh ? absl::StrCat(", over ", describe(*unit.mesh)) : "", "\n");
+  }
+  std::vector<PlannedSegment> step;
+  for (const SegmentKind kind :
+       {SegmentKind::kForward, SegmentKind::kBackward}) {
+    step.push_back(planned_segment(kind));
+    absl::StrAppend(&text,
+                    kind == SegmentKind::kForward ? "forward" : "backward",
+                    step_.contains(kind) ? ":" : ", not recorded yet:");
+    for (const ScheduleEntry& entry : step.back().schedule) {
+      absl::StrAppend(&text,
+                      entry.kind == ScheduleEntry::Kind::kAllGather
+                          ? " all-gather "
+                          : " reduce-scatter ",
+                      entry.unit);
+    }
+    absl::StrAppend(&text, "\n");
+  }
+  std::vector<UnitBytes> bytes;
+  for (const ShardedUnit& unit : units_) {
+    bytes.push_back(
+        {.unsharded = unit.whole_bytes(), .gradients = unit.gradient_bytes()});
+  }
+  const auto plan_of = [&](size_t num_segments) {
+    return plan_buffers(std::span(step).first(num_segments), bytes,
+                        max_reducing_);
+  };
+  const BufferPlan plan = plan_of(2);
+  absl::StrAppend(&text, "planned buffers: forward ", describe(plan_of(1)),
+                  "; step ", describe(plan), ", at most ",
+                  plan.num_for_gradients, " at once for gradients, ",
+                  mebibytes(plan.bytes), " in all\n");
+  absl::StrAppend(&text, "buffers in use: ", mebibytes(memory_.total_bytes()),
+                  ", at most ", mebibytes(memory_.peak_bytes()), "\n");
+  return text;
 }
 
 }  // namespace brigade

@@ -1,11 +1,13 @@
-// Runs the forwards and backwards of a sharded model as segments, one at a
-// time.
+// The implementation of ShardedModel (fsdp/sharded_model.h): runs forwards and
+// backwards as segments, one at a time.
 //
-// Opens a segment with the peers (fsdp/segment_exchange.h), with the recorded
-// schedule of its tag and the rules that follow from options and settings, lets
-// a SegmentRun carry it out, and sets gradients at the end of a backward.
-// segmented_model.cc: segments; segmented_model_between_segments.cc: calls
-// between them.
+// Opens a segment with the peers (fsdp/segment_exchange.h), chooses its
+// schedule and rules, lets a SegmentRun carry it out, and sets `.grad` at the
+// end of a backward. Memory of unsharded units and gradients:
+// fsdp/unshard_buffers.h.
+//
+// segmented_model_forward_backward.cc: forwards, backwards and their segments.
+// segmented_model.cc: all other calls.
 //
 // Thread safety: as ShardedModel.
 
@@ -13,6 +15,7 @@
 #define BRIGADE_FSDP_SEGMENTED_MODEL_H_
 
 #include <ATen/core/Tensor.h>
+#include <unistd.h>
 
 #include <atomic>
 #include <chrono>
@@ -42,7 +45,7 @@ namespace brigade {
 
 class SegmentedModel final : public ShardedModel, public ParameterOwner {
  public:
-  // Collective. Throws as connect_units(), and leaves `units` then.
+  // Collective. Throws as connect_units(), which leaves `units` unchanged.
   SegmentedModel(std::vector<ShardedUnit>&& units,
                  c10::intrusive_ptr<c10d::ProcessGroup> group,
                  const FullyShardOptions& options = {});
@@ -51,7 +54,7 @@ class SegmentedModel final : public ShardedModel, public ParameterOwner {
   const std::vector<ShardedUnit>& units() const { return units_; }
   const c10::intrusive_ptr<c10d::ProcessGroup>& group() const { return group_; }
   bool is_in_forward() const { return is_in_forward_; }
-  // Runs when a forward begins; what it throws fails the forward.
+  // `check` runs at the begin of each forward; its exception fails the forward.
   void set_forward_check(std::function<void()> check) {
     forward_check_ = std::move(check);
   }
@@ -63,12 +66,12 @@ class SegmentedModel final : public ShardedModel, public ParameterOwner {
   void unshard(const std::vector<size_t>& units,
                bool may_write = false) override;
   void reshard(const std::vector<size_t>& units,
-               bool drops_writes = false) override;
+               bool drop_writes = false) override;
   void reduce() override;
   double clip_grad_norm(double max_norm, double p = 2.0) override;
   int64_t num_ranks_with(bool has_data) override;
   void step_without_data() override;
-  void meet_peers() override;
+  void barrier() override;
   void set_max_reducing(size_t value) override;
   UnitSettings& settings(size_t unit) override {
     return units_.at(unit).settings;
@@ -89,14 +92,11 @@ class SegmentedModel final : public ShardedModel, public ParameterOwner {
   void written(size_t unit) override;
   void await_statuses() override;
 
-  // GradientHooks' sink.
-  void take(VariableIndex variable, const at::Tensor& gradient);
-
  private:
-  // What a forward leads to. Lives as long as its outputs' graph.
+  // Gradients that a forward leads to. Lives as long as its outputs' graph.
   struct ForwardRecord {
-    std::vector<uint32_t> expected;  // by unit: trained parameters in use
-    bool is_done = false;            // a backward has gone through it
+    std::vector<uint32_t> expected;  // by unit: used trained parameters
+    bool is_done = false;            // a backward reached it
   };
 
   struct Parameter {
@@ -112,9 +112,9 @@ class SegmentedModel final : public ShardedModel, public ParameterOwner {
   }
   bool is_cpu() const { return meshes_->streams().device().is_cpu(); }
   bool is_open() const { return run_.has_value(); }
-  // Runs a part of the open segment, which fails by what that throws.
+  // An exception in `part` fails the open segment.
   template <typename Part>
-  void or_abandon(const Part& part) {
+  void run_or_abandon(const Part& part) {
     try {
       part();
     } catch (...) {
@@ -123,59 +123,63 @@ class SegmentedModel final : public ShardedModel, public ParameterOwner {
     }
   }
   void check_usable() const;
+  // Closes the groups if `call` breaks exchange_.
   template <typename F>
-  auto with_peers(F call) {
+  auto run_exchange(F call) {
     try {
       return call();
     } catch (...) {
-      if (exchange_.is_broken()) break_off();
+      if (exchange_.is_broken()) close_groups();
       throw;
     }
   }
-  // An error of one rank is raised on all ranks, in place of their next
-  // meeting.
+  // An exception in `call` is also thrown on the peers, by their next open() or
+  // compare().
   template <typename F>
-  auto or_tell_peers(F call) {
+  auto run_or_fail_on_peers(F call) {
     try {
       return call();
     } catch (...) {
       const std::string error = message_of(std::current_exception());
-      with_peers([&] { exchange_.fail(error); });
+      run_exchange([&] { exchange_.fail(error); });
       throw;
     }
   }
-  [[nodiscard]] std::unique_lock<std::recursive_mutex> enter() const;
-  std::vector<int64_t> ask(const std::string& text, uint64_t digest,
-                           int64_t number = 0);
+  [[nodiscard]] std::unique_lock<std::recursive_mutex> lock_between_segments()
+      const;
+  std::vector<int64_t> compare(const std::string& text, uint64_t hash,
+                               int64_t number = 0);
   void make_hooks();
+  void gradient_ready(VariableIndex variable, const at::Tensor& gradient);
   void show_compute_dtypes(bool value);
-  void check_neighbours() const;
+  void check_reshard_sizes() const;
   void adopt_pieces();
   void prepare();
   void release_stale();
   uint64_t settings_hash() const;
-  bool stays_after(const SegmentRun::Plan& plan, size_t unit) const;
+  bool stays_unsharded_after(const SegmentRun::Plan& plan, size_t unit) const;
   UnitRules rules_for(const SegmentRun::Plan& plan) const;
-  PlannedSegment planned(SegmentKind kind) const;
+  PlannedSegment planned_segment(SegmentKind kind) const;
   OpeningMessage opening_of(SegmentKind kind);
   OpeningMessage exchange_opening(const OpeningMessage& opening);
-  // `reached`: the forward that a backward has come to first; null: unknown.
+  // `reached`: the forward whose outputs backward reached; null: unknown.
   void open(SegmentKind kind, const ForwardRecord* reached = nullptr);
   void open_backward(const ForwardRecord* reached = nullptr);
   std::vector<uint32_t> expected_gradients(const ForwardRecord* reached) const;
   bool leave_forward();
+  void finish(const std::vector<char>& used, bool has_used_all);
   void close();
-  void forget_run() noexcept;
+  void end_run() noexcept;
   void abandon(const std::string& error) noexcept;
   void end_backward();
   void deliver(std::vector<at::Tensor>& hooked);
-  void break_off() noexcept;
+  void close_groups() noexcept;
   void release_memory() noexcept;
-  bool is_due(const ShardedUnit& unit) const {
+  bool reduces(const ShardedUnit& unit) const {
     return synchronizes() && unit.settings.synchronizes && unit.is_trained();
   }
   bool has_held_gradients(const ShardedUnit& unit) const;
-  bool is_own_thread() const;
+  bool is_forward_thread() const;
 
   const c10::intrusive_ptr<c10d::ProcessGroup> group_;
   const FullyShardOptions options_;
@@ -187,30 +191,31 @@ class SegmentedModel final : public ShardedModel, public ParameterOwner {
   SegmentExchange exchange_;
   ShardingRecorder recorder_;
   std::unique_ptr<StallWatch> stall_watch_;
-  std::vector<Parameter> parameters_;  // by number
-  std::vector<at::Tensor> hooked_;     // of these, those of floating dtypes
-  std::vector<size_t> number_of_hooked_;
+  std::vector<Parameter> parameters_;  // by parameter number
+  std::vector<at::Tensor> hooked_;  // parameters of floating or complex dtypes
+  std::vector<size_t> numbers_of_hooked_;
   std::unique_ptr<GradientHooks> hooks_;
-  std::optional<HiddenPostAccumulateHooks> hidden_hooks_;  // in backward
+  std::optional<HiddenPostAccumulateHooks> hidden_hooks_;  // during backward
 
   mutable std::recursive_mutex mutex_;
-  mutable std::condition_variable_any run_forgotten_;  // with mutex_
-  std::optional<SegmentRun> run_;                      // the open segment
+  mutable std::condition_variable_any run_ended_;  // with mutex_
+  std::optional<SegmentRun> run_;                  // the open segment
   std::atomic<bool> is_in_forward_ = false;
   std::thread::id forward_thread_;
   std::function<void()> forward_check_;
-  int depth_ = 0;  // of nested forwards
+  int nested_forwards_ = 0;
+  const pid_t process_ = getpid();
   std::atomic<bool> is_broken_ = false;
-  std::string why_broken_;
-  int last_backward_ = -1;  // the graph task whose segment has ended
+  std::string broken_reason_;
+  int last_backward_ = -1;  // graph task of the last closed segment
 
   std::map<uint64_t, RecordedSchedule> schedules_;  // by tag
-  std::map<SegmentKind, Schedule> step_;  // the last learned of each kind
+  std::map<SegmentKind, Schedule> step_;            // last learned
   std::vector<std::weak_ptr<ForwardRecord>> forwards_;
-  std::shared_ptr<ForwardRecord> last_forward_;
-  std::vector<char> used_in_forward_;  // by number
-  std::vector<char> used_;  // by number: has a gradient that is not reduced
-  bool may_write_ = false;  // units by hand
+  std::shared_ptr<ForwardRecord> last_forward_;  // alive until backward ends
+  std::vector<char> used_in_forward_;            // by parameter number
+  std::vector<char> used_;  // by parameter number: has an unreduced gradient
+  bool may_write_ = false;  // to the units of unshard()
   ShardedModelStatistics statistics_;
   std::shared_ptr<char> alive_ = std::make_shared<char>();
 };

@@ -23,11 +23,9 @@ namespace {
 
 using Group = c10::intrusive_ptr<c10d::ProcessGroup>;
 
-// ---- Numbers.
-
 absl::Status check_mesh(const MeshRequest& unit, int rank, int num_ranks) {
   const UnitMesh& mesh = *unit.mesh;
-  const auto refuse = [&](const auto&... words) {
+  const auto error = [&](const auto&... words) {
     return absl::InvalidArgumentError(absl::StrCat(
         "fully_shard: the mesh of unit '", unit.unit, "': ", words...));
   };
@@ -36,84 +34,92 @@ absl::Status check_mesh(const MeshRequest& unit, int rank, int num_ranks) {
       std::ranges::adjacent_find(ranks, std::greater_equal<>()) == ranks.end();
   if (ranks.empty() || !rises || ranks.front() < 0 ||
       ranks.back() >= num_ranks || mesh.index_of(rank) < 0) {
-    return refuse("expected ranks of the root, of which there are ", num_ranks,
-                  ", in rising order, rank ", rank, " among them, found ",
-                  absl::StrJoin(ranks, ", "),
-                  ".\nName those that hold the same parameters as this rank.");
+    return error(
+        "expected ascending ranks of the model's process group (world "
+        "size ",
+        num_ranks, ") that include rank ", rank, ", found [",
+        absl::StrJoin(ranks, ", "),
+        "].\nList the ranks that hold the same parameters as this "
+        "rank.");
   }
   if (mesh.shard_group_size() < 1 ||
       mesh.size() % mesh.shard_group_size() != 0) {
-    return refuse("expected num_shards to divide its number of ranks, ",
-                  mesh.size(), ", found ", mesh.shard_group_size(),
-                  ".\nLeave it out for all of them.");
+    return error("expected num_shards to divide the mesh's size, ", mesh.size(),
+                 ", found ", mesh.shard_group_size(),
+                 ".\nOmit num_shards to shard over the whole mesh.");
   }
   return absl::OkStatus();
 }
 
-// Of a mesh of its own ranks may have other units.
+// Without the unit's name if it has its own mesh: ranks of different meshes may
+// hold different units.
 std::string describe_mesh_of(const MeshRequest& unit) {
-  if (!unit.mesh) return absl::StrCat("'", unit.unit, "' on the root's mesh");
-  return absl::StrCat("one on groups of ", unit.mesh->size(),
-                      " ranks, in rows of ", unit.mesh->shard_group_size());
+  if (!unit.mesh) return absl::StrCat("'", unit.unit, "' on the model's mesh");
+  return absl::StrCat("a unit on a mesh of ", unit.mesh->size(),
+                      " ranks in shard groups of ",
+                      unit.mesh->shard_group_size());
 }
 
-// `of`: hashes of the ranks that each rank names, and of its names of
-// parameters, `stride` apart.
+// `hashes`: each rank's two hashes of this unit, of the mesh's ranks and of the
+// parameter names. `stride`: distance between ranks.
 absl::Status check_peers(const MeshRequest& unit, int rank,
-                         std::span<const int64_t> of, size_t stride) {
+                         std::span<const int64_t> hashes, size_t stride) {
   for (const int peer : unit.mesh->ranks) {
-    for (const size_t kind : {0, 1}) {
-      if (of[peer * stride + kind] == of[rank * stride + kind]) continue;
+    const std::string found =
+        absl::StrCat(" on ", describe(*unit.mesh), "; rank ", rank,
+                     " and rank ", peer, " differ.\n");
+    if (hashes[peer * stride] != hashes[rank * stride]) {
       return absl::InvalidArgumentError(absl::StrCat(
-          "fully_shard: ", kind == 0 ? "the mesh of unit '" : "unit '",
-          unit.unit,
-          kind == 0 ? "': expected its ranks to name the same ranks"
-                    : "': expected the same names, sharded in the same order",
-          ", ", describe(*unit.mesh), " on rank ", rank,
-          ", found others on rank ", peer,
-          ".\nEach rank of the root is in one mesh of the unit; ranks of one "
-          "mesh hold the same parameters."));
+          "fully_shard: the mesh of unit '", unit.unit,
+          "': expected the same mesh", found,
+          "Put each rank of the model into one mesh of the unit."));
+    }
+    if (hashes[peer * stride + 1] != hashes[rank * stride + 1]) {
+      return absl::InvalidArgumentError(absl::StrCat(
+          "fully_shard: unit '", unit.unit,
+          "': expected the same parameter names in the same order", found,
+          "Call fully_shard() on the same modules in the same order on all "
+          "ranks of a mesh."));
     }
   }
   return absl::OkStatus();
 }
 
-// ---- Collectives.
-
 std::unique_ptr<ShardTransport> make_transport(
     const Group& group, int num_shards, const ShardingStreams& streams,
-    const std::vector<int>& neighbours, bool in_order) {
+    const std::vector<int>& gather_sizes, bool in_order) {
   if (streams.device().is_cpu() &&
       (group->getSize() == 1 || has_peers(*group))) {
-    return make_ordered_transport(group, num_shards, neighbours);
+    return make_ordered_transport(group, num_shards, gather_sizes);
   }
-  return make_device_transport(group, num_shards, streams, neighbours,
+  return make_device_transport(group, num_shards, streams, gather_sizes,
                                in_order);
 }
 
-// The ranks of a row, which hold all pieces of a tensor.
-class RowGroup final : public ShardGroup {
+// Gathers sharded tensors over a transport's shard group.
+class TransportShardGroup final : public ShardGroup {
  public:
-  RowGroup(ShardTransport& transport, bool is_everywhere)
+  TransportShardGroup(ShardTransport& transport, bool is_everywhere)
       : ShardGroup(is_everywhere), transport_(&transport) {}
 
-  // The transport is gone from here on.
+  // Makes later calls throw.
   void close() { transport_ = nullptr; }
 
   at::Tensor all_gather(const at::Tensor& values) override {
     TORCH_CHECK(transport_ != nullptr,
-                "fully_shard: a sharded tensor is to be reduced or gathered, "
-                "but its model is gone.\nKeep the model.");
+                "fully_shard: expected the model of a sharded tensor to exist "
+                "when an operator gathers the tensor; it was destroyed.\nKeep "
+                "the model.");
     const at::NoGradGuard no_grad;
     const int64_t numel = values.numel();
     const int num_ranks = transport_->num_shards();
     if (num_ranks == 1) return values.reshape({1, numel});
-    const StreamPoint made = StreamPoint::now(values.device());
+    const StreamPoint values_written = StreamPoint::now(values.device());
     at::Tensor all;
     ShardTransport::FuturePtr gathered;
     {
       const auto on_gathers = transport_->streams().for_gathers();
-      made.wait();
+      values_written.wait();
       all = at::empty({num_ranks * numel}, values.options());
       all.narrow(0, transport_->shard_rank() * numel, numel).copy_(values);
       gathered = transport_->all_gather(all, num_ranks);
@@ -124,7 +130,7 @@ class RowGroup final : public ShardGroup {
   }
 
  private:
-  ShardTransport* transport_;
+  ShardTransport* transport_;  // null: closed
 };
 
 }  // namespace
@@ -139,14 +145,14 @@ std::string describe(const UnitMesh& mesh) {
       "ranks ", absl::StrJoin(mesh.ranks, ", "),
       mesh.shard_group_size() == mesh.size()
           ? ""
-          : absl::StrCat(" in rows of ", mesh.shard_group_size()));
+          : absl::StrCat(" in shard groups of ", mesh.shard_group_size()));
 }
 
 void number_meshes(const Group& group, std::span<MeshRequest> units) {
   const int rank = group->getRank();
   std::vector<std::string> described;
   std::vector<MeshRequest*> meshed;
-  std::vector<int64_t> hashes;  // two of each: ranks, names
+  std::vector<int64_t> hashes;  // by mesh: of its ranks, of parameter names
   absl::Status status;
   for (MeshRequest& unit : units) {
     described.push_back(describe_mesh_of(unit));
@@ -156,7 +162,7 @@ void number_meshes(const Group& group, std::span<MeshRequest> units) {
     hashes.push_back(static_cast<int64_t>(c10::get_hash(unit.mesh->ranks)));
     hashes.push_back(static_cast<int64_t>(unit.hash));
   }
-  if (meshed.empty()) return;  // on all ranks
+  if (meshed.empty()) return;
   require_agreement(group, "sharded unit", described, status);
   const size_t stride = hashes.size();
   if (has_peers(*group)) {
@@ -168,50 +174,55 @@ void number_meshes(const Group& group, std::span<MeshRequest> units) {
   }
   require_agreement(group, "sharded unit", {}, status);
 
-  std::map<std::pair<std::vector<int64_t>, int>, size_t> known;
+  // Key: the mesh of each rank, and the number of shards.
+  std::map<std::pair<std::vector<int64_t>, int>, size_t> numbers;
   for (size_t i = 0; i < meshed.size(); ++i) {
-    std::vector<int64_t> meshes;  // by rank
+    std::vector<int64_t> mesh_by_rank;
     for (size_t k = 2 * i; k < hashes.size(); k += stride) {
-      meshes.push_back(hashes[k]);
+      mesh_by_rank.push_back(hashes[k]);
     }
-    const int row = meshed[i]->mesh->shard_group_size();
-    meshed[i]->number =
-        known.try_emplace({std::move(meshes), row}, known.size() + 1)
-            .first->second;
+    const int num_shards = meshed[i]->mesh->shard_group_size();
+    meshed[i]->number = numbers
+                            .try_emplace({std::move(mesh_by_rank), num_shards},
+                                         numbers.size() + 1)
+                            .first->second;
   }
 }
 
 ShardMeshes::ShardMeshes(const Group& group, int num_shards, c10::Device device,
                          std::span<const MeshRequest> units, bool in_order) {
-  std::map<size_t, std::set<int>> neighbours;
-  std::map<size_t, UnitMesh> own;
+  std::map<size_t, std::set<int>> gather_sizes;  // by mesh number
+  std::map<size_t, UnitMesh> own_meshes;
   for (const MeshRequest& unit : units) {
-    std::set<int>& of_mesh = neighbours[unit.number];
-    if (unit.neighbours) of_mesh.insert(*unit.neighbours);
-    if (unit.number > 0) own.emplace(unit.number, *unit.mesh);
+    std::set<int>& sizes = gather_sizes[unit.number];
+    if (unit.gather_size) sizes.insert(*unit.gather_size);
+    if (unit.number > 0) own_meshes.emplace(unit.number, *unit.mesh);
   }
-  const auto of = [&](size_t number) {
-    const std::set<int>& numbers = neighbours[number];
-    return std::vector<int>(numbers.begin(), numbers.end());
+  const auto sizes_of = [&](size_t number) {
+    const std::set<int>& sizes = gather_sizes[number];
+    return std::vector<int>(sizes.begin(), sizes.end());
   };
-  Mesh& root = meshes_.emplace_back(Mesh{.neighbours = of(0)});
+  Mesh& root = meshes_.emplace_back(Mesh{.gather_sizes = sizes_of(0)});
   root.transport = make_transport(group, num_shards, ShardingStreams(device),
-                                  root.neighbours, in_order);
-  root.row = std::make_shared<RowGroup>(*root.transport, true);
-  for (const auto& [number, mesh] : own) {
-    Mesh made = {.neighbours = of(number)};
+                                  root.gather_sizes, in_order);
+  root.shard_group =
+      std::make_shared<TransportShardGroup>(*root.transport, true);
+  for (const auto& [number, mesh] : own_meshes) {
+    Mesh made = {.gather_sizes = sizes_of(number)};
     made.scope.reset(new GroupScope(make_subgroup(group, mesh.ranks, device)));
     made.transport =
         make_transport(made.scope->group(), mesh.shard_group_size(), streams(),
-                       made.neighbours, in_order);
-    made.row = std::make_shared<RowGroup>(*made.transport,
-                                          mesh.size() == group->getSize());
+                       made.gather_sizes, in_order);
+    made.shard_group = std::make_shared<TransportShardGroup>(
+        *made.transport, mesh.size() == group->getSize());
     meshes_.push_back(std::move(made));
   }
 }
 
 ShardMeshes::~ShardMeshes() {
-  for (const Mesh& mesh : meshes_) static_cast<RowGroup&>(*mesh.row).close();
+  for (const Mesh& mesh : meshes_) {
+    static_cast<TransportShardGroup&>(*mesh.shard_group).close();
+  }
 }
 
 ShardTransport::Sent ShardMeshes::sent() const {

@@ -1,11 +1,11 @@
-// The collectives of a model's units: on the model's group, and on meshes of
-// units' own (UnitMesh).
+// Transports of a model's units: one on the model's process group, and one for
+// each distinct UnitMesh.
 //
-// Ranks launch them in one order, whatever mesh they are on: each rank is in
-// one group of every mesh, so none waits for a rank that waits for it. On
-// devices all are launched on the same two streams.
+// All ranks launch the collectives of all meshes in one order. Each rank is in
+// one group of every mesh, so that order cannot deadlock. On devices all meshes
+// share two streams.
 //
-// Thread safety: as ShardTransport's.
+// Thread safety: as ShardTransport.
 
 #ifndef BRIGADE_FSDP_SHARD_MESHES_H_
 #define BRIGADE_FSDP_SHARD_MESHES_H_
@@ -26,25 +26,24 @@
 
 namespace brigade {
 
-// "ranks 0, 2", "ranks 0, 1, 2, 3 in rows of 2".
+// Returns "ranks 0, 2" or "ranks 0, 1, 2, 3 in shard groups of 2".
 std::string describe(const UnitMesh& mesh);
 
 // The mesh of one unit.
 struct MeshRequest {
   std::string unit = {};
-  std::optional<UnitMesh> mesh = std::nullopt;   // unset: the model's
-  uint64_t hash = 0;                             // equal on ranks of one mesh
-  std::optional<int> neighbours = std::nullopt;  // that gather by themselves
-  size_t number = 0;                             // of the mesh
+  std::optional<UnitMesh> mesh = std::nullopt;    // unset: the model's
+  uint64_t hash = 0;                              // equal on ranks of one mesh
+  std::optional<int> gather_size = std::nullopt;  // UnitSettings::reshard_to
+  size_t number = 0;  // of the mesh, set by number_meshes()
 };
 
-// Collective unless no unit has a mesh of its own: compares the meshes across
-// ranks and numbers them identically on all ranks. 0 is the model's mesh; units
-// whose meshes are the same on all ranks have one number.
+// Numbers the units' meshes identically on all ranks: 0 is the model's; equal
+// meshes share a number. Collective if some unit has its own mesh.
 //
-// Errors: ValueError on all ranks alike if a mesh is none of the model's ranks,
-// this one among them, ranks of one mesh name others, or have another hash, or
-// if meshes of one unit differ in their sizes.
+// Errors: the same ValueError on all ranks if a mesh is not a set of the
+// model's ranks that includes this rank, if ranks of one mesh name different
+// ranks or have different hashes, or if meshes of one unit differ in size.
 void number_meshes(const c10::intrusive_ptr<c10d::ProcessGroup>& group,
                    std::span<MeshRequest> units);
 
@@ -53,18 +52,17 @@ class ShardMeshes {
   struct Mesh {
     std::unique_ptr<GroupScope> scope = nullptr;  // null: the model's group
     std::unique_ptr<ShardTransport> transport = nullptr;
-    std::vector<int> neighbours = {};  // numbers that gather by themselves
-    std::shared_ptr<ShardGroup> row = nullptr;  // of operators on shards
+    std::vector<int> gather_sizes = {};  // for ShardTransport::all_gather()
+    std::shared_ptr<ShardGroup> shard_group = nullptr;  // of sharded tensors
   };
 
-  // Collective. `num_shards`: of the model's mesh. `in_order`: sums on devices
-  // are in the order of ranks. Throws as make_ordered_transport() and
-  // make_subgroup(). REQUIRES: number_meshes().
+  // Collective. `num_shards`: of the model's mesh. `in_order`: see
+  // make_device_transport(). REQUIRES: number_meshes().
   ShardMeshes(const c10::intrusive_ptr<c10d::ProcessGroup>& group,
               int num_shards, c10::Device device,
               std::span<const MeshRequest> units, bool in_order);
 
-  // Sharded tensors may live on: their rows throw RuntimeError from here on.
+  // Sharded tensors that outlive it throw RuntimeError when gathered.
   ~ShardMeshes();
   ShardMeshes(const ShardMeshes&) = delete;
   ShardMeshes& operator=(const ShardMeshes&) = delete;
@@ -73,7 +71,7 @@ class ShardMeshes {
   ShardTransport& root() const { return *meshes_.front().transport; }
   const ShardingStreams& streams() const { return root().streams(); }
   ShardTransport::Sent sent() const;
-  // Groups that serve these collectives alone.
+  // Groups that only the transports use.
   std::vector<c10::intrusive_ptr<c10d::ProcessGroup>> own_groups() const;
 
  private:

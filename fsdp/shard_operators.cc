@@ -363,7 +363,8 @@ class LocalCall {
       if (tensor.dim() > 0) {
         call_.refuse(c10::str("mixes a plain tensor of sizes ", tensor.sizes(),
                               " with ", name_of(whole),
-                              ". Shard it first: shard_like()."));
+                              ". Call it inside unsharded() (Python: "
+                              "whole_parameters())."));
       }
       const bool is_number = tensor.unsafeGetTensorImpl()->is_wrapped_number();
       if (whole.dim() == 0 && !is_number && makes_tensors() &&
@@ -582,7 +583,7 @@ void reduce(Call& call, const OperatorFacts& facts) {
     if (!covers_all_dims(dims, tensor.dim())) {
       call.refuse("reduces over some dimensions of " + name_of(tensor) +
                   ". Call it inside unsharded() (Python: "
-                  "whole_parameters()), or on full_tensor().");
+                  "whole_parameters(), or on full_tensor()).");
     }
     group_of(shard).require_all_ranks();
   });
@@ -637,8 +638,8 @@ void check_use_of_unsharded(Call& call, ParameterState state) {
                          size_t argument) {
     if (shard.owner == nullptr) {
       call.refuse(name_of(tensor) +
-                  " in a forward or backward: it belongs to no unit. Use its "
-                  "full_tensor() instead.");
+                  " in a forward or backward: it belongs to no unit. Use a "
+                  "copy of its full tensor instead.");
     }
     if (state == ParameterState::kUnsharded && writes(arguments[argument])) {
       call.refuse("writes to " + name_of(tensor) +
@@ -655,8 +656,8 @@ void check_use_of_unsharded(Call& call, ParameterState state) {
   });
   call.refuse("needs the whole of " + name_of(named) +
               ", of which this rank holds only its shard. Call it inside the "
-              "model's forward or unsharded() (Python: whole_parameters()), "
-              "or on full_tensor().");
+              "model's forward or unsharded() (Python: whole_parameters(), or "
+              "on full_tensor()).");
 }
 
 void on_sharded(const c10::OperatorHandle& op, c10::DispatchKeySet keys,

@@ -1,9 +1,9 @@
-// All-gathers and reduce-scatters of flat tensors on a mesh of ranks.
+// All-gathers and reduce-scatters of flat tensors over one mesh of ranks.
 //
-// A mesh has R rows of F ranks. A unit's parameters are cut into F shards over
-// a row; the ranks of a column hold the same shard. All ranks of a row gather
-// together; a gradient is summed over a row first, and then over the column.
-// R = 1: full sharding. F = 1: every rank holds all.
+// A mesh has R shard groups of F consecutive ranks. The R ranks with the same
+// shard form a replica group. All-gathers run in a shard group. Gradients are
+// reduced over the shard group, then over the replica group. R = 1: full
+// sharding. F = 1: data parallelism.
 
 #ifndef BRIGADE_FSDP_SHARD_TRANSPORT_H_
 #define BRIGADE_FSDP_SHARD_TRANSPORT_H_
@@ -24,43 +24,41 @@
 
 namespace brigade {
 
-// The ranks of the row that `rank` is in, `num_shards` consecutive ones; and of
-// its column.
-std::vector<int> row_of(int rank, int num_shards);
-std::vector<int> column_of(int rank, int num_shards, int num_ranks);
+// Return the ranks of `rank`'s shard group and replica group, in rising order.
+std::vector<int> shard_group_ranks(int rank, int num_shards);
+std::vector<int> replica_group_ranks(int rank, int num_shards, int num_ranks);
 
-// The streams that a model launches its collectives on: one for gathers and one
-// for sums, so that neither waits for the program's computation nor for the
-// other.
+// Side streams of a model, one for all-gathers and one for reductions, so that
+// collectives do not wait for computation or for each other. None on the CPU.
 //
-// Thread safety: any thread; guards belong to one.
+// Thread safety: any thread; a guard belongs to its thread.
 class ShardingStreams {
  public:
   explicit ShardingStreams(c10::Device device)
       : device_(device),
         gathers_(side_stream_if_any(device)),
-        sums_(side_stream_if_any(device)) {}
+        reductions_(side_stream_if_any(device)) {}
 
   c10::Device device() const { return device_; }
 
-  // While the guard lives the stream is the calling thread's current one.
+  // Make the stream current while the guard lives.
   c10::OptionalStreamGuard for_gathers() const {
     return c10::OptionalStreamGuard(gathers_);
   }
-  c10::OptionalStreamGuard for_sums() const {
-    return c10::OptionalStreamGuard(sums_);
+  c10::OptionalStreamGuard for_reductions() const {
+    return c10::OptionalStreamGuard(reductions_);
   }
 
  private:
   c10::Device device_;
   std::optional<c10::Stream> gathers_;
-  std::optional<c10::Stream> sums_;
+  std::optional<c10::Stream> reductions_;
 };
 
-// Gathers and sums are independent of each other, each in the order of its
-// calls, which is the same on all ranks. On devices with streams they are
-// launched with one of streams() current, after its earlier work; their futures
-// are complete then, and make streams wait. Gloo's keep the host waiting.
+// Collectives of one mesh. All-gathers and reductions run independently, each
+// kind in call order, which must be the same on all ranks. On devices a launch
+// runs on the current stream, one of streams(). Its future is complete at once,
+// and wait() makes the current stream wait; over Gloo the host waits.
 //
 // Thread safety: one call at a time of each kind.
 class ShardTransport {
@@ -69,37 +67,34 @@ class ShardTransport {
 
   virtual ~ShardTransport() = default;
 
-  // `whole`: slices of `num_ranks` consecutive ranks, of which this rank's is
-  // valid. Writes the others. num_shards(), or one of the numbers of neighbours
-  // that it was made for.
+  // All-gathers `whole` in place over `num_ranks` consecutive ranks, each with
+  // an equal slice. `num_ranks`: num_shards() or one of the gather sizes.
   FuturePtr all_gather(const at::Tensor& whole, int num_ranks);
 
-  struct Sum {
-    double scale = 1;           // unless scales() is false
-    bool over_replicas = true;  // false: over the ranks of this row only
-    // [S], of any floating dtype: an earlier sum of this row, which is added to
-    // its sum before that goes over replicas. Undefined: none.
-    at::Tensor of_row = {};
+  struct ReduceOptions {
+    double scale = 1;           // ignored unless scales()
+    bool over_replicas = true;  // false: reduce over the shard group only
+    // [S], any floating dtype: an earlier reduction over the shard group only,
+    // added before the reduction over the replica group. Undefined: none.
+    at::Tensor partial_sum = {};
   };
 
-  // Writes into `shard` [S] this rank's slice of the sum over all ranks of
-  // `whole` [F * S], times the scale.
+  // Reduces `whole` [F * S] over the mesh and writes this rank's slice, times
+  // the scale, into `shard` [S].
   FuturePtr reduce_scatter(const at::Tensor& whole, const at::Tensor& shard,
-                           const Sum& sum);
+                           const ReduceOptions& options);
 
-  // Bytes that this rank has sent in gathers and in reduce_scatter()s, counted
-  // as those of rings.
+  // Bytes sent since construction, as ring algorithms send them.
   struct Sent {
     int64_t by_gathers = 0;
     int64_t by_sums = 0;
   };
   const Sent& sent() const { return sent_; }
 
-  // False: the caller scales the sum.
+  // reduce_scatter() applies `scale`; if not, the caller must.
   virtual bool scales() const = 0;
 
-  // Groups that serve these collectives alone, and end with it: to be closed
-  // where a peer is lost.
+  // Groups that only this transport uses, to be closed when a peer is lost.
   virtual std::vector<c10::intrusive_ptr<c10d::ProcessGroup>> own_groups()
       const {
     return {};
@@ -108,15 +103,17 @@ class ShardTransport {
   const ShardingStreams& streams() const { return streams_; }
   int num_shards() const { return num_shards_; }      // F
   int num_replicas() const { return num_replicas_; }  // R
-  int shard_rank() const { return shard_rank_; }      // place in the row
+  int shard_rank() const { return shard_rank_; }      // in the shard group
 
  protected:
   ShardTransport(const c10::intrusive_ptr<c10d::ProcessGroup>& group,
                  int num_shards, const ShardingStreams& streams);
 
-  virtual FuturePtr gather(const at::Tensor& whole, int num_ranks) = 0;
-  virtual FuturePtr sum(const at::Tensor& whole, const at::Tensor& shard,
-                        const Sum& sum) = 0;
+  virtual FuturePtr launch_all_gather(const at::Tensor& whole,
+                                      int num_ranks) = 0;
+  virtual FuturePtr launch_reduce_scatter(const at::Tensor& whole,
+                                          const at::Tensor& shard,
+                                          const ReduceOptions& options) = 0;
 
  private:
   const int num_shards_;
@@ -126,25 +123,26 @@ class ShardTransport {
   Sent sent_;
 };
 
-// Sums in the order of the ranks (comm/ordered/ordered_collectives.h), on CPUs.
-// Collective over the group. Rank r is in row r / F. `neighbours`: numbers of
-// ranks that gather among themselves, which divide F. REQUIRES: `num_shards`
-// divides the number of ranks. Errors: as OrderedCollectives'.
+// Returns the transport for CPU tensors, which reduces in rank order
+// (comm/ordered/ordered_collectives.h). Collective. `gather_sizes`: numbers of
+// ranks for all_gather(), divisors of F. REQUIRES: `num_shards` divides the
+// world size. Errors: as OrderedCollectives.
 std::unique_ptr<ShardTransport> make_ordered_transport(
     const c10::intrusive_ptr<c10d::ProcessGroup>& group, int num_shards,
-    const std::vector<int>& neighbours = {});
+    const std::vector<int>& gather_sizes = {});
 
-// By the collectives of a device's backend, on subgroups of its own for each
-// kind, so that each kind has its own stream there. Sums are the backend's, in
-// its order, and not scaled; or, `in_order`, of the ranks' order as on the CPU:
-// a row's ranks exchange slices, each adds up what it gets, and so over the
-// column, which takes memory of `whole` once more. Over Gloo, as where ranks
-// share a device, a row's sum is an all-reduce. `streams`: of a device that the
-// group's backend serves. Also for recording groups, on the CPU too. Errors: as
+// Returns a transport that uses the backend's collectives, on one subgroup for
+// each kind, so that each kind has its own stream in the backend. Collective.
+// Also serves recording groups on the CPU.
+//
+// The backend chooses the order of reductions; they are not scaled. `in_order`:
+// rank order and scaled, with the CPU's bits, by an exchange of slices that
+// takes the memory of `whole` once more. Over Gloo, as when ranks share a
+// device, a shard group's reduction is an all-reduce. Errors: as
 // make_subgroup().
 std::unique_ptr<ShardTransport> make_device_transport(
     const c10::intrusive_ptr<c10d::ProcessGroup>& group, int num_shards,
-    const ShardingStreams& streams, const std::vector<int>& neighbours = {},
+    const ShardingStreams& streams, const std::vector<int>& gather_sizes = {},
     bool in_order = false);
 
 }  // namespace brigade

@@ -1,4 +1,4 @@
-// A module whose parameters are sharded over ranks. Made by fully_shard()
+// A module whose parameters are sharded over ranks, created by fully_shard()
 // (fsdp/fully_shard.h).
 //
 //   auto sharded = brigade::fully_shard(*net, group);
@@ -11,25 +11,25 @@
 //     optimizer.step();
 //   }
 //
-// Parameters keep their whole shapes. In a forward or backward the first
-// operator that uses one gathers its unit; outside, operators act on this
-// rank's pieces (fsdp/shard_operators.h).
+// Parameters keep their unsharded shapes. In a forward or backward the first
+// operator that uses a parameter unshards its unit. Outside, operators act on
+// shards (fsdp/shard_operators.h).
 //
-// A forward and a backward are collective: every rank opens the same ones, in
-// the same order. Inside, ranks may use units in any order, or not at all.
+// Forwards and backwards are collective: all ranks run the same ones in one
+// order. Inside them, ranks may use units in any order, or not at all.
 //
-// Failure: an error on one rank is a PeerError that names it on all others when
-// that forward or backward ends, with the error's text unless autograd's nodes
-// have thrown it. No rank has changed a gradient, and gradients accumulated
-// without synchronisation are dropped; the model stays usable. On devices ranks
-// learn of it at most max_unconfirmed_iterations later, and the groups are
-// closed.
+// Failure: an error on one rank becomes a PeerError on all others when that
+// forward or backward ends. It names the rank and has the error's text, except
+// for errors in autograd nodes. `.grad` does not change; gradients accumulated
+// without synchronization are dropped; the model stays usable. On devices ranks
+// get the error up to max_unconfirmed_iterations later, and the process groups
+// are closed.
 //
-// Thread safety: one forward or backward at a time: a second one is an error on
-// all ranks. A backward's threads may use parameters at once.
+// Thread safety: one forward or backward at a time; a second one is an error on
+// all ranks. Threads of a backward may use parameters concurrently.
 //
-// Source: Zhao et al., "PyTorch FSDP" (2023). Differences: units are gathered
-// by use and not by module hooks; ranks issue one recorded sequence.
+// Source: Zhao et al., "PyTorch FSDP" (2023). Differences: parameter use
+// unshards a unit, not a module hook; all ranks issue one recorded sequence.
 
 #ifndef BRIGADE_FSDP_SHARDED_MODEL_H_
 #define BRIGADE_FSDP_SHARDED_MODEL_H_
@@ -122,9 +122,10 @@ struct FullyShardOptions {
   std::optional<int> num_shards = std::nullopt;
 
   // True: units reshard after forward and unshard for backward (ZeRO-3). False:
-  // they stay unsharded until backward (ZeRO-2). A number, which is more than 1
-  // and divides the number of shards: they reshard to this many consecutive
-  // ranks, for example those of a host. ZeRO-1: shard_optimizer_state().
+  // they stay unsharded until backward (ZeRO-2). A number, which is more than
+  // 1, less than the number of shards, and divides it: they reshard to this
+  // many consecutive ranks, for example those of a host. ZeRO-1:
+  // shard_optimizer_state().
   std::variant<bool, int> reshard_after_forward = true;
 
   // All-gathers issued ahead of the unit in use.
@@ -215,18 +216,18 @@ struct UnitMesh {
 
 // ---- Model.
 
-// Since construction, on this rank.
+// Counts on this rank since construction.
 struct ShardedModelStatistics {
   int64_t segments = 0;          // forwards and backwards
-  int64_t learned_segments = 0;  // those without a recorded schedule
+  int64_t learned_segments = 0;  // without a recorded schedule
   int64_t rounds = 0;            // beyond one per segment
-  int64_t late_gradients = 0;
-  int64_t all_gathers = 0;
-  int64_t reductions = 0;  // of units
+  int64_t late_gradients = 0;    // extra reductions of units
+  int64_t all_gathers = 0;       // of units
+  int64_t reductions = 0;        // of units
   int64_t reduced_backwards = 0;
-  int64_t sent_by_gathers = 0;  // bytes, as many as a ring sends
-  int64_t sent_by_sums = 0;
-  int64_t buffer_bytes = 0;  // now
+  int64_t sent_by_gathers = 0;  // bytes, as rings send them
+  int64_t sent_by_sums = 0;     // by reductions
+  int64_t buffer_bytes = 0;     // currently allocated
   int64_t peak_buffer_bytes = 0;
   int64_t shard_bytes = 0;
   int64_t padding_bytes = 0;
@@ -234,19 +235,19 @@ struct ShardedModelStatistics {
 
 class ShardedModel {
  public:
-  // Awaits outstanding statuses; never throws. Parameters stay sharded, and are
-  // of no use in a forward any more.
+  // Awaits outstanding statuses; prints a failure that they bring to stderr,
+  // and closes the process groups then. Parameters stay sharded, unusable in
+  // forwards. Never throws.
   virtual ~ShardedModel() = default;
   ShardedModel(const ShardedModel&) = delete;
   ShardedModel& operator=(const ShardedModel&) = delete;
 
   // ---- Forward. Collective.
 
-  // Runs `run(inputs...)` as one forward. Floating inputs are cast to
-  // param_dtype, floating outputs to output_dtype, where these are set, in the
-  // nests of hooks/nested_tensors.h. A forward inside of a backward
-  // (recomputation) or of another forward is a part of it. Throws what `run`
-  // throws, or PeerError.
+  // Runs `run(inputs...)` as one forward. Casts floating inputs to param_dtype
+  // and floating outputs to output_dtype, if set (hooks/nested_tensors.h). A
+  // forward inside a backward (recomputation) or another forward is a part of
+  // it. Throws PeerError, and the exceptions of `run`.
   template <typename Run, typename... Inputs>
   auto forward(const Run& run, Inputs&&... inputs) {
     begin_forward();
@@ -262,24 +263,23 @@ class ShardedModel {
       throw;
     }
   }
-  // The same in parts. Each begin_forward() that returns is followed by
-  // end_forward() or forward_failed(), which does not throw.
+  // The steps of forward(). end_forward() or forward_failed() must follow a
+  // begin_forward() that returned.
   virtual void begin_forward() = 0;
   virtual void end_forward(const std::vector<at::Tensor>& outputs) = 0;
   virtual void forward_failed(const std::exception_ptr& error) noexcept = 0;
 
   // ---- Between forwards and backwards. Collective.
 
-  // Unsharded until reshard(): operators act on the whole parameters.
-  // `may_write`: values that all ranks write alike are kept by reshard();
-  // otherwise writing is an error. `units`: places in unit_names().
+  // Unshards units (indices into unit_names()) until reshard(). `may_write`:
+  // reshard() keeps values, written identically on all ranks; otherwise a write
+  // is an error.
   virtual void unshard(const std::vector<size_t>& units,
                        bool may_write = false) = 0;
   virtual void reshard(const std::vector<size_t>& units,
-                       bool drops_writes = false) = 0;
+                       bool drop_writes = false) = 0;
 
-  // The same of all units, until the scope ends. If it ends by an exception,
-  // writes are dropped.
+  // Unshards all units until the scope ends; an exception drops the writes.
   class Unsharded {
    public:
     Unsharded(ShardedModel& model, bool may_write);
@@ -296,51 +296,52 @@ class ShardedModel {
     return Unsharded(*this, may_write);
   }
 
-  // Reduces the gradients of backwards without synchronisation.
+  // Reduces gradients that were accumulated without synchronization.
   virtual void reduce() = 0;
 
-  // The norm of all gradients of all ranks; gradients are multiplied by
-  // max_norm / (norm + 1e-6) if that is less than 1. `p`: infinity: the
-  // largest. The same bits on all ranks.
+  // Returns the p-norm of the gradients of all ranks, with the same bits on all
+  // ranks. Multiplies gradients by max_norm / (norm + 1e-6) if that is below 1.
+  // `p` may be infinity.
   virtual double clip_grad_norm(double max_norm, double p = 2.0) = 0;
 
-  // How many ranks have data for another step.
+  // Returns the number of ranks with data for another step.
   virtual int64_t num_ranks_with(bool has_data) = 0;
-  // In place of the forwards and the backward of a step, on a rank without
-  // data: adds zeros to the peers' gradients, and gets the sums. Throws
-  // RuntimeError if no rank has data.
+  // Replaces the forwards and the backward of a step on a rank without data:
+  // contributes zeros and gets the reduced gradients. Throws RuntimeError if no
+  // rank has data.
   virtual void step_without_data() = 0;
 
-  // Awaits outstanding statuses, and that peers come here. Call it before
-  // collectives of your own that must not meet a failed rank.
-  virtual void meet_peers() = 0;
+  // Waits for all ranks and their statuses. Call it before your own
+  // collectives, which a failed rank would not join.
+  virtual void barrier() = 0;
 
-  // ---- Settings. Equal on all ranks, changed between forwards and backwards.
+  // ---- Settings. Equal on all ranks; change them between forwards and
+  // backwards.
 
-  // False: backwards accumulate on this rank, without communication.
-  void set_synchronizes(bool value) { synchronizes_ = value; }
+  // False: backwards accumulate gradients without communication.
+  void set_requires_gradient_sync(bool value) { synchronizes_ = value; }
   virtual UnitSettings& settings(size_t unit) = 0;
-  // Reduce-scatters that hold memory for a unit's gradients at once; the next
-  // unit's gradients wait for the oldest. 2 at first. Throws ValueError for 0.
+  // Sets how many units (initially 2) may hold gradient memory in reduce-
+  // scatters; the next unit waits for the oldest. Throws ValueError for 0.
   virtual void set_max_reducing(size_t value) = 0;
 
   // ---- Units and statistics.
 
   virtual std::vector<std::string> unit_names() const = 0;
-  // Where a custom autograd function may write the gradient of a parameter, in
-  // its backward, before it returns it: nothing is copied then. Undefined if it
-  // is to return one of its own.
+  // Returns a view in which a custom autograd function may compute and return a
+  // parameter's gradient in backward, which saves a copy. Undefined: no slot is
+  // free, and the function allocates.
   virtual at::Tensor gradient_slot(const at::Tensor& parameter) = 0;
 
+  // False after a failure that closed the process groups.
   virtual bool can_continue() const = 0;
   virtual ShardedModelStatistics statistics() const = 0;
-  // Units, bytes, and the schedules and buffers of a step, in words: as
-  // planned, and those in use.
+  // Returns a description of units, schedules and buffers.
   virtual std::string explain() const = 0;
-  // The last step that was sampled: the first ten and every n-th.
+  // Returns the last sampled step; the first ten and every n-th are sampled.
   virtual ShardingTimeline timeline() const = 0;
   virtual void set_timeline_sample_rate(int64_t rate) = 0;
-  // How long a rank waits for its peers before it warns; 0: never.
+  // A rank warns after waiting this long for its peers; 0: never.
   virtual void set_stall_report_after(std::chrono::milliseconds time) = 0;
 
  protected:
@@ -355,11 +356,9 @@ class ShardedModel {
   bool synchronizes_ = true;
 };
 
-// The parameters for save_checkpoint() and load_checkpoint() (checkpoint/
-// checkpoint.h). Collective. Valid until the next forward or backward.
-//
-//   save_checkpoint("checkpoint", checkpoint_model(*sharded), optimizer);
-//   load_checkpoint("checkpoint", checkpoint_model(*sharded), optimizer);
+// Returns the parameters for save_checkpoint() and load_checkpoint()
+// (checkpoint/checkpoint.h), valid until the next forward or backward.
+// Collective.
 CheckpointModel checkpoint_model(ShardedModel& model);
 
 }  // namespace brigade

@@ -27,7 +27,7 @@ void refuse_access(c10::StorageImpl& storage, const std::string& name) {
   }
   text.append(
       " is sharded: this rank holds only its shard, so the data can't be read. "
-      "Use full_tensor(), or unshard it first.");
+      "Unshard it first (Python: or use full_tensor()).");
   storage.release_data_and_set_meta_custom_data_ptr_error_msg_(std::move(text));
 }
 
@@ -75,8 +75,8 @@ void ShardGroup::require_all_ranks() const {
   TORCH_CHECK_NOT_IMPLEMENTED(
       is_everywhere_,
       "reduction of a parameter that only some ranks hold: the result would "
-      "differ between meshes. Use the model's clip_grad_norm(), or "
-      "full_tensor().");
+      "differ between meshes. Use the model's clip_grad_norm() (Python: or "
+      "full_tensor()).");
 }
 
 ShardGroup& group_of(const Shard& shard) {

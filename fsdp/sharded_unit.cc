@@ -91,7 +91,7 @@ void check_reshard(const std::variant<bool, int>& after_forward,
           (*found > 1 && *found < num_shards && num_shards % *found == 0),
       "fully_shard: expected reshard_after_forward to be a bool, or a divisor "
       "of num_shards (",
-      num_shards, ") between 1 and num_shards, found ", *found,
+      num_shards, "), more than 1 and less than it, found ", *found,
       ".\nPass the number of ranks per host, or true.");
 }
 
@@ -390,7 +390,7 @@ std::vector<ShardedUnit> make_sharded_units(std::vector<UnitRequest> requests,
   if (options.broadcast_parameters) {
     broadcast_parameters(group, requests, meshes);
   }
-  const UnitMesh of_model = {.ranks = row_of(0, group->getSize()),
+  const UnitMesh of_model = {.ranks = shard_group_ranks(0, group->getSize()),
                              .num_shards = options.num_shards};
   std::vector<ShardedUnit> units;
   for (const UnitRequest& request : requests) {
@@ -436,7 +436,7 @@ std::unique_ptr<ShardMeshes> connect_units(std::vector<ShardedUnit>& units,
     meshes.push_back({.unit = unit.name,
                       .mesh = unit.mesh,
                       .hash = unit.mesh_hash,
-                      .neighbours = unit.settings.reshard_to});
+                      .gather_size = unit.settings.reshard_to});
   }
   number_meshes(group, meshes);
   absl::Status status;
@@ -470,7 +470,7 @@ std::unique_ptr<ShardMeshes> connect_units(std::vector<ShardedUnit>& units,
     units[i].transport = mesh.transport.get();
     units[i].uses.emplace(*device);
     for (const auto& flat : units[i].flats) {
-      flat->belong_to(&owner, mesh.row, i, number);
+      flat->belong_to(&owner, mesh.shard_group, i, number);
       number += flat->parameters().size();
     }
   }

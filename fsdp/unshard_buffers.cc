@@ -16,26 +16,26 @@ UnshardBuffers::~UnshardBuffers() { shrink_to(0); }
 
 Lease UnshardBuffers::acquire(int64_t bytes) {
   if (bytes == 0) return {};
-  // Those that are too small come last, the largest of them first.
-  const auto rank = [bytes](const Lease& buffer) {
+  // Best fit first, otherwise the largest.
+  const auto sort_key = [bytes](const Lease& buffer) {
     const int64_t size = buffer.bytes.numel();
     return std::pair(size < bytes, size < bytes ? -size : size);
   };
-  const auto best = std::ranges::min_element(free_, {}, rank);
+  const auto best = std::ranges::min_element(free_, {}, sort_key);
   if (best != free_.end()) {
     Lease found = std::move(*best);
     free_.erase(best);
     if (found.bytes.numel() >= bytes) return found;
-    free(std::move(found));
+    deallocate(std::move(found));
   }
   std::optional<c10::StreamGuard> on_owner;
   if (owner_) on_owner.emplace(*owner_);
-  Lease made = {
+  Lease allocated = {
       .bytes = at::empty({bytes}, at::TensorOptions(at::kByte).device(device_)),
       .last_use = StreamPoint::now(device_)};
   total_bytes_ += bytes;
   peak_bytes_ = std::max(peak_bytes_, total_bytes_);
-  return made;
+  return allocated;
 }
 
 void UnshardBuffers::release(Lease lease, const StreamPoint& last_use) {
@@ -46,7 +46,7 @@ void UnshardBuffers::release(Lease lease, const StreamPoint& last_use) {
 
 void UnshardBuffers::shrink_to(int64_t bytes) {
   while (total_bytes_ > bytes && !free_.empty()) {
-    free(std::move(free_.back()));
+    deallocate(std::move(free_.back()));
     free_.pop_back();
   }
 }
@@ -57,9 +57,9 @@ std::map<int64_t, size_t> UnshardBuffers::num_free() const {
   return found;
 }
 
-// The owner's stream is ordered after the last use, and the allocator reuses
-// the memory there.
-void UnshardBuffers::free(Lease buffer) {
+// The allocator reuses the memory on the owner's stream, which waits for the
+// last use.
+void UnshardBuffers::deallocate(Lease buffer) {
   total_bytes_ -= buffer.bytes.numel();
   if (!owner_) return;
   const c10::StreamGuard on_owner(*owner_);
@@ -68,9 +68,9 @@ void UnshardBuffers::free(Lease buffer) {
 
 namespace {
 
-// Leases and releases as a SegmentRun does, without data.
+// Acquires and releases buffers as SegmentRun does, without data.
 struct Replay {
-  void run(const PlannedSegment& segment) {
+  void run_segment(const PlannedSegment& segment) {
     using Kind = ScheduleEntry::Kind;
     const Schedule& entries = segment.schedule;
     const RecordedSchedule recorded = {
@@ -94,7 +94,8 @@ struct Replay {
     };
     std::optional<size_t> needed;
     for (const auto& [kind, unit] : entries) {
-      // Sums that are recorded after a need are of gradients from before it.
+      // Reduce-scatters recorded after an all-gather have gradients from before
+      // its use.
       if (kind == Kind::kAllGather || needed == unit) {
         need(std::exchange(needed, std::nullopt));
       }
@@ -119,8 +120,9 @@ struct Replay {
   void perform(CursorActions& actions) {
     for (const auto& [kind, unit] : std::exchange(actions, {})) {
       if (kind == CursorAction::Kind::kAllGather) {
-        if (!unsharded[unit])
+        if (!unsharded[unit]) {
           unsharded[unit] = memory.acquire(units[unit].unsharded);
+        }
       } else if (kind == CursorAction::Kind::kReduceScatter) {
         acquire_gradients(unit);
         if (gradients[unit]) {
@@ -159,7 +161,7 @@ struct Replay {
       std::vector<std::optional<Lease>>(units.size());
   std::vector<Lease> gradients = std::vector<Lease>(units.size());
   std::deque<Lease> reducing = {};
-  size_t num_for_gradients = 0;  // the most at once
+  size_t num_for_gradients = 0;  // peak
 };
 
 }  // namespace
@@ -170,7 +172,7 @@ BufferPlan plan_buffers(std::span<const PlannedSegment> step,
   int64_t bytes = 0;
   do {
     bytes = replay.memory.total_bytes();
-    for (const PlannedSegment& segment : step) replay.run(segment);
+    for (const PlannedSegment& segment : step) replay.run_segment(segment);
     for (size_t unit = 0; unit < units.size(); ++unit) replay.reshard(unit);
   } while (replay.memory.total_bytes() > bytes);
   return {.num_buffers = replay.memory.num_free(),

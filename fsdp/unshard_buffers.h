@@ -1,16 +1,14 @@
-// Memory of unsharded units and of their gradients: a free list by size.
+// Memory of unsharded units and of their gradients: a free list of buffers.
 //
-// A request takes the smallest free buffer that is large enough. If there is
-// none, the largest free buffer is replaced by one of the requested size; if
-// nothing is free, a buffer is added. Steps that repeat a schedule make the
-// same requests in the same order, so that soon they allocate nothing.
+// A request takes the smallest free buffer that is large enough, otherwise
+// replaces the largest free one by one of the requested size, otherwise
+// allocates. Steps that repeat a schedule soon allocate nothing.
 //
-// On devices with streams a buffer comes back with the point after which it is
-// free, and is lent with it: each stream that uses the buffer waits for that
-// point first. All memory belongs to a stream of its own, on which nothing
-// runs.
+// On devices each buffer carries the stream point of its last use, which the
+// next user's stream must wait for. Buffers are allocated on a separate stream,
+// on which nothing runs.
 //
-// Thread safety: none; the owner serialises calls.
+// Thread safety: none; the owner serializes calls.
 
 #ifndef BRIGADE_FSDP_UNSHARD_BUFFERS_H_
 #define BRIGADE_FSDP_UNSHARD_BUFFERS_H_
@@ -31,10 +29,10 @@
 
 namespace brigade {
 
-// A buffer that is lent. Without memory: none.
+// A buffer in use. Empty: no buffer.
 struct Lease {
   at::Tensor bytes = {};      // uint8
-  StreamPoint last_use = {};  // of whoever had it before
+  StreamPoint last_use = {};  // by the previous user
 
   explicit operator bool() const { return bytes.defined(); }
 };
@@ -46,32 +44,31 @@ class UnshardBuffers {
   UnshardBuffers(const UnshardBuffers&) = delete;
   UnshardBuffers& operator=(const UnshardBuffers&) = delete;
 
-  // At least `bytes`, of any content. 0: none.
+  // Returns at least `bytes` of uninitialized memory; for 0, an empty lease.
   Lease acquire(int64_t bytes);
-  // It is free after `last_use`.
   void release(Lease lease, const StreamPoint& last_use);
-  // Nobody has used it.
+  // For a lease that was not used.
   void release(Lease lease) { release(lease, lease.last_use); }
-  // Frees buffers that are not lent, the last released first, until all take at
-  // most `bytes`.
+  // Deallocates free buffers, last released first, until at most `bytes` are
+  // allocated.
   void shrink_to(int64_t bytes);
 
-  int64_t total_bytes() const { return total_bytes_; }  // lent ones too
+  int64_t total_bytes() const { return total_bytes_; }  // free and in use
   int64_t peak_bytes() const { return peak_bytes_; }
-  // By size: number of buffers that are not lent.
+  // By size: number of free buffers.
   std::map<int64_t, size_t> num_free() const;
 
  private:
-  void free(Lease buffer);
+  void deallocate(Lease buffer);
 
   const c10::Device device_;
   const std::optional<c10::Stream> owner_;  // none on the CPU
-  std::vector<Lease> free_;                 // the longest free first
+  std::vector<Lease> free_;                 // in the order of release
   int64_t total_bytes_ = 0;
   int64_t peak_bytes_ = 0;
 };
 
-// Bytes of a unit's buffers. 0: it needs none.
+// Bytes of a unit's buffers. 0: no buffer.
 struct UnitBytes {
   int64_t unsharded = 0;
   int64_t gradients = 0;
@@ -85,15 +82,15 @@ struct PlannedSegment {
 
 struct BufferPlan {
   std::map<int64_t, size_t> num_buffers = {};  // by size
-  size_t num_for_gradients = 0;                // the most at once
+  size_t num_for_gradients = 0;                // peak
   int64_t bytes = 0;
 };
 
-// The buffers that steps of these segments come to own: replays the cursor in
-// the schedule's order, until a step adds none. Assumes that all ranks repeat
-// the schedule, and that an optimizer writes all units after the step. A unit
-// around others holds memory for its gradients from the segment's start. Not
-// counted: units unsharded by hand, and UnitSettings::keeps_storage.
+// Returns the buffers of repeated steps of these segments, by replaying the
+// schedules until a step allocates nothing. Assumes that all ranks follow the
+// schedules, that an optimizer writes all units after the step, and that a unit
+// which contains others holds gradient memory from the segment's start. Not
+// counted: ShardedModel::unshard() and UnitSettings::keeps_storage.
 BufferPlan plan_buffers(std::span<const PlannedSegment> step,
                         std::span<const UnitBytes> units, size_t max_reducing);
 

@@ -145,8 +145,14 @@ std::string StallWatch::Check::report(Time now) {
   }
   const int64_t num_units = progress_->num_units;
   const std::string* const awaited = progress_->awaited;
-  const std::string object =
-      awaited == nullptr ? "" : absl::StrCat(", for ", *awaited, ",");
+  std::string object;
+  if (awaited != nullptr) {
+    object =
+        absl::StrCat(", for ",
+                     awaited->empty() ? "the outermost unit"
+                                      : absl::StrCat("unit '", *awaited, "'"),
+                     ",");
+  }
   return absl::StrCat(
       names_.engine, ": rank ", channel_.rank, " has waited ",
       since(since_, now), " for its peers", object, " in iteration ", iteration,

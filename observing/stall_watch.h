@@ -35,8 +35,8 @@ struct Progress {
   std::atomic<int64_t> num_units = 0;
   std::atomic<int64_t> num_waits = 0;  // waits for peers, begun so far
   std::atomic<int> num_waiting = 0;    // waits for peers in progress
-  // Object of the last wait, as in "the gather of unit 'a'"; null for the
-  // launched units. Must live as long as this object.
+  // Name of the FSDP unit that the last wait is for; null: the launched units.
+  // Must live as long as this object.
   std::atomic<const std::string*> awaited = nullptr;
 
   bool is_waiting() const { return num_waiting > 0; }
@@ -97,8 +97,9 @@ class StallWatch {
   // warning. Exceptions of the handler are ignored.
   void set_handler(std::function<void(const std::string& report)> handler);
 
-  // Waits for a check in progress, at most 1 s. The handler is not called any
-  // more. Does nothing in a forked child, which has no such thread.
+  // Waits for a running handler, and at most 1 s for the store. The handler is
+  // not called any more. Does nothing in a forked child, which has no such
+  // thread.
   ~StallWatch();
 
   StallWatch(const StallWatch&) = delete;

@@ -1,5 +1,5 @@
 // Statistics of a reducer, and timelines of one of its iterations or of one
-// step of a sharded model (docs/timeline.md).
+// step of a sharded model (docs/guides/timelines.md).
 //
 //   std::cout << describe(reducer.timeline());
 //   std::cout << describe(sharded->timeline());

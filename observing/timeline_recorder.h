@@ -14,6 +14,7 @@
 #include <memory>
 #include <mutex>
 #include <optional>
+#include <string>
 #include <vector>
 
 #include "brigade/observing/timeline.h"
@@ -126,6 +127,67 @@ class TimelineRecorder {
   Timeline last_;
   std::shared_ptr<Completions> current_completions_;
   std::shared_ptr<Completions> last_completions_;
+};
+
+// Recorder of the timelines of a sharded model's steps, sampled as by
+// TimelineRecorder. In other steps each call costs one branch; in a sampled
+// step a collective costs one allocation and a callback of its future.
+//
+// Thread safety: one call at a time. Callbacks write into separate state, which
+// may outlive this object.
+class ShardingRecorder {
+ public:
+  explicit ShardingRecorder(c10::Device device) : device_(device) {}
+
+  // 0: samples no step. Throws ValueError for a negative rate.
+  void set_sample_rate(int64_t sample_rate);
+
+  // A step ends with a reduced backward.
+  void forward_begins();
+  void forward_ends() { stamp(current_.times.forward_end_ns); }
+  void backward_begins();
+  void backward_ends() { stamp(current_.times.backward_end_ns); }
+  // Call when all reductions are complete.
+  void step_ends();
+  void step_fails() { is_in_step_ = is_sampling_ = false; }
+
+  // A unit's collective has a launch for each flat shard. Call launch_begins()
+  // before the first and launched() after each, on the collective's stream.
+  enum Collective { kAllGather, kReduceScatter };
+  void launch_begins(Collective collective, size_t unit);
+  void launched(Collective collective, c10::ivalue::Future& future);
+  // The host begins and ends a wait for the unit's all-gather.
+  void needed(size_t unit);
+  void unsharded(size_t unit);
+
+  // Returns the last complete sampled step; waits for devices. `names`: by
+  // unit.
+  ShardingTimeline timeline(const std::vector<std::string>& names) const;
+
+ private:
+  struct Completion;
+  struct Launch {
+    size_t unit;
+    GatherTimes times;
+    std::vector<std::shared_ptr<Completion>> completions = {};  // by flat shard
+  };
+  struct Step {
+    ShardingTimeline times = {};
+    std::array<std::vector<Launch>, 2> launches = {};  // by Collective
+  };
+
+  void stamp(int64_t& time_ns) const;
+  Launch* last_gather_of(size_t unit);
+  GatherTimes times_of(const Launch& launch) const;
+
+  const c10::Device device_;
+  int64_t sample_rate_ = TimelineRecorder::kDefaultSampleRate;
+  int64_t num_steps_ = 0;  // complete ones
+  bool is_in_step_ = false;
+  bool is_sampling_ = false;
+  GatheredIn pass_ = GatheredIn::kOther;
+  Step current_;
+  Step last_;
 };
 
 }  // namespace brigade

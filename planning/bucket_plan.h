@@ -85,7 +85,8 @@ struct ParameterSpec {
 absl::Status check_bucket_kinds(const BucketPlan& plan,
                                 std::span<const ParameterSpec> parameters);
 
-// A small first bucket starts communication early in backward.
+// A small first bucket starts communication early in backward; large later ones
+// pay latency rarely.
 inline constexpr std::array<int64_t, 2> kDefaultBucketCapsBytes = {
     int64_t{1} << 20, int64_t{25} << 20};
 

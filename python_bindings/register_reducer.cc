@@ -37,7 +37,8 @@ std::vector<std::string> names_of(const NamesByIndex& by_index, size_t count) {
   std::vector<std::string> names(count);
   for (const auto& [index, name] : by_index) {
     TORCH_CHECK(index < count, "brigade.Reducer: param_to_name_mapping names ",
-                "parameter ", index, ", but there are ", count, " parameters.");
+                "parameter ", index, ", but there are ", count,
+                " parameters.\nName each parameter by its index.");
     names[index] = name.starts_with('.') ? name.substr(1) : name;
   }
   return names;
@@ -184,7 +185,7 @@ FuturePtr chain(const torch::jit::PythonFutureWrapper& first,
 
 void register_reducer(py::module_& module) {
   py::class_<TorchReducer, std::shared_ptr<TorchReducer>> reducer(
-      module, "Reducer", py::release_gil_before_calling_cpp_dtor(),
+      module, "Reducer",
       "Averages gradients over a process group during backward; replaces "
       "torch.distributed.Reducer.\n\n"
       "The constructor takes the arguments of torch's, of which "
@@ -307,7 +308,7 @@ void register_reducer(py::module_& module) {
            "Returns the parameter indices of each bucket, in launch order.")
       .def("can_continue", &TorchReducer::can_continue, NoGil(),
            "Returns False if the group's connections are closed "
-           "(docs/recovery.md): then make a new group.")
+           "(docs/guides/failures.md): then make a new group.")
       .def("_abort_group", &TorchReducer::abort_group, NoGil())
       .def("_await_statuses", &TorchReducer::await_statuses, NoGil())
       .def("_meet_peers", &TorchReducer::meet_peers, NoGil())

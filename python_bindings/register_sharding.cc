@@ -348,8 +348,7 @@ void register_sharding(py::module_& module) {
              "Gives `tensor` the shard, dtype and device of `other`.");
 
   py::class_<SegmentedModel, std::shared_ptr<SegmentedModel>>(
-      module, "ShardedModel", py::release_gil_before_calling_cpp_dtor(),
-      "See fsdp/sharded_model.h.")
+      module, "ShardedModel", "See fsdp/sharded_model.h.")
       .def(
           py::init(&make_model), NoGil(), py::arg("units"), py::arg("group"),
           py::arg("options"), py::arg("places"),
@@ -381,9 +380,9 @@ void register_sharding(py::module_& module) {
            py::arg("has_data"),
            "Returns the number of ranks that pass True. Collective.")
       .def("step_without_data", &SegmentedModel::step_without_data, NoGil())
-      .def("meet_peers", &SegmentedModel::meet_peers, NoGil(), "Collective.")
+      .def("meet_peers", &SegmentedModel::barrier, NoGil(), "Collective.")
       .def("await_statuses", &SegmentedModel::await_statuses, NoGil())
-      .def("set_synchronizes", &SegmentedModel::set_synchronizes,
+      .def("set_synchronizes", &SegmentedModel::set_requires_gradient_sync,
            py::arg("value"))
       .def("settings", &SegmentedModel::settings, py::arg("unit"),
            py::return_value_policy::reference_internal)

@@ -68,7 +68,7 @@ class TorchReducer {
   void shadow_iteration(bool use_world_size);
 
   // Checks that all ranks are at the same point before a collective of the
-  // caller. Errors: as Reducer::meet_peers(), on all ranks.
+  // caller. Errors: as Reducer::barrier(), on all ranks.
   void meet_peers();
 
   // Broadcasts rank 0's buffers before a forward with gradients. Returns false
@@ -118,8 +118,8 @@ class TorchReducer {
   // Returns false if the set of unused parameters has changed.
   bool is_graph_static() const;
 
-  // Destroys the Reducer, its iteration and plan. The next call makes a new
-  // one.
+  // Destroys the Reducer, its iteration and plan. The next call that needs one
+  // makes it.
   void reset() { reducer_ = nullptr; }
   void set_process_group(c10::intrusive_ptr<c10d::ProcessGroup> group);
 

@@ -60,9 +60,9 @@ class BackwardMembership {
   // forgets all others.
   std::vector<EarlyGradient> take_early_gradients(int backward_id);
 
-  // The iteration was reduced or aborted. `may_be_repeated`: its backward
-  // created a graph, so a later backward through the same outputs computes
-  // higher derivatives.
+  // This iteration, with all prepared before it, was reduced or aborted.
+  // `may_be_repeated`: its backward created a graph, so a later backward
+  // through the same outputs computes higher derivatives.
   void mark_finished(Preparation preparation, bool may_be_repeated);
 
   bool is_finished(Preparation preparation) const {

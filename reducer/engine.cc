@@ -3,6 +3,7 @@
 #include <c10/core/GradMode.h>
 #include <c10/util/Exception.h>
 
+#include <chrono>
 #include <exception>
 #include <functional>
 #include <iostream>
@@ -19,6 +20,8 @@ namespace {
 
 // Iterations with a new user's hook in which its continuations are watched.
 constexpr int64_t kWatchedIterations = 5;
+
+constexpr std::chrono::seconds kDestructionTimeout{5};
 
 }  // namespace
 
@@ -50,14 +53,22 @@ Engine::~Engine() {
 }
 
 // On devices the last iterations may have failed on a peer: parameters that
-// were stepped with their gradients must not be saved without a word.
+// were stepped with their gradients must not be saved without a word. A forked
+// child has the parent's statuses.
 void Engine::confirm_at_destruction() noexcept {
+  if (getpid() != process_ || peers_.is_closed() || !peers_.can_continue()) {
+    return;
+  }
   try {
-    if (!peers_.is_closed() && peers_.can_continue()) end_.confirm_ends();
-  } catch (const std::exception& error) {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    if (end_.confirm_ends_within(kDestructionTimeout)) return;
+    std::cerr << "Reducer: destroyed before all ranks have said how their last "
+                 "iterations ended. Call await_statuses() before."
+              << std::endl;
+  } catch (...) {
     std::cerr << "Reducer: a failure became known when the reducer was "
                  "destroyed.\n"
-              << error.what() << std::endl;
+              << message_of(std::current_exception()) << std::endl;
   }
 }
 

@@ -2,8 +2,9 @@
 // collectives in one order on all ranks, and ends it on all ranks together
 // (iteration_end.h): either all deliver the results, or all throw.
 //
-// DataParallelPolicy owns the buckets and the used-parameter map. See
-// docs/protocol.md for the order of launches and the consequences of a failure.
+// DataParallelPolicy owns the buckets and the used-parameter map.
+// docs/internals.md describes the order of launches and the consequences of a
+// failure.
 //
 // Thread safety: any thread, one call at a time; gradients may arrive on
 // several threads at once. Lock order: the engine's mutex, then Python's GIL,
@@ -13,6 +14,7 @@
 #define BRIGADE_REDUCER_ENGINE_H_
 
 #include <ATen/core/Tensor.h>
+#include <unistd.h>
 
 #include <chrono>
 #include <cstddef>
@@ -40,6 +42,7 @@ class Engine {
  public:
   explicit Engine(ReducerSetup setup);
 
+  // Awaits unconfirmed ends for 5 s at most, and prints a failure to stderr.
   // Removes the hooks from the variables. Does not wait for collectives in
   // flight. REQUIRES: no backward through the variables is running.
   ~Engine();
@@ -139,6 +142,7 @@ class Engine {
   // mutex_ is held during waits for peers.
   std::string describe_progress() const;
 
+  const pid_t process_ = getpid();
   mutable std::mutex mutex_;
   // Guarded by mutex_, but for `progress`.
   Observations observations_;

@@ -147,7 +147,7 @@ int64_t num_units(std::span<const Launch> launches);
 
 // ---- The iteration
 
-// docs/protocol.md, "Phases", lists the transitions.
+// docs/internals.md, "Phases", lists the transitions.
 enum class Phase {
   // Not begun.
   kPrepared,  // forward has run

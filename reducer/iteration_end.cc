@@ -8,6 +8,7 @@
 #include <exception>
 #include <ranges>
 #include <stdexcept>
+#include <thread>
 #include <utility>
 #include <vector>
 
@@ -578,6 +579,21 @@ void IterationEnd::confirm_oldest_end() {
 
 void IterationEnd::confirm_ends() {
   while (!unconfirmed_ends_.empty()) confirm_oldest_end();
+}
+
+bool IterationEnd::confirm_ends_within(std::chrono::milliseconds timeout) {
+  const WaitForPeers waiting(*observations_.progress);
+  const auto deadline = std::chrono::steady_clock::now() + timeout;
+  while (!unconfirmed_ends_.empty()) {
+    if (peers_.is_complete(unconfirmed_ends_.front().sent)) {
+      confirm_oldest_end();
+    } else if (std::chrono::steady_clock::now() > deadline) {
+      return false;
+    } else {
+      std::this_thread::sleep_for(std::chrono::milliseconds(1));
+    }
+  }
+  return true;
 }
 
 // While the policy learns from iterations, the next one waits for all statuses.

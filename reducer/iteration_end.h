@@ -77,6 +77,10 @@ class IterationEnd {
   // iteration has failed on a peer.
   void confirm_ends();
 
+  // As confirm_ends(), for a limited time. Returns false, and closes nothing,
+  // if statuses are still missing then.
+  bool confirm_ends_within(std::chrono::milliseconds timeout);
+
   // Awaits all but the last max_unconfirmed_iterations, and takes those that
   // are complete. Throws as confirm_ends().
   void confirm_due_ends();

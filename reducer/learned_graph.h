@@ -120,8 +120,7 @@ class HookCounts {
   Stage stage_ = Stage::kLearning;
   std::vector<uint32_t> counts_;    // by variable, in this iteration
   std::vector<uint32_t> expected_;  // by variable
-  std::vector<uint64_t>
-      last_run_;  // by variable, while learning: a run's index
+  std::vector<uint64_t> last_run_;  // by variable: a run's index; if learning
   uint64_t num_runs_ = 0;
   std::vector<size_t> silent_;
 };

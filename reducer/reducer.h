@@ -19,7 +19,7 @@
 //
 // Move and cast parameters before construction. With gradient_as_bucket_view a
 // tensor taken from `.grad` changes in the next step. An exception in one
-// rank's backward is an error on all ranks (docs/protocol.md).
+// rank's backward is an error on all ranks (docs/internals.md).
 //
 // Thread safety: any thread may call a method, one at a time; gradients may
 // become ready on several threads at once.
@@ -79,8 +79,8 @@ class Reducer {
           ReducerOptions options = {},
           const std::vector<std::vector<size_t>>& first_buckets = {});
 
-  // On devices awaits outstanding statuses (max_unconfirmed_iterations) and
-  // prints a failure to stderr. Does not wait for collectives in flight.
+  // On devices awaits outstanding statuses (max_unconfirmed_iterations) for 5 s
+  // and prints a failure to stderr. Does not wait for collectives in flight.
   // Gradients that are views of buckets stay valid. REQUIRES: no backward
   // through the parameters runs.
   ~Reducer();
@@ -92,7 +92,8 @@ class Reducer {
   // Prepares the next backward to be reduced. `outputs`: of the forward; any
   // nest of tensors. Every rank runs the same number of prepared backwards. May
   // be called again without a backward in between. Several backwards may share
-  // one call, if each parameter gets its gradient once.
+  // one call, if each parameter gets its gradient once; the reduction ends with
+  // the last of them.
   //
   // Errors: RuntimeError if the previous backward left parameters without
   // gradients or was not finalized, or a parameter was moved, cast or resized;
@@ -215,8 +216,8 @@ class Reducer {
   void set_timeline_sample_rate(int64_t sample_rate);
 
   // Sets the waiting time after which a rank warns and names late ranks
-  // (docs/timeline.md). Default: half of the group's timeout, at most 60 s. 0:
-  // never. Errors: ValueError if it is negative.
+  // (docs/guides/timelines.md). Default: half of the group's timeout, at most
+  // 60 s. 0: never. Errors: ValueError if it is negative.
   void set_stall_report_after(std::chrono::milliseconds time);
 
   // Sets a function that receives the text instead of a warning; null: warn. It

@@ -100,7 +100,7 @@ scripts/setup.sh
 passed=0 failed=0 skipped=0 table=""
 for stage in "${stages[@]}"; do
   stamp=$stamps/$stage note=""
-  if [[ -f $stamp && $(cut -d' ' -f1 "$stamp") == "$tree" ]]; then
+  if [[ $tree != changed && -f $stamp && $(cut -d' ' -f1 "$stamp") == "$tree" ]]; then
     read -r _ p f s seconds built <"$stamp"
     note=", from an earlier run on this tree"
   else

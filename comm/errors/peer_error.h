@@ -43,9 +43,9 @@ struct LivenessProbe {
 // the other ranks' values until all have answered or the timeout expires. With
 // timeout 0, only publishes. A key is equal on all ranks and serves one probe.
 //
-// A rank answers after it has noticed the failure. Therefore abort() the group
-// before this call or right after it, for ranks that do not wait for the dead
-// one.
+// A rank answers after it has noticed the failure. Close the group before this
+// call or right after it: otherwise ranks that wait for a living rank notice
+// nothing, and do not answer.
 //
 // `lost` returns the ranks whose processes have ended; another thread calls it,
 // possibly after this function has returned. If no other ranks are missing, the

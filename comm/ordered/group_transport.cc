@@ -133,12 +133,14 @@ class GroupTransport::Operation final : public OrderedOperation {
       launch();
     }
     await();
-    if (call_.kind == OrderedKind::kAllGather) return;
-    add();
-    if (call_.kind == OrderedKind::kAllReduce && !is_of_two()) {
+    if (call_.kind != OrderedKind::kAllGather) {
+      add();
+      if (call_.kind == OrderedKind::kReduceScatter || is_of_two()) return;
       gather();
       await();
     }
+    gather_on_host();
+    await();
   }
 
  private:
@@ -149,28 +151,54 @@ class GroupTransport::Operation final : public OrderedOperation {
                     : elements_of(call_.output, ranks_.rank));
   }
 
-  // All-gathers the output's slices in place.
+  // An all-gather of the output's slices, in place, in two phases, so that a
+  // slice comes to each host once: from its rank to the rank with the same
+  // place on every other host; then each rank sends all slices that it has to
+  // the ranks of its own host.
   void gather() {
-    std::vector<at::Tensor> received;
-    for (int rank = 0; rank < ranks_.size; ++rank) {
-      received.push_back(elements_of(call_.output, rank));
+    std::vector<at::Tensor> received(ranks_.size), sent(ranks_.size);
+    for (int peer = 0; peer < ranks_.size; ++peer) {
+      if (place_of(peer) != place_of(ranks_.rank)) continue;
+      received[peer] = elements_of(call_.output, peer);
+      sent[peer] = elements_of(call_.output, ranks_.rank);
     }
-    exchange(1, received, std::vector(ranks_.size, received[ranks_.rank]));
+    exchange(1, received, sent);
   }
 
-  // Receives from and sends to each peer; the arguments are by rank.
+  void gather_on_host() {
+    const int per_host = ranks_.ranks_per_host;
+    const int begin = ranks_.rank - place_of(ranks_.rank);
+    for (int host = 0; host < ranks_.size / per_host; ++host) {
+      std::vector<at::Tensor> received(ranks_.size), sent(ranks_.size);
+      for (int peer = begin; peer < begin + per_host; ++peer) {
+        received[peer] =
+            elements_of(call_.output, host * per_host + place_of(peer));
+        sent[peer] =
+            elements_of(call_.output, host * per_host + place_of(ranks_.rank));
+      }
+      exchange(2 + host, received, sent);
+    }
+  }
+
+  // Number of a rank on its host.
+  int place_of(int rank) const { return rank % ranks_.ranks_per_host; }
+
+  // Receives from and sends to each peer. The arguments are by rank; undefined:
+  // no message.
   void exchange(uint32_t phase, const std::vector<at::Tensor>& received,
                 const std::vector<at::Tensor>& sent) {
     const SigpipeBlock writes_to_peers;
     // A profiler that sees a message begin here may be gone when it ends.
     const at::DisableRecordFunctionGuard not_profiled;
-    const int tag = static_cast<int>((2 * number_ + phase) % kTags) + 1;
+    const uint32_t num_phases = 2 + ranks_.size / ranks_.ranks_per_host;
+    const int tag =
+        static_cast<int>((num_phases * number_ + phase) % kTags) + 1;
     c10d::Backend& backend = *transport_.backend_;
     const auto with_each_peer = [&](const std::vector<at::Tensor>& elements,
                                     const auto& launch) {
       for (int step = 1; step < ranks_.size; ++step) {
         const int peer = (ranks_.rank + step) % ranks_.size;
-        if (elements[peer].numel() == 0) continue;
+        if (!elements[peer].defined() || elements[peer].numel() == 0) continue;
         std::vector<at::Tensor> bytes = {elements[peer].view(at::kByte)};
         WorkPtr work = launch(bytes, peer);
         const std::lock_guard<std::mutex> lock(transport_.mutex_);

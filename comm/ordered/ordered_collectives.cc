@@ -88,6 +88,19 @@ void check_tensor(std::string_view name, const at::Tensor& tensor) {
                    tensor.scalar_type(), ".\nReduce a copy in such a dtype.");
 }
 
+// Returns 1 unless every host has the same number of adjacent ranks.
+int ranks_per_host(const std::vector<int64_t>& host_by_rank) {
+  const auto count = std::ranges::count(host_by_rank, host_by_rank.front());
+  for (size_t rank = 0; rank < host_by_rank.size(); ++rank) {
+    const int64_t host = host_by_rank[rank];
+    if (host == 0 || host != host_by_rank[rank - rank % count] ||
+        std::ranges::count(host_by_rank, host) != count) {
+      return 1;
+    }
+  }
+  return static_cast<int>(count);
+}
+
 }  // namespace
 
 // All instances for one group in this process.
@@ -119,9 +132,14 @@ OrderedCollectives::OrderedCollectives(
         group, shared_bytes_per_rank(room),
         shared_bytes == 0 ? 0 : SharedSegment::host() + host);
     is_on_one_host_ = segment != nullptr;
-    transport_ = segment
-                     ? make_shared_transport(std::move(segment), room, ranks_)
-                     : make_group_transport(make_backend(group), ranks_);
+    if (segment) {
+      transport_ = make_shared_transport(std::move(segment), room, ranks_);
+    } else {
+      ranks_.ranks_per_host =
+          ranks_per_host(all_gather_ints(group, {SharedSegment::host() + host},
+                                         "could not exchange host ids"));
+      transport_ = make_group_transport(make_backend(group), ranks_);
+    }
   } catch (...) {
     throw_peer_error(c10::str("ordered collectives: ",
                               names_.describe(ranks_.rank, ranks_.size),

@@ -72,9 +72,9 @@ class OrderedCollectives {
 
   // Replaces `tensor` [any shape] by the sum over ranks, times `scale` (not for
   // integers). The future holds a list of the tensor, like c10d's, or a
-  // PeerError. Its callbacks run on a thread that later calls need. If `after`
-  // is given, starts when that is complete; its failure fails this call and
-  // later ones.
+  // PeerError. Its callbacks run on a thread that later calls need, here and on
+  // the other ranks. If `after` is given, starts when that is complete; its
+  // failure fails this call and later ones.
   //
   // Errors: ValueError for a tensor that is not contiguous, not on the CPU or
   // lazily conjugated; TypeError for a dtype that can't be added; RuntimeError
@@ -138,7 +138,7 @@ class OrderedCollectives {
 
   // Constant after construction.
   const RankNames names_;
-  const OrderedRanks ranks_;
+  OrderedRanks ranks_;
   const pid_t process_;
   const std::shared_ptr<OfGroup> of_group_;
   bool is_on_one_host_ = true;

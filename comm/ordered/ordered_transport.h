@@ -39,6 +39,9 @@ struct OrderedRanks {
   int size;  // > 1
   std::chrono::milliseconds timeout;
   RankNames names = {};  // in errors
+  // Number of ranks on each host, which are consecutive; 1 also if hosts differ
+  // in it or are unknown.
+  int ranks_per_host = 1;
 };
 
 // A call in flight. Its destructor does not block.

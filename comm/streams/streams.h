@@ -25,8 +25,8 @@ namespace brigade {
 // REQUIRES: a device with streams.
 c10::Stream current_stream(c10::Device device);
 
-// Returns a high-priority stream of the process's pool: work on it delays a
-// collective. REQUIRES: a device with streams.
+// Returns a stream of the process's pool, with high priority, because a
+// collective waits for the work on it. REQUIRES: a device with streams.
 c10::Stream side_stream(c10::Device device);
 
 // Returns nullopt for devices without streams (CPU).

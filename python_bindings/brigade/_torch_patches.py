@@ -14,7 +14,6 @@ from typing import Any
 import torch
 import torch.distributed._state_dict_utils
 import torch.distributed.checkpoint.state_dict
-from torch._functorch._aot_autograd import runtime_wrappers as _compiled
 from torch.distributed.checkpoint._state_dict_stager import StateDictStager as _StateDictStager
 from torch.distributed.checkpoint.planner import SavePlan
 from torch.distributed.checkpoint.staging import BlockingAsyncStager as _BlockingStager
@@ -32,15 +31,17 @@ _utils = torch.distributed._state_dict_utils
 @functools.cache
 def patch_torch() -> None:
     """Applies all patches once."""
+    import torch._dynamo  # first: the next import alone is circular
+    from torch._functorch._aot_autograd import runtime_wrappers
     from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter
 
     # clip_grad_norm_() then computes all norms at once: one all-reduce instead of one per tensor.
     torch.utils._foreach_utils._foreach_supported_types.append(TensorShard)
     # Optimizers then use their foreach implementation where it is the default, on devices.
     _optimizer_foreach_types.append(ShardedParameter)
-    # The first run of compiled code on torch 2.12 and 2.13 accepts exact types only.
-    if hasattr(_compiled, "HANDLED_TYPES"):
-        _compiled.HANDLED_TYPES += (ShardedParameter, TensorShard)
+    # Compiled code checks exact types in its first run, on torch 2.12 to 2.14.
+    if hasattr(runtime_wrappers, "HANDLED_TYPES"):
+        runtime_wrappers.HANDLED_TYPES += (ShardedParameter, TensorShard)
     clip = torch.nn.utils.clip_grad
     for owner, name, patch in (
         # Rejects mixed lists, which ranks would clip differently. Uses foreach on CPUs, too: one

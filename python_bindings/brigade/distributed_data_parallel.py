@@ -191,12 +191,12 @@ class DistributedDataParallel(_TorchDistributedDataParallel):
         max_unconfirmed_iterations: On devices: the number of iterations, 0 to 32, that may deliver
             gradients before all ranks have confirmed their success. The other ranks see a failure
             at most that many iterations later. The group is then closed, and training resumes from
-            a checkpoint (docs/recovery.md). Without effect on CPUs, where ranks confirm before
-            delivery.
+            a checkpoint (docs/guides/failures.md). Without effect on CPUs, where ranks confirm
+            before delivery.
         reproducible: Adds gradients in rank order and divides once. Bits then do not depend on
             buckets, views or the order of backward, and equal those of fully_shard() without
             replicas. Requires dense gradients; excludes comm hooks, `mixed_precision` and delayed
-            parameters. Costs time on CPUs (docs/status.md).
+            parameters. Costs time on CPUs (docs/benchmarks.md).
 
     Raises:
         DistBackendError: A peer died or did not answer within the group's timeout.
@@ -755,9 +755,10 @@ class DistributedDataParallel(_TorchDistributedDataParallel):
     def can_continue(self) -> bool:
         """Returns True if the process group can be used after an error.
 
-        False if the group's connections are closed. On CPUs that happens after a peer died, exited
-        or timed out, or if zeros can't replace the failed rank's gradients (docs/recovery.md); on
-        devices, after any failure. Then make a new group and wrap ``model.module`` again.
+        False if the group's connections are closed (docs/guides/failures.md). On CPUs that happens
+        after a peer died, exited or timed out, or if zeros can't replace the failed rank's
+        gradients; on devices, after any failure. Then make a new group and wrap ``model.module``
+        again.
         """
         return self._delay_all_reduce_all_params or self.reducer.can_continue()
 

@@ -109,6 +109,7 @@ INSTANTIATE_TEST_SUITE_P(NoRoom, OrderedCollectivesTest,
                                             ::testing::Values(kOneHost)));
 INSTANTIATE_TEST_SUITE_P(BetweenHosts, OrderedCollectivesTest,
                          ::testing::Values(std::tuple(4, kRoom, 2),
+                                           std::tuple(6, kRoom, 2),
                                            std::tuple(5, kLittleRoom, 3)));
 
 constexpr at::ScalarType kDtypes[] = {

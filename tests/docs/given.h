@@ -7,6 +7,8 @@
 #include <torch/torch.h>
 
 #include <chrono>
+#include <csignal>
+#include <filesystem>
 #include <iostream>
 #include <memory>
 #include <optional>

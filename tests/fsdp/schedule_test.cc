@@ -1,8 +1,8 @@
-// A model of W ranks in one process runs programs against SegmentCursor: each
-// rank advances until it waits for an all-gather that not all ranks have
-// issued, or for a round. Checked in every run: no deadlock, one sequence on
-// all ranks, every used unit is there, every gradient is in exactly one
-// reduce-scatter.
+// Simulation of n ranks in one process, each with a program and a
+// SegmentCursor. A rank advances until it waits for a round or for an
+// all-gather that not all ranks have issued. Every run checks: no deadlock, one
+// sequence on all ranks, used units are unsharded, and each gradient is in
+// exactly one reduce-scatter.
 
 #include "brigade/fsdp/schedule.h"
 
@@ -40,7 +40,7 @@ Program uses(const std::vector<size_t>& units) {
   return program;
 }
 
-// Backward of units in this order: each is used, then gets its gradient.
+// Each unit is used, then gets its gradient.
 Program backward(const std::vector<size_t>& units) {
   Program program;
   for (const size_t unit : units) {
@@ -62,10 +62,10 @@ struct Rank {
   SegmentCursor cursor;
   Program program;
   State state = State::kRuns;
-  size_t next = 0;  // of the program
-  size_t awaited = 0;
+  size_t next = 0;     // event of the program
+  size_t awaited = 0;  // place of an all-gather
   std::optional<size_t> missing = {};
-  // By unit: the place of the all-gather whose memory it has.
+  // By unit: place of the all-gather that it holds.
   std::vector<std::optional<size_t>> memory = {};
   Schedule issued = {};
   std::vector<int64_t> pending = {};  // gradients, by unit
@@ -76,7 +76,7 @@ struct Rank {
 };
 
 struct Outcome {
-  RoundResult result = RoundResult::kGoesOn;
+  RoundResult result = RoundResult::kContinues;
   Schedule issued;
   std::vector<size_t> num_rounds;
   std::vector<size_t> max_held;
@@ -115,7 +115,7 @@ class Model {
   Outcome run() {
     for (Rank& rank : ranks_) carry_out(rank, rank.cursor.begin());
     Outcome outcome;
-    while (error_.empty() && outcome.result == RoundResult::kGoesOn) {
+    while (error_.empty() && outcome.result == RoundResult::kContinues) {
       std::vector<size_t> able;
       for (size_t r = 0; r < ranks_.size(); ++r) {
         if (can_advance(ranks_[r])) able.push_back(r);
@@ -206,12 +206,12 @@ class Model {
         rank.awaited = 0;
         for (const size_t unit : event.units) {
           if (!rank.memory[unit]) {
-            error_ += " unit " + std::to_string(unit) + " is not there";
+            error_ += " unit " + std::to_string(unit) + " is not unsharded";
             return;
           }
           rank.awaited = std::max(rank.awaited, *rank.memory[unit]);
         }
-        if (rank.issued.empty()) {  // all were unsharded before
+        if (rank.issued.empty()) {  // units unsharded from the start
           ++rank.next;
         } else {
           rank.state = Rank::State::kWaits;
@@ -230,7 +230,7 @@ class Model {
       CursorActions actions;
       results.push_back(rank.cursor.end_round(messages, actions));
       carry_out(rank, actions);
-      if (rank.missing) rank.state = Rank::State::kRuns;  // asks again
+      if (rank.missing) rank.state = Rank::State::kRuns;  // need() again
     }
     for (const RoundResult result : results) {
       if (result != results[0]) error_ += " results differ";
@@ -291,7 +291,7 @@ TEST(SegmentCursorTest, ReplaysInOneRoundAndTwoBuffers) {
   const auto learned = run(flat_rules(4), programs);
   EXPECT_EQ(learned.error, "");
   EXPECT_EQ(gathers_of(learned.issued), (std::vector<size_t>{0, 1, 2, 3}));
-  EXPECT_EQ(learned.num_rounds[0], 5);  // one for each unit, and the status
+  EXPECT_EQ(learned.num_rounds[0], 5);  // one per unit, then the status
   const auto replayed = run(flat_rules(4), programs, learned.records);
   EXPECT_EQ(replayed.error, "");
   EXPECT_EQ(replayed.issued, learned.issued);
@@ -299,7 +299,7 @@ TEST(SegmentCursorTest, ReplaysInOneRoundAndTwoBuffers) {
   EXPECT_EQ(replayed.max_held, (std::vector<size_t>{2, 2}));
 }
 
-TEST(SegmentCursorTest, ReducesWhileBackwardGoesOn) {
+TEST(SegmentCursorTest, ReducesDuringBackward) {
   const auto learned =
       run(flat_rules(3), {backward({2, 1, 0}), backward({2, 1, 0})});
   EXPECT_EQ(learned.error, "");
@@ -310,7 +310,7 @@ TEST(SegmentCursorTest, ReducesWhileBackwardGoesOn) {
   EXPECT_EQ(learned.issued, expected);
 }
 
-TEST(SegmentCursorTest, ReducesWhatOneRankSkipsBeforeTheEnd) {
+TEST(SegmentCursorTest, ReducesAUnitThatOneRankSkipsBeforeTheEnd) {
   const auto learned =
       run(flat_rules(5), {backward({4, 3, 2, 1, 0}), backward({4, 2, 1, 0})});
   EXPECT_EQ(learned.error, "");
@@ -321,7 +321,7 @@ TEST(SegmentCursorTest, ReducesWhatOneRankSkipsBeforeTheEnd) {
             place_of(learned.issued, {Kind::kAllGather, 0}));
 }
 
-TEST(SegmentCursorTest, OneRankDiffersFromTheSchedule) {
+TEST(SegmentCursorTest, OneRankDeviatesFromTheSchedule) {
   const Program all = backward({2, 1, 0});
   const auto learned = run(flat_rules(3), {all, all});
   const auto with = [&](const Program& other) {
@@ -348,7 +348,7 @@ TEST(SegmentCursorTest, OneRankDiffersFromTheSchedule) {
   EXPECT_EQ(gathers_of(needs_again.issued), (std::vector<size_t>{2, 1, 0, 2}));
 }
 
-TEST(SegmentCursorTest, OuterUnitStaysWhileInnerOnesRun) {
+TEST(SegmentCursorTest, OuterUnitStaysUnshardedWhileInnerOnesRun) {
   UnitRules rules = flat_rules(4);
   for (size_t inner = 1; inner < 4; ++inner) rules.parents[inner] = 0;
   const Program program = uses({0, 1, 0, 2, 0, 3, 0});
@@ -377,7 +377,7 @@ TEST(SegmentCursorTest, UnitsThatStayAreNotGatheredAgain) {
   EXPECT_EQ(gathers_of(outcome.issued), std::vector<size_t>());
 }
 
-// All programs of up to `longest` uses of `num_units` units.
+// All sequences of up to `longest` uses of `num_units` units.
 std::vector<std::vector<size_t>> all_orders(size_t num_units, size_t longest) {
   std::vector<std::vector<size_t>> orders = {{}};
   for (size_t begin = 0, length = 0; length < longest; ++length) {
@@ -429,7 +429,6 @@ TEST(SegmentCursorTest, AnyShortForwardIsRightAfterAnyOther) {
   }
 }
 
-// Random nests, operators, gradients and failures on 1 to 4 ranks.
 Program random_program(std::mt19937& random, size_t num_units) {
   Program program;
   const size_t length = random() % 14;
@@ -462,7 +461,7 @@ UnitRules random_rules(std::mt19937& random) {
   return rules;
 }
 
-// The program's own collectives may lie between any two of its events.
+// So a program may issue its own collectives between any two events.
 TEST(SegmentCursorTest, EqualProgramsIssueAtTheSameEvents) {
   for (uint32_t seed = 0; seed < 3000; ++seed) {
     std::mt19937 random(seed);
@@ -523,7 +522,7 @@ TEST(SegmentCursorTest, RandomProgramsLearnReplayAndDiffer) {
     ASSERT_EQ(other.error, "") << seed;
     ASSERT_EQ(other.result, RoundResult::kEnded) << seed;
 
-    // Gradients that no open forward leads to are late, and not lost.
+    // Unexpected gradients are late, but not lost.
     Model unexpected(rules, others, learned.records, seed, {},
                      /*expects=*/false);
     ASSERT_EQ(unexpected.run().error, "") << seed;
@@ -540,7 +539,7 @@ TEST(SegmentCursorTest, RandomProgramsLearnReplayAndDiffer) {
   }
 }
 
-TEST(SchedulesTest, FingerprintTellsOrdersAndKindsApart) {
+TEST(RecordedScheduleTest, FingerprintDependsOnOrderAndKind) {
   const auto of = [](Schedule entries) {
     return RecordedSchedule{.entries = std::move(entries)}.fingerprint();
   };

@@ -1,6 +1,5 @@
-// Sums over a row of ranks and then over its column, of CPUs and of devices,
-// the latter over Gloo. What is launched on which stream is tested on a
-// simulated device (tests/simulated_device).
+// Reductions over shard groups, then replica groups: on CPUs, and by the device
+// transport over Gloo. tests/simulated_device tests the order of streams.
 
 #include "brigade/fsdp/shard_transport.h"
 
@@ -30,14 +29,14 @@ using testing::run_ranks;
 using Group = c10::intrusive_ptr<c10d::ProcessGroup>;
 using FuturePtr = ShardTransport::FuturePtr;
 
-struct Shape {
-  int num_rows;
-  int row;
+struct Mesh {
+  int num_replicas;
+  int num_shards;
 
-  int size() const { return num_rows * row; }
+  int size() const { return num_replicas * num_shards; }
 };
 
-// Over so many decades that the order of additions shows.
+// Values over five decades, so that the order of additions changes the bits.
 at::Tensor values_of(int rank, int64_t numel, at::ScalarType dtype,
                      uint64_t seed = 1) {
   auto generator = at::make_generator<at::CPUGeneratorImpl>(
@@ -47,56 +46,55 @@ at::Tensor values_of(int rank, int64_t numel, at::ScalarType dtype,
       .to(dtype);
 }
 
-class SumsOfRowsTest : public ::testing::TestWithParam<Shape> {
+class OrderedReductionTest : public ::testing::TestWithParam<Mesh> {
  protected:
-  static int row() { return GetParam().row; }
+  static int num_shards() { return GetParam().num_shards; }
 
   void run(const std::function<void(ShardTransport&, int rank)>& fn) {
     run_ranks(GetParam().size(), [&](const Group& group) {
-      const auto transport = make_ordered_transport(group, row());
+      const auto transport = make_ordered_transport(group, num_shards());
       fn(*transport, group->getRank());
     });
   }
 
-  // Of values_of(), row by row.
+  // The expected reduction of values_of() of all ranks.
   static at::Tensor scaled_sum(int64_t numel, at::ScalarType dtype,
                                double scale) {
     std::vector<at::Tensor> sums;
-    const bool is_all = GetParam().num_rows == 1;  // rounded once
-    for (int first = 0; first < GetParam().size(); first += row()) {
+    const bool has_replicas = GetParam().num_replicas > 1;
+    for (int first = 0; first < GetParam().size(); first += num_shards()) {
       std::vector<at::Tensor> terms;
-      for (int rank = first; rank < first + row(); ++rank) {
+      for (int rank = first; rank < first + num_shards(); ++rank) {
         terms.push_back(values_of(rank, numel, dtype));
       }
       sums.push_back(at::empty({numel}, dtype));
-      ordered_sum(terms, is_all ? std::optional(scale) : std::nullopt,
+      ordered_sum(terms, has_replicas ? std::nullopt : std::optional(scale),
                   sums.back());
     }
-    if (is_all) return sums[0];
+    if (!has_replicas) return sums[0];
     at::Tensor sum = at::empty({numel}, dtype);
     ordered_sum(sums, scale, sum);
     return sum;
   }
 
   static at::Tensor shard_of(const at::Tensor& whole, int rank) {
-    const int64_t numel = whole.numel() / row();
-    return whole.narrow(0, rank % row() * numel, numel);
+    const int64_t numel = whole.numel() / num_shards();
+    return whole.narrow(0, rank % num_shards() * numel, numel);
   }
 };
-INSTANTIATE_TEST_SUITE_P(Shapes, SumsOfRowsTest,
-                         ::testing::Values(Shape{1, 1}, Shape{1, 3},
-                                           Shape{3, 1}, Shape{2, 2},
-                                           Shape{2, 3}, Shape{3, 2}),
-                         [](const auto& shape) {
-                           return absl::StrCat(shape.param.num_rows, "x",
-                                               shape.param.row);
+INSTANTIATE_TEST_SUITE_P(Meshes, OrderedReductionTest,
+                         ::testing::Values(Mesh{1, 1}, Mesh{1, 3}, Mesh{3, 1},
+                                           Mesh{2, 2}, Mesh{2, 3}, Mesh{3, 2}),
+                         [](const auto& mesh) {
+                           return absl::StrCat(mesh.param.num_replicas, "x",
+                                               mesh.param.num_shards);
                          });
 
-TEST_P(SumsOfRowsTest, HaveTheBitsOfOrderedSumsRowByRow) {
+TEST_P(OrderedReductionTest, HasTheBitsOfOrderedSums) {
   run([](ShardTransport& transport, int rank) {
     for (const at::ScalarType dtype : {at::kFloat, at::kHalf, at::kBFloat16}) {
       for (const int64_t shard_numel : {1, 1000, 40003}) {
-        const int64_t numel = row() * shard_numel;
+        const int64_t numel = num_shards() * shard_numel;
         const at::Tensor expected = scaled_sum(numel, dtype, 0.3);
         const at::Tensor whole = values_of(rank, numel, dtype);
         const at::Tensor shard = at::empty({shard_numel}, dtype);
@@ -112,19 +110,19 @@ TEST_P(SumsOfRowsTest, HaveTheBitsOfOrderedSumsRowByRow) {
   });
 }
 
-TEST_P(SumsOfRowsTest, AddTheRowsEarlierSum) {
-  if (GetParam().num_rows == 1) GTEST_SKIP() << "a row is all";
-  const int64_t numel = row() * 4003;
-  const auto sum_of_row = [&](int r, uint64_t seed) {
-    at::Tensor sum = values_of(r * row(), numel, at::kFloat, seed);
-    for (int i = 1; i < row(); ++i) {
-      sum.add_(values_of(r * row() + i, numel, at::kFloat, seed));
+TEST_P(OrderedReductionTest, AddsAnEarlierPartialSum) {
+  if (GetParam().num_replicas == 1) GTEST_SKIP() << "needs replicas";
+  const int64_t numel = num_shards() * 4003;
+  const auto shard_group_sum = [&](int r, uint64_t seed) {
+    at::Tensor sum = values_of(r * num_shards(), numel, at::kFloat, seed);
+    for (int i = 1; i < num_shards(); ++i) {
+      sum.add_(values_of(r * num_shards() + i, numel, at::kFloat, seed));
     }
     return sum;
   };
-  at::Tensor expected = sum_of_row(0, 2) + sum_of_row(0, 1);
-  for (int r = 1; r < GetParam().num_rows; ++r) {
-    expected = expected + (sum_of_row(r, 2) + sum_of_row(r, 1));
+  at::Tensor expected = shard_group_sum(0, 2) + shard_group_sum(0, 1);
+  for (int r = 1; r < GetParam().num_replicas; ++r) {
+    expected = expected + (shard_group_sum(r, 2) + shard_group_sum(r, 1));
   }
   expected = expected * 0.3;
   run([&](ShardTransport& transport, int rank) {
@@ -136,26 +134,26 @@ TEST_P(SumsOfRowsTest, AddTheRowsEarlierSum) {
     const at::Tensor shard = at::empty({4003});
     transport
         .reduce_scatter(values_of(rank, numel, at::kFloat, 2), shard,
-                        {.scale = 0.3, .of_row = before})
+                        {.scale = 0.3, .partial_sum = before})
         ->waitAndThrow();
     EXPECT_TRUE(at::equal(shard, shard_of(expected, rank)));
   });
 }
 
-// Also in rows and columns that the last rank is not in.
-TEST_P(SumsOfRowsTest, ARankThatLeavesEndsAllInFlight) {
-  if (GetParam().size() == 1) GTEST_SKIP() << "there is nobody to leave";
+// Also in groups that do not contain the last rank.
+TEST_P(OrderedReductionTest, ARankThatLeavesEndsAllReductionsInFlight) {
+  if (GetParam().size() == 1) GTEST_SKIP() << "needs a second rank";
   run_ranks(
       GetParam().size(),
       [&](const Group& group) {
-        auto transport = make_ordered_transport(group, row());
+        auto transport = make_ordered_transport(group, num_shards());
         const auto reduce = [&] {
-          return transport->reduce_scatter(at::ones({row() * 100000}),
+          return transport->reduce_scatter(at::ones({num_shards() * 100000}),
                                            at::empty({100000}), {});
         };
         reduce()->waitAndThrow();
         std::vector<at::Tensor> ones = {at::ones(10)};
-        group->allreduce(ones)->wait();  // all have the first one
+        group->allreduce(ones)->wait();  // all ranks have the first reduction
         if (group->getRank() == GetParam().size() - 1) {
           transport.reset();
         } else {
@@ -178,95 +176,95 @@ TEST_P(SumsOfRowsTest, ARankThatLeavesEndsAllInFlight) {
 
 constexpr int64_t kShardNumel = 37;
 
-// Ranks x length of a row.
-class DeviceSumsOfRanksTest
+// World size, number of shards.
+class DeviceReductionTest
     : public ::testing::TestWithParam<std::tuple<int, int>> {};
 
-// Drawn values, as sums of whole numbers would hide the order.
-TEST_P(DeviceSumsOfRanksTest, HaveTheBitsOfTheCpusInOrder) {
+TEST_P(DeviceReductionTest, HasTheCpusBitsInRankOrder) {
   const auto& [world_size, num_shards] = GetParam();
-  run_ranks(world_size, [row = num_shards](const Group& group) {
-    const auto on_cpu = make_ordered_transport(group, row);
+  run_ranks(world_size, [num_shards = num_shards](const Group& group) {
+    const auto on_cpu = make_ordered_transport(group, num_shards);
     const auto on_device = make_device_transport(
-        group, row, ShardingStreams(at::kCPU), {}, /*in_order=*/true);
+        group, num_shards, ShardingStreams(at::kCPU), {}, /*in_order=*/true);
     EXPECT_TRUE(on_device->scales());
     for (const at::ScalarType dtype :
          {at::kFloat, at::kDouble, at::kBFloat16, at::kHalf}) {
       const at::Tensor whole =
-          values_of(group->getRank(), row * kShardNumel, dtype);
+          values_of(group->getRank(), num_shards * kShardNumel, dtype);
       const at::Tensor before = whole.clone();
       for (const bool over_replicas : {true, false}) {
-        const ShardTransport::Sum sum = {
+        const ShardTransport::ReduceOptions options = {
             .scale = over_replicas ? 1.0 / group->getSize() : 1,
             .over_replicas = over_replicas};
         const at::Tensor expected = torch::zeros({kShardNumel}, dtype);
         const at::Tensor found = torch::zeros({kShardNumel}, dtype);
-        on_cpu->reduce_scatter(whole, expected, sum)->waitAndThrow();
-        on_device->reduce_scatter(whole, found, sum)->waitAndThrow();
+        on_cpu->reduce_scatter(whole, expected, options)->waitAndThrow();
+        on_device->reduce_scatter(whole, found, options)->waitAndThrow();
         EXPECT_TRUE(at::equal(found, expected))
-            << dtype << (over_replicas ? "" : ", in a row");
+            << dtype << (over_replicas ? "" : ", in a shard group");
         EXPECT_TRUE(at::equal(whole, before));
       }
     }
   });
 }
 
-// Of whole numbers, whose order does not show.
-TEST_P(DeviceSumsOfRanksTest, NeedNoSumsOfSlicesOverGloo) {
+// Integer values: every order of additions gives the same bits.
+TEST_P(DeviceReductionTest, NeedsNoReduceScatterOverGloo) {
   const auto& [world_size, num_shards] = GetParam();
-  run_ranks(world_size, [row = num_shards](const Group& group) {
-    const auto on_cpu = make_ordered_transport(group, row);
+  run_ranks(world_size, [num_shards = num_shards](const Group& group) {
+    const auto on_cpu = make_ordered_transport(group, num_shards);
     const auto over_gloo = make_device_transport(
-        group, row, ShardingStreams(at::kCPU), {}, /*in_order=*/false);
+        group, num_shards, ShardingStreams(at::kCPU), {}, /*in_order=*/false);
     const at::Tensor whole =
-        at::arange(static_cast<double>(row * kShardNumel), at::kFloat) +
+        at::arange(static_cast<double>(num_shards * kShardNumel), at::kFloat) +
         1000 * group->getRank();
-    const at::Tensor of_row = at::full({kShardNumel}, 3.0 + group->getRank());
+    const at::Tensor partial_sum =
+        at::full({kShardNumel}, 3.0 + group->getRank());
     for (const bool over_replicas : {true, false}) {
-      ShardTransport::Sum sum = {.over_replicas = over_replicas};
-      if (over_replicas) sum.of_row = of_row;
+      ShardTransport::ReduceOptions options = {.over_replicas = over_replicas};
+      if (over_replicas) options.partial_sum = partial_sum;
       const at::Tensor expected = torch::zeros({kShardNumel});
       const at::Tensor found = torch::zeros({kShardNumel});
-      on_cpu->reduce_scatter(whole, expected, sum)->waitAndThrow();
-      over_gloo->reduce_scatter(whole.clone(), found, sum)->waitAndThrow();
+      on_cpu->reduce_scatter(whole, expected, options)->waitAndThrow();
+      over_gloo->reduce_scatter(whole.clone(), found, options)->waitAndThrow();
       EXPECT_TRUE(at::equal(found, expected)) << over_replicas;
     }
   });
 }
 
-INSTANTIATE_TEST_SUITE_P(, DeviceSumsOfRanksTest,
+INSTANTIATE_TEST_SUITE_P(, DeviceReductionTest,
                          ::testing::Values(std::tuple(1, 1), std::tuple(2, 2),
                                            std::tuple(3, 3), std::tuple(4, 4),
                                            std::tuple(3, 1), std::tuple(4, 2),
                                            std::tuple(6, 2)));
 
-// Of the CPU, in a row of two or on two replicas. Else a rank would wait inside
-// of a call for a peer that has not come to it.
+// On two shards, then on two replicas.
 TEST(OrderedTransportTest, CallsReturnBeforeThePeerLaunches) {
-  for (const int row : {2, 1}) {
+  for (const int num_shards : {2, 1}) {
     std::latch launched(1);
     run_ranks(2, [&](const Group& group) {
       const int rank = group->getRank();
-      const auto transport = make_ordered_transport(group, row);
-      const at::Tensor slices = at::arange(row * kShardNumel, at::kFloat);
+      const auto transport = make_ordered_transport(group, num_shards);
+      const at::Tensor slices =
+          at::arange(num_shards * kShardNumel, at::kFloat);
       const int64_t begin = transport->shard_rank() * kShardNumel;
       const at::Tensor own = slices.narrow(0, begin, kShardNumel);
-      const at::Tensor gathered = at::zeros({row * kShardNumel});
+      const at::Tensor gathered = at::zeros({num_shards * kShardNumel});
       gathered.narrow(0, begin, kShardNumel).copy_(own);
       const at::Tensor whole = slices + 1000 * rank;
       const at::Tensor sum = at::zeros({kShardNumel});
-      auto tell = c10::make_scope_exit([&] {
+      auto unblock_peer = c10::make_scope_exit([&] {
         if (rank == 0) launched.count_down();
       });
       if (rank == 1) launched.wait();
-      const auto gather = transport->all_gather(gathered, row);
+      const auto gather = transport->all_gather(gathered, num_shards);
       const auto reduction = transport->reduce_scatter(whole, sum, {});
       if (rank == 0) launched.count_down();
-      tell.release();
+      unblock_peer.release();
       gather->waitAndThrow();
       reduction->waitAndThrow();
-      EXPECT_TRUE(at::equal(gathered, slices)) << row;
-      EXPECT_TRUE(at::equal(sum, 2 * own + 1000)) << row;
+      EXPECT_TRUE(at::equal(gathered, slices)) << num_shards;
+      EXPECT_TRUE(at::equal(sum, 2 * own + 1000)) << num_shards;
     });
   }
 }

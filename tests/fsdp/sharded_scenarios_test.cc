@@ -1,9 +1,10 @@
-// The scenario matrix of sharded training: faults x situations.
+// Scenario matrix of sharded training: faults x situations.
 //
-// Each cell trains some steps, one of which fails on one rank. The failed rank
-// gets its own exception, the others one that names it and has its text; no
-// gradient has changed; and the next steps are those of one process. A process
-// that ends is named by the survivors, who keep what they had.
+// Each cell trains some steps, one of which fails on one rank. Checks that the
+// failed rank gets its own exception and the others an error with its rank and
+// text, that no gradient changes, and that later steps have the results of one
+// process. If a process dies, checks that the survivors' error names it and
+// that their parameters and gradients do not change.
 
 #include <ATen/CPUGeneratorImpl.h>
 #include <signal.h>
@@ -52,7 +53,7 @@ enum class Fault {
   kBackward,
   kHook,
   kHookFuture,
-  kHookAlways,  // on zeros, too
+  kHookAlways,  // also on zeros
   kOutOfMemory,
   kRecomputation,
   kProcess,
@@ -65,24 +66,24 @@ constexpr const char* kFaults[] = {"Forward",       "Backward",   "Hook",
 enum class Situation {
   kLearning,
   kCursor,
-  kCheckpointEach,  // one around each block
-  kCheckpointAll,   // one around four blocks
-  kNoSync,          // fails in a backward that accumulates
-  kAfterNoSync,     // fails in the one that reduces
-  kJoin,            // the last rank has no data
-  kJoinShadow,      // fails on the rank without data
-  kMeshes,          // two experts on 4 ranks
-  kReplicas,        // 4 ranks, num_shards = 2
-  kChainedRoots,    // one loss through two models
-  kTwoRoots,        // a second model is trained in turn
-  kEvaluation,      // a forward without gradients before each step
-  kInEvaluation,    // fails in that
-  kUserCollective,  // in each forward, and before each backward
+  kCheckpointEach,   // activation checkpointing of each block
+  kCheckpointAll,    // one activation checkpoint around four blocks
+  kNoSync,           // fails in the backward that accumulates
+  kAfterNoSync,      // fails in the backward that reduces
+  kJoin,             // the last rank has no data
+  kJoinWithoutData,  // fails on the rank without data
+  kMeshes,           // two experts on 4 ranks
+  kReplicas,         // 4 ranks, num_shards = 2
+  kChainedModels,    // one loss through two models
+  kTwoModels,        // a second model is trained in turn
+  kEvaluation,       // a forward without gradients before each step
+  kInEvaluation,     // fails in the evaluation
+  kUserCollective,   // in each forward, and before each backward
 };
 constexpr const char* kSituations[] = {
     "Learning",   "Cursor",       "CheckpointEach", "CheckpointAll",
-    "NoSync",     "AfterNoSync",  "Join",           "JoinShadow",
-    "Meshes",     "Replicas",     "ChainedRoots",   "TwoRoots",
+    "NoSync",     "AfterNoSync",  "Join",           "JoinWithoutData",
+    "Meshes",     "Replicas",     "ChainedModels",  "TwoModels",
     "Evaluation", "InEvaluation", "UserCollective"};
 
 bool is_checkpointed(Situation s) {
@@ -94,17 +95,17 @@ bool exists(Fault fault, Situation situation) {
     case Fault::kRecomputation:
       return is_checkpointed(situation);
     case Fault::kHook:
-    case Fault::kHookFuture:  // hooks are not called without synchronisation
+    case Fault::kHookFuture:  // hooks run in reductions only
       return situation != Situation::kNoSync &&
              situation != Situation::kInEvaluation;
-    case Fault::kHookAlways:  // ends the group: HookThatAlwaysThrowsTest
+    case Fault::kHookAlways:  // HookThatAlwaysThrowsTest
       return false;
     case Fault::kBackward:
-      return situation != Situation::kJoinShadow &&
+      return situation != Situation::kJoinWithoutData &&
              situation != Situation::kInEvaluation;
     case Fault::kForward:
-    case Fault::kOutOfMemory:  // a rank without data runs no code of the user
-      return situation != Situation::kJoinShadow;
+    case Fault::kOutOfMemory:  // a rank without data runs no user code
+      return situation != Situation::kJoinWithoutData;
     default:
       return true;
   }
@@ -116,7 +117,7 @@ int world_size_of(Situation situation) {
     case Situation::kReplicas:
       return 4;
     case Situation::kJoin:
-    case Situation::kJoinShadow:
+    case Situation::kJoinWithoutData:
       return 3;
     default:
       return 2;
@@ -127,10 +128,10 @@ int failing_rank(Situation situation) {
   return situation == Situation::kJoin ? 1 : world_size_of(situation) - 1;
 }
 
-// Autograd does not tell what its nodes have thrown.
-const char* words_for_peers(Fault fault) {
+// Autograd does not pass on the exceptions of its nodes.
+const char* error_text_on_peers(Fault fault) {
   return fault == Fault::kBackward || fault == Fault::kRecomputation
-             ? "backward has thrown"
+             ? "backward failed"
              : "bang";
 }
 
@@ -150,7 +151,7 @@ struct BlockImpl : torch::nn::Module {
 };
 TORCH_MODULE(Block);
 
-// What forwards do beside computing: by block.
+// Called after each block of a forward.
 using AtBlock = std::function<void(int block, at::Tensor& output)>;
 
 struct NetImpl : torch::nn::Module {
@@ -203,7 +204,7 @@ struct NetImpl : torch::nn::Module {
 };
 TORCH_MODULE(Net);
 
-// Sums as the transport does, and fails when it is told to.
+// Reduces as without a hook, and throws as `fault` says.
 class FaultyHook : public ReductionHook {
  public:
   FuturePtr reduce(const Reduction& reduction) override {
@@ -238,7 +239,7 @@ at::Tensor data_of(int rank, int step, int micro) {
                 static_cast<uint64_t>(1000 * step + 100 * micro + rank));
 }
 
-// One rank's program, and the same in one process.
+// One rank's sharded training, and the same training in one process.
 class Program {
  public:
   Program(const Group& group, Situation situation)
@@ -249,7 +250,7 @@ class Program {
         net_(seed_of(rank_)) {
     const bool has_meshes = situation == Situation::kMeshes;
     plain_.push_back(Net(seed_of(0)));
-    if (has_meshes) {  // rank 0's, but for the expert
+    if (has_meshes) {  // differs in the expert only
       plain_.push_back(Net(seed_of(0)));
       plain_[1]->take_expert_of(*Net(seed_of(1)));
     }
@@ -279,8 +280,8 @@ class Program {
     for (Net& plain : plain_) {
       plain_optimizers_.emplace_back(plain->parameters(), 0.05);
     }
-    if (situation == Situation::kTwoRoots ||
-        situation == Situation::kChainedRoots) {
+    if (situation == Situation::kTwoModels ||
+        situation == Situation::kChainedModels) {
       second_ = Net(77);
       plain_second_ = Net(77);
       second_model_ = fully_shard(*second_, group, {}, selection);
@@ -289,7 +290,7 @@ class Program {
     }
   }
 
-  // Forwards and backwards of one step; the fault is this rank's.
+  // Runs the forwards and backwards of one step, with `fault` on this rank.
   void run(int step, Fault fault) {
     if (situation_ == Situation::kEvaluation) evaluate(step);
     if (situation_ == Situation::kInEvaluation) {
@@ -297,7 +298,7 @@ class Program {
       run_once(step, 3, fault);
       fault = Fault::kNone;
     }
-    if (situation_ == Situation::kTwoRoots) {
+    if (situation_ == Situation::kTwoModels) {
       second_model_
           ->forward([&] {
             return loss_of(second_, data_of(rank_, step, 5), nullptr);
@@ -307,14 +308,14 @@ class Program {
     if (situation_ == Situation::kNoSync ||
         situation_ == Situation::kAfterNoSync) {
       const bool fails_first = situation_ == Situation::kNoSync;
-      model_->set_synchronizes(false);
+      model_->set_requires_gradient_sync(false);
       run_once(step, 0, fails_first ? fault : Fault::kNone);
-      model_->set_synchronizes(true);
+      model_->set_requires_gradient_sync(true);
       run_once(step, 1, fails_first ? Fault::kNone : fault);
       return;
     }
     if (situation_ == Situation::kJoin ||
-        situation_ == Situation::kJoinShadow) {
+        situation_ == Situation::kJoinWithoutData) {
       const bool has_data = rank_ != size_ - 1;
       EXPECT_EQ(model_->num_ranks_with(has_data), size_ - 1);
       if (!has_data) {
@@ -327,25 +328,25 @@ class Program {
     run_once(step, 0, fault);
   }
 
-  // All of a step without faults, compared with one process.
+  // Trains one step without faults, and compares it with one process.
   void train(int step) {
     zero_grad();
     run(step, Fault::kNone);
     for (size_t i = 0; i < plain_.size(); ++i) plain_[i]->zero_grad();
     if (plain_second_) plain_second_->zero_grad();
     at::Tensor loss = torch::zeros({});
-    const bool is_joined =
-        situation_ == Situation::kJoin || situation_ == Situation::kJoinShadow;
+    const bool is_joined = situation_ == Situation::kJoin ||
+                           situation_ == Situation::kJoinWithoutData;
     for (int rank = 0; rank < (is_joined ? size_ - 1 : size_); ++rank) {
       for (int micro = 0; micro < num_micros(); ++micro) {
         at::Tensor x = data_of(rank, step, micro);
         if (situation_ == Situation::kUserCollective) x = x * size_;
         Net& plain = plain_of(rank);
-        loss = loss + (situation_ == Situation::kChainedRoots
+        loss = loss + (situation_ == Situation::kChainedModels
                            ? chained_loss(plain, plain_second_, x, nullptr)
                            : loss_of(plain, x, nullptr));
       }
-      if (situation_ == Situation::kTwoRoots) {
+      if (situation_ == Situation::kTwoModels) {
         loss = loss + loss_of(plain_second_, data_of(rank, step, 5), nullptr);
       }
     }
@@ -380,8 +381,8 @@ class Program {
            (!second_model_ || second_model_->can_continue());
   }
 
-  // This rank's pieces of parameters, or of gradients; undefined: none.
-  std::vector<at::Tensor> pieces(bool of_gradients) const {
+  // Returns this rank's shards of parameters or of gradients, if any.
+  std::vector<at::Tensor> shards(bool of_gradients) const {
     std::vector<at::Tensor> all;
     for (const Net& net : {net_, second_}) {
       if (!net) continue;
@@ -395,7 +396,8 @@ class Program {
   }
 
  private:
-  // Ranks start with other parameters each, and get those of the first.
+  // Ranks start with different parameters; fully_shard() broadcasts the
+  // first's.
   static uint64_t seed_of(int rank) {
     return 7 + 100 * static_cast<uint64_t>(rank);
   }
@@ -458,7 +460,7 @@ class Program {
       return loss_of(net_, x * ones[0], at_block);
     };
     at::Tensor loss;
-    if (situation_ == Situation::kChainedRoots) {
+    if (situation_ == Situation::kChainedModels) {
       const at::Tensor middle =
           model_->forward([&] { return net_(x, situation_, at_block); });
       const at::Tensor next =
@@ -477,7 +479,7 @@ class Program {
   }
 
   void share_gradients() {
-    // All but the experts are shared: both plain nets get the sum.
+    // All parameters but the experts' are replicated.
     const auto other = plain_[1]->named_parameters();
     for (auto& item : plain_[0]->named_parameters()) {
       if (item.key().starts_with("expert")) continue;
@@ -526,7 +528,6 @@ bool are_same(const std::vector<at::Tensor>& a,
   return a.size() == b.size();
 }
 
-// In kLearning the first step fails; elsewhere one after three equal ones.
 int failing_step(Situation situation) {
   return situation == Situation::kLearning ? 0 : 3;
 }
@@ -559,7 +560,7 @@ std::string name_of_cell(
 INSTANTIATE_TEST_SUITE_P(, ScenarioTest, ::testing::ValuesIn(cells(false)),
                          name_of_cell);
 
-TEST_P(ScenarioTest, OneErrorOnAllRanksThenTheResultOfOneProcess) {
+TEST_P(ScenarioTest, AllRanksThrowThenTrainLikeOneProcess) {
   const auto [fault, situation] = GetParam();
   run_ranks(world_size_of(situation), [&](const Group& group) {
     const int failing = failing_rank(situation);
@@ -568,15 +569,15 @@ TEST_P(ScenarioTest, OneErrorOnAllRanksThenTheResultOfOneProcess) {
     int step = 0;
     for (; step < failing_step(situation); ++step) program.train(step);
     for (int time = 0; time < 2; ++time) {
-      const auto gradients = program.pieces(/*of_gradients=*/true);
-      const auto parameters = program.pieces(/*of_gradients=*/false);
+      const auto gradients = program.shards(/*of_gradients=*/true);
+      const auto parameters = program.shards(/*of_gradients=*/false);
       try {
         program.run(step, is_failing ? fault : Fault::kNone);
         ADD_FAILURE() << "rank " << group->getRank() << " did not fail";
       } catch (const PeerError& error) {
         EXPECT_FALSE(is_failing) << error.what();
         EXPECT_THAT(error.what(), HasSubstr("rank " + std::to_string(failing)));
-        EXPECT_THAT(error.what(), HasSubstr(words_for_peers(fault)));
+        EXPECT_THAT(error.what(), HasSubstr(error_text_on_peers(fault)));
       } catch (const std::exception& error) {
         EXPECT_TRUE(is_failing) << error.what();
         EXPECT_THAT(error.what(), HasSubstr("bang"));
@@ -584,10 +585,10 @@ TEST_P(ScenarioTest, OneErrorOnAllRanksThenTheResultOfOneProcess) {
                   fault == Fault::kOutOfMemory);
       }
       ASSERT_TRUE(program.can_continue());
-      if (situation != Situation::kTwoRoots) {
-        EXPECT_TRUE(are_same(program.pieces(true), gradients));
+      if (situation != Situation::kTwoModels) {
+        EXPECT_TRUE(are_same(program.shards(true), gradients));
       }
-      EXPECT_TRUE(are_same(program.pieces(false), parameters));
+      EXPECT_TRUE(are_same(program.shards(false), parameters));
       program.train(step++);
       program.train(step++);
     }
@@ -595,7 +596,7 @@ TEST_P(ScenarioTest, OneErrorOnAllRanksThenTheResultOfOneProcess) {
   });
 }
 
-// Zeros can't stand in for the failed rank's gradients.
+// The hook throws again when the failed rank sends zeros.
 TEST(HookThatAlwaysThrowsTest, ClosesTheGroupOnAllRanks) {
   run_ranks(2, [](const Group& group) {
     Net net(7);
@@ -623,7 +624,7 @@ TEST(HookThatAlwaysThrowsTest, ClosesTheGroupOnAllRanks) {
 }
 
 // The failed rank never begins the backward of the inner model.
-TEST(ChainedRootsTest, AFailureBeforeTheInnerBackwardIsAnErrorOnBoth) {
+TEST(ChainedModelsTest, AFailureBeforeTheInnerBackwardIsAnErrorOnBothRanks) {
   run_ranks(
       2,
       [](const Group& group) {
@@ -665,22 +666,22 @@ const RankFunction kTrain("scenario", [](RankContext& rank) {
   Program program(scope.group(), situation);
   const int failing = failing_step(situation);
   for (int step = 0; step < failing; ++step) program.train(step);
-  const auto gradients = program.pieces(/*of_gradients=*/true);
-  const auto parameters = program.pieces(/*of_gradients=*/false);
+  const auto gradients = program.shards(/*of_gradients=*/true);
+  const auto parameters = program.shards(/*of_gradients=*/false);
   try {
     program.run(failing, rank.rank() == failing_rank(situation)
                              ? Fault::kProcess
                              : Fault::kNone);
-    rank.report("went on");
+    rank.report("no error");
   } catch (const c10::DistBackendError& error) {
     rank.report("error " + message_of(std::current_exception()).substr(0, 400));
   }
   if (program.can_continue()) rank.report("can continue");
-  if (situation != Situation::kTwoRoots &&
-      !are_same(program.pieces(true), gradients)) {
+  if (situation != Situation::kTwoModels &&
+      !are_same(program.shards(true), gradients)) {
     rank.report("changed gradients");
   }
-  if (!are_same(program.pieces(false), parameters)) {
+  if (!are_same(program.shards(false), parameters)) {
     rank.report("changed parameters");
   }
   rank.report("end");
@@ -690,7 +691,7 @@ class LostProcessTest : public ScenarioTest {};
 INSTANTIATE_TEST_SUITE_P(, LostProcessTest, ::testing::ValuesIn(cells(true)),
                          name_of_cell);
 
-TEST_P(LostProcessTest, SurvivorsNameItAndKeepWhatTheyHad) {
+TEST_P(LostProcessTest, SurvivorsNameItAndKeepParametersAndGradients) {
   const Situation situation = std::get<1>(GetParam());
   const int lost = failing_rank(situation);
   ProcessRanks ranks(

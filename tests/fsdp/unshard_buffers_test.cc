@@ -8,7 +8,7 @@
 namespace brigade {
 namespace unshard_buffers_test {
 
-TEST(UnshardBuffersTest, TakeTheSmallestThatFitsElseTheLargestGrows) {
+TEST(UnshardBuffersTest, TakeTheBestFitOrReplaceTheLargest) {
   UnshardBuffers buffers(at::kCPU);
   std::vector<Lease> leases;
   for (const int64_t bytes : {64, 16, 32}) {
@@ -20,7 +20,7 @@ TEST(UnshardBuffersTest, TakeTheSmallestThatFitsElseTheLargestGrows) {
   const Lease second = buffers.acquire(20);
   EXPECT_EQ(first.bytes.numel(), 32);
   EXPECT_EQ(second.bytes.numel(), 64);
-  const Lease third = buffers.acquire(20);  // in place of that of 16 bytes
+  const Lease third = buffers.acquire(20);  // replaces the buffer of 16 bytes
   EXPECT_EQ(third.bytes.numel(), 20);
   EXPECT_EQ(buffers.total_bytes(), 116);
   const Lease fourth = buffers.acquire(8);
@@ -34,7 +34,7 @@ TEST(UnshardBuffersTest, RepeatedRequestsAllocateNothing) {
   for (int step = 0; step < 4; ++step) {
     Lease held;
     for (const int64_t bytes : {10, 50, 20, 40, 30, 60}) {
-      Lease next = buffers.acquire(bytes);  // a unit, and the one before
+      Lease next = buffers.acquire(bytes);
       buffers.release(std::exchange(held, std::move(next)));
     }
     buffers.release(std::move(held));
@@ -44,9 +44,9 @@ TEST(UnshardBuffersTest, RepeatedRequestsAllocateNothing) {
   EXPECT_LE(buffers.peak_bytes(), 110);
 }
 
-TEST(UnshardBuffersTest, ShrinkKeepsWhatIsLent) {
+TEST(UnshardBuffersTest, ShrinkKeepsBuffersInUse) {
   UnshardBuffers buffers(at::kCPU);
-  Lease lent = buffers.acquire(10);
+  Lease in_use = buffers.acquire(10);
   Lease first = buffers.acquire(20);
   Lease last = buffers.acquire(30);
   buffers.release(std::move(first));

@@ -144,6 +144,6 @@ def test_the_error_for_lazy_submodules_asks_for_a_forward_first(rank):
     wrapped(X).sum().backward()
     with pytest.raises(
         RuntimeError,
-        match=r"(?s)added: 'second.weight', 'second.bias'.*builds submodules lazily.*one forward",
+        match=r"(?s)added: 'second.weight', 'second.bias'.*creates parameters lazily.*one forward",
     ):
         wrapped(X)

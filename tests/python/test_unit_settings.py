@@ -30,7 +30,7 @@ def test_numbers_of_neighbours(rank):
     model = shard_blocks(make_net())
     model(batch_of(rank, 0))
     model.blocks[0].set_reshard_after_forward(2)
-    with pytest.raises(RuntimeError, match=r"'blocks\.0' is to be resharded to 2"):
+    with pytest.raises(RuntimeError, match=r"'blocks\.0': expected reshard_after_forward"):
         model(batch_of(rank, 0))
     model.set_reshard_after_forward(True)
     loss_of(model, rank, 0).backward()
@@ -115,6 +115,40 @@ def test_ranks_run_out_of_data(rank):
         pair.optimizers[1].step()
         step += 1
     assert step == 4
+    pair.expect_equal()
+
+
+@on_ranks()
+def test_a_rank_without_data_follows_a_schedule_of_its_peer_alone(rank):
+    pair = Pair(rank)
+    output = pair.model(batch_of(rank, 0))  # rank 1 keeps its graph: schedules of its own
+    if rank == 0:
+        del output
+    for step in range(3):
+        has_data = rank == 0 or step == 0
+        step_of_all(pair.plain, pair.optimizers[0], step, 2, without=[1] if step else [])
+        pair.optimizers[1].zero_grad()
+        if has_data:
+            pair.loss(step).backward()
+        else:
+            pair.model.step_without_data()
+        pair.optimizers[1].step()
+    pair.expect_equal()
+
+
+@on_ranks()
+def test_a_rank_without_data_evaluates_with_its_peer(rank):
+    pair = Pair(rank, reshard_after_forward=False)
+    for step in range(3):
+        step_of_all(pair.plain, pair.optimizers[0], step, 2, without=[1])
+        pair.optimizers[1].zero_grad()
+        if rank == 0:
+            with torch.no_grad():
+                pair.loss(step)
+            pair.loss(step).backward()
+        else:
+            pair.model.step_without_data()
+        pair.optimizers[1].step()
     pair.expect_equal()
 
 

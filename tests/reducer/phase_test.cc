@@ -1,4 +1,4 @@
-// Transitions between the phases of an iteration (docs/protocol.md, "Phases"):
+// Transitions between the phases of an iteration (docs/internals.md, "Phases"):
 // the calls that are allowed, the gradients that are reduced, and the statuses
 // that are sent.
 

@@ -162,6 +162,19 @@ TEST_F(StallCheckTest, NamesRanksThatDoNotAnswer) {
               Optional(HasSubstr("no answer from rank 2")));
 }
 
+TEST_F(StallCheckTest, NamesTheUnitThatIsAwaited) {
+  const std::string unit = "blocks.1", outermost;
+  set_place(0, 2, 1);
+  int begin_ms = 0;
+  for (const auto& [awaited, text] :
+       {std::pair{&unit, "for unit 'blocks.1', in iteration 2"},
+        std::pair{&outermost, "for the outermost unit, in"}}) {
+    const WaitForPeers waiting(*ranks_[0]->progress, awaited);
+    EXPECT_THAT(stall_of_rank_0({}, begin_ms), Optional(HasSubstr(text)));
+    begin_ms += 2000;
+  }
+}
+
 TEST_F(StallCheckTest, ReportsEqualProgressOfAllRanks) {
   for (int rank = 0; rank < kWorldSize; ++rank) {
     set_place(rank, 2, 5);

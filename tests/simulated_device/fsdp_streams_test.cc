@@ -245,10 +245,10 @@ TEST_P(OtherFsdpStreamsTest, WritesUnshardedParameters) {
 
 TEST_P(OtherFsdpStreamsTest, ReducesAccumulatedGradients) {
   expect_steps(options(), program(), 2, [](ShardedTraining& training, int s) {
-    training.sharded().set_synchronizes(false);
+    training.sharded().set_requires_gradient_sync(false);
     training.step(s);
     training.step(s);
-    training.sharded().set_synchronizes(true);
+    training.sharded().set_requires_gradient_sync(true);
     training.sharded().reduce();
   });
 }
@@ -464,9 +464,30 @@ TEST_P(ShardedRunAheadTest, EvaluationAwaitsStatuses) {
   EXPECT_THROW(step_and_evaluate(), PeerError);
 }
 
+TEST_P(ShardedRunAheadTest, DestructionReportsALateFailure) {
+  if (GetParam() == 0) GTEST_SKIP() << "the step itself fails";
+  std::optional<ShardedTraining> training;
+  training.emplace(StreamLayout{},
+                   FullyShardOptions{.max_unconfirmed_iterations = GetParam()});
+  train(*training, 2);
+  training->recording().answer_statuses_with([](const RankStatus& own) {
+    std::vector<RankStatus> by_rank(testing::kWorldSize, own);
+    if (own.kind == StatusKind::kEnd && own.iteration == 6) {
+      by_rank[1].kind = StatusKind::kFailed;
+      by_rank[1].text = status_text("no memory");
+    }
+    return by_rank;
+  });
+  training->step(0);
+  ::testing::internal::CaptureStderr();
+  training.reset();
+  EXPECT_THAT(::testing::internal::GetCapturedStderr(),
+              ::testing::HasSubstr("no memory"));
+}
+
 TEST_P(ShardedRunAheadTest, CallsBetweenStepsAwaitStatuses) {
   const std::vector<std::function<void(ShardedTraining&)>> calls = {
-      [](ShardedTraining& training) { training.sharded().meet_peers(); },
+      [](ShardedTraining& training) { training.sharded().barrier(); },
       [](ShardedTraining& training) { gather_whole(training.parameter(1, 0)); },
   };
   for (const auto& call : calls) {

@@ -1,5 +1,5 @@
 // Each stream-ordering call of sharding is needed: without it the race detector
-// finds a race. docs/sharding_streams.md lists them.
+// finds a race. docs/internals.md, "Streams", lists them.
 
 #include <torch/torch.h>
 
@@ -130,7 +130,7 @@ class LostCallsOfModelTest : public LostCallsTest {
       const auto scope = streams.for_gathers();
       name(simulated::current_stream_of(), "gathers");
     }
-    const auto scope = streams.for_sums();
+    const auto scope = streams.for_reductions();
     name(simulated::current_stream_of(), "sums");
   }
 
@@ -387,9 +387,9 @@ TEST_F(LostSumCallsTest, ReductionsWaitForEarlierUsersOfNewMemory) {
       parameter.mutable_grad().reset();
     }
     at::ones({kNumel / 2}, on_device());
-    parts.model->set_synchronizes(false);
+    parts.model->set_requires_gradient_sync(false);
     loss.backward();
-    parts.model->set_synchronizes(true);
+    parts.model->set_requires_gradient_sync(true);
     std::vector<at::Tensor> others;
     for (int i = 0; i < 8; ++i) {
       others.push_back(at::ones({kNumel / 2}, on_device()));
