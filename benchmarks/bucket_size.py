@@ -10,15 +10,15 @@ with real overlap.
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 
 import torch
 from torch import nn
 
-from brigade.bench import Workload
-
 SECONDS_PER_BYTE = 1e-9
 
 Shape = tuple[int, ...]
+Workload = tuple[nn.Module, Callable[[nn.Module], torch.Tensor]]
 
 
 class _Sleep(torch.autograd.Function):
@@ -70,7 +70,7 @@ def resnet50() -> Workload:
             if block == 0:
                 shapes += convolution(4 * width, channels, 1)
             channels = 4 * width
-    return _workload("ResNet-50", shapes + _linear(1000, channels))
+    return _workload(shapes + _linear(1000, channels))
 
 
 def bert_base() -> Workload:
@@ -80,7 +80,7 @@ def bert_base() -> Workload:
     for _ in range(12):
         shapes += 4 * _linear(width, width) + _norm(width)
         shapes += _linear(4 * width, width) + _linear(width, 4 * width) + _norm(width)
-    return _workload("BERT-base", shapes + _linear(width, width))
+    return _workload(shapes + _linear(width, width))
 
 
 def gpt2() -> Workload:
@@ -90,8 +90,8 @@ def gpt2() -> Workload:
     for _ in range(12):
         shapes += _norm(width) + _linear(3 * width, width) + _linear(width, width)
         shapes += _norm(width) + _linear(4 * width, width) + _linear(width, 4 * width)
-    return _workload("GPT-2 small", shapes + _norm(width))
+    return _workload(shapes + _norm(width))
 
 
-def _workload(name: str, shapes: list[Shape]) -> Workload:
-    return Workload(Shapes(shapes), lambda model: model(), name=name)
+def _workload(shapes: list[Shape]) -> Workload:
+    return Shapes(shapes), lambda model: model()

@@ -6,7 +6,7 @@
 The model is a transformer of four blocks, each an FSDP unit. The contenders take turns in random
 order. A step is forward and backward, timed on rank 0 after a barrier. Prints medians with
 quartiles in ms, and paired ratios over torch's DDP and over torch's fully_shard with the same
-setting.
+setting. --json FILE stores the ratios.
 
 --units: an MLP in 1 to 16 units with prefetch depths of 0 to 2: step time, memory, and
 communication that computation does not hide.
@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import argparse
 from functools import partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -24,7 +25,19 @@ from torch.nn.parallel import DistributedDataParallel
 
 import brigade
 
-from turns import SHARDS, paired, quartiles, shard, start, step_seconds, take_turns, time_steps
+from turns import (
+    SHARDS,
+    compare,
+    paired,
+    quartiles,
+    shard,
+    shown,
+    start,
+    step_seconds,
+    take_turns,
+    time_steps,
+    write_json,
+)
 
 SETTINGS = {"reshard": True, "keep": False}
 # (number of units, prefetch depth)
@@ -89,7 +102,8 @@ def ratio(ours: list[float], theirs: list[float]) -> str:
     return quartiles(paired(ours, theirs), digits=3).strip()
 
 
-def measure_steps(rounds: int) -> None:
+def measure_steps(rounds: int) -> list[dict[str, Any]]:
+    """Prints the step times and ratios; returns the ratios."""
     torch.manual_seed(0)
     tokens = torch.randint(512, (4, 64))
     make = partial(Gpt, width=256, num_blocks=4, vocabulary=512)
@@ -103,16 +117,20 @@ def measure_steps(rounds: int) -> None:
                 make(), fully_shard, reshard_after_forward=reshards
             )
     seconds = time_steps(contenders, tokens, rounds)
-    if dist.get_rank() != 0:
-        return
-    count = sum(p.numel() for p in contenders["alone"].parameters())
-    print(f"\ntransformer of 4 blocks, {count / 1e6:.1f} million parameters; ms, {rounds} rounds")
-    for name, taken in seconds.items():
-        over = "" if name in ("alone", "DDP") else f"   over DDP {ratio(taken, seconds['DDP'])}"
-        if name.startswith("brigade"):
-            theirs = seconds[name.replace("brigade", "torch")]
-            over += f"   over torch's fully_shard {ratio(taken, theirs)}"
-        print(f"{name:16}{quartiles(taken, 1e-3)}{over}")
+    rows = []
+    for setting in SETTINGS:
+        ours = (setting, seconds[f"brigade {setting}"])
+        for theirs in (f"torch {setting}", "DDP"):
+            name = theirs.replace("torch", "torch,").replace("DDP", "torch's DDP")
+            rows.append(compare("sharded transformer", ours, (name, seconds[theirs])))
+    if dist.get_rank() == 0:
+        count = sum(p.numel() for p in contenders["alone"].parameters())
+        print(f"\ntransformer of 4 blocks, {count / 1e6:.1f} million parameters; {rounds} rounds")
+        for name, taken in seconds.items():
+            print(f"{name:16}{quartiles(taken, 1e-3)} ms")
+        for row in rows:
+            print(f"{row['ours']:8}over {row['theirs']:15}{shown(row['ratio'], 3)}")
+    return rows
 
 
 def measure_units(rounds: int) -> None:
@@ -156,9 +174,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rounds", type=int, default=30)
     parser.add_argument("--units", action="store_true")
+    parser.add_argument("--json", metavar="FILE", help="file for all comparisons (not of --units)")
     arguments = parser.parse_args()
     start()
-    (measure_units if arguments.units else measure_steps)(arguments.rounds)
+    if arguments.units:
+        measure_units(arguments.rounds)
+    else:
+        write_json(arguments.json, measure_steps(arguments.rounds))
     dist.destroy_process_group()
 
 

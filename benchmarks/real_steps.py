@@ -4,13 +4,14 @@
 
 Each class trains with four bucket caps; "alone" trains without DDP. The contenders take turns in
 random order. A step is forward and backward, timed on rank 0 after a barrier. Prints medians with
-quartiles in ms, and medians of paired ratios:
+quartiles in ms, and paired ratios:
 
-    default       brigade with its default cap over torch with its fastest cap
-    fastest       brigade with its fastest cap over torch with its fastest cap
+    default cap   brigade with its default cap over torch with its fastest cap
+    fastest cap   brigade with its fastest cap over torch with its fastest cap
     reproducible  brigade with reproducible=True over its default
 
-Tiny models follow, whose steps are nearly all latency, in each DDP mode.
+Tiny models follow, whose steps are nearly all latency, in each DDP mode. --json FILE stores all
+comparisons.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ import argparse
 import statistics
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -26,7 +28,7 @@ from torch import nn
 
 import brigade
 
-from turns import CLASSES, DDP_MODES, over, paired, quartiles, start, time_steps
+from turns import CLASSES, DDP_MODES, compare, over, quartiles, shown, start, time_steps, write_json
 
 CAPS_MIB = (1, 4, 25, 100)
 DEFAULT_CAP_MIB = 25
@@ -88,35 +90,38 @@ def make_tiny(after_linear: Callable[[], nn.Module]) -> tuple[nn.Module, torch.T
 # Models of one small bucket.
 TINY_MODELS = {
     "MLP": partial(make_tiny, nn.ReLU),
-    "with batch norm": partial(make_tiny, partial(nn.BatchNorm1d, 64)),
+    "MLP with batch norm": partial(make_tiny, partial(nn.BatchNorm1d, 64)),
 }
 
 
-def median_ratio(ours: list[float], theirs: list[float]) -> float:
-    return statistics.median(paired(ours, theirs))
+Rows = list[dict[str, Any]]
 
 
-def measure_tiny(name: str, rounds: int) -> None:
-    """Prints brigade's and torch's times of steps of about a millisecond."""
+def measure_tiny(name: str, rounds: int) -> Rows:
+    """Prints and returns brigade's and torch's times of steps of about a millisecond."""
     contenders = {
         (kind, mode): wrapper(TINY_MODELS[name]()[0], **options)
         for mode, options in DDP_MODES.items()
         for kind, wrapper in CLASSES.items()
     }
     seconds = time_steps(contenders, TINY_MODELS[name]()[1], rounds)
-    if dist.get_rank() != 0:
-        return
-    print(f"\ntiny, {name}: us per step, {rounds} rounds; paired differences, brigade - torch")
+    rows = []
     for mode in DDP_MODES:
-        ours, theirs = seconds["brigade", mode], seconds["torch", mode]
-        print(
-            f"{mode:14}torch {1e6 * statistics.median(theirs):7.0f}   brigade "
-            f"{1e6 * statistics.median(ours):7.0f}   difference "
-            f"{quartiles(over(ours, theirs), 1e-6, 0)}   ratio {median_ratio(ours, theirs):.3f}"
-        )
+        ours, theirs = (mode, seconds["brigade", mode]), (f"torch, {mode}", seconds["torch", mode])
+        rows.append(compare(f"tiny {name}", ours, theirs))
+    if dist.get_rank() == 0:
+        print(f"\ntiny, {name}: us per step, {rounds} rounds; paired differences, brigade - torch")
+        for row, mode in zip(rows, DDP_MODES, strict=True):
+            difference = over(seconds["brigade", mode], seconds["torch", mode])
+            print(
+                f"{mode:14}torch {1e3 * row['theirs_ms']['median']:7.0f}   brigade "
+                f"{1e3 * row['ours_ms']['median']:7.0f}   difference "
+                f"{quartiles(difference, 1e-6, 0)}   ratio {row['ratio']['median']:.3f}"
+            )
+    return rows
 
 
-def measure(name: str, rounds: int) -> dict[str, float]:
+def measure(name: str, rounds: int) -> Rows:
     """Prints one model's step times and ratios; returns the ratios."""
     torch.manual_seed(dist.get_rank())
     module, x = MODELS[name]()
@@ -134,24 +139,22 @@ def measure(name: str, rounds: int) -> dict[str, float]:
         )
         for kind in CLASSES
     }
-    default = seconds["brigade", DEFAULT_CAP_MIB]
-    ratios = {
-        "default": median_ratio(default, best["torch"]),
-        "fastest": median_ratio(best["brigade"], best["torch"]),
-        "reproducible": median_ratio(seconds["reproducible", DEFAULT_CAP_MIB], default),
-    }
+    default = ("default cap", seconds["brigade", DEFAULT_CAP_MIB])
+    theirs = ("torch, fastest cap", best["torch"])
+    rows = [
+        compare(name, default, theirs),
+        compare(name, ("fastest cap", best["brigade"]), theirs),
+        compare(name, ("reproducible", seconds["reproducible", DEFAULT_CAP_MIB]), default),
+    ]
     if dist.get_rank() == 0:
         size = sum(p.nbytes for p in module.parameters()) / 1e6
         count = sum(1 for _ in module.parameters())
         print(f"\n{name}: {count} parameters, {size:.0f} MB; ms per step, {rounds} rounds")
         for (kind, cap), times in seconds.items():
             print(f"{kind:14}{cap:4} MiB {quartiles(times, 1e-3)}")
-        print(f"ratios: {shown(ratios)}")
-    return ratios
-
-
-def shown(ratios: dict[str, float]) -> str:
-    return ", ".join(f"{name} {ratio:.3f}" for name, ratio in ratios.items())
+        for row in rows:
+            print(f"{row['ours']:14}over {row['theirs']:20}{shown(row['ratio'], 3)}")
+    return rows
 
 
 def main() -> None:
@@ -160,14 +163,17 @@ def main() -> None:
     parser.add_argument("--models", nargs="*", default=list(MODELS), choices=MODELS)
     parser.add_argument("--tiny-rounds", type=int, default=300)
     parser.add_argument("--tiny", nargs="*", default=list(TINY_MODELS), choices=TINY_MODELS)
+    parser.add_argument("--json", metavar="FILE", help="file for all comparisons")
     arguments = parser.parse_args()
     is_first = start()
-    found = [measure(name, arguments.rounds) for name in arguments.models]
-    for name in arguments.tiny:
-        measure_tiny(name, arguments.tiny_rounds)
-    if is_first and found:
-        means = {key: statistics.geometric_mean(r[key] for r in found) for key in found[0]}
-        print(f"geometric means: {shown(means)}")
+    models = [measure(name, arguments.rounds) for name in arguments.models]
+    tiny = [measure_tiny(name, arguments.tiny_rounds) for name in arguments.tiny]
+    if is_first and models:
+        print("\ngeometric means")
+        for rows in zip(*models, strict=True):
+            mean = statistics.geometric_mean(row["ratio"]["median"] for row in rows)
+            print(f"{rows[0]['ours']:14}over {rows[0]['theirs']:20}{mean:8.3f}")
+    write_json(arguments.json, [row for rows in models + tiny for row in rows])
     dist.destroy_process_group()
 
 

@@ -1,8 +1,10 @@
-"""Helpers of the benchmarks: set-up, turns of contenders, and formats of times."""
+"""Helpers of the benchmarks: set-up, turns of contenders, formats of times, and JSON files."""
 
 from __future__ import annotations
 
+import json
 import os
+import pathlib
 import random
 import statistics
 import time
@@ -89,9 +91,19 @@ def time_steps(
     )
 
 
+def spread(values: Sequence[float], unit: float = 1) -> dict[str, float]:
+    """Returns the median and quartiles, in multiples of `unit`."""
+    low, middle, high = (q / unit for q in statistics.quantiles(values, n=4))
+    return {"p25": low, "median": middle, "p75": high}
+
+
 def quartiles(values: Sequence[float], unit: float = 1, digits: int = 1) -> str:
     """Formats the median and quartiles, in multiples of `unit`."""
-    low, middle, high = (q / unit for q in statistics.quantiles(values, n=4))
+    return shown(spread(values, unit), digits)
+
+
+def shown(taken: Mapping[str, float], digits: int = 1) -> str:
+    low, middle, high = (taken[key] for key in ("p25", "median", "p75"))
     return f"{middle:8.{digits}f} [{low:.{digits}f}, {high:.{digits}f}]"
 
 
@@ -103,3 +115,24 @@ def paired(ours: Sequence[float], theirs: Sequence[float]) -> list[float]:
 def over(ours: Sequence[float], theirs: Sequence[float]) -> list[float]:
     """Returns the difference of each round."""
     return [a - b for a, b in zip(ours, theirs, strict=True)]
+
+
+def compare(
+    model: str, ours: tuple[str, Sequence[float]], theirs: tuple[str, Sequence[float]]
+) -> dict[str, Any]:
+    """Returns a row of the JSON files: step times and paired ratios of two named contenders."""
+    return {
+        "model": model,
+        "ours": ours[0],
+        "theirs": theirs[0],
+        "rounds": len(ours[1]),
+        "ours_ms": spread(ours[1], 1e-3),
+        "theirs_ms": spread(theirs[1], 1e-3),
+        "ratio": spread(paired(ours[1], theirs[1])),
+    }
+
+
+def write_json(file: str | None, rows: Sequence[Mapping[str, Any]]) -> None:
+    """Rank 0 writes the rows of `compare()` to `file`, if one is given."""
+    if file and dist.get_rank() == 0:
+        pathlib.Path(file).write_text(json.dumps({"rows": rows}, indent=1) + "\n")

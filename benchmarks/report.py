@@ -1,0 +1,170 @@
+"""Runs the benchmarks on 2 ranks, and draws and writes their results into the documentation.
+
+    PYTHONPATH=build/release/python .venv/bin/python benchmarks/report.py
+
+Needs less than 8 minutes on an idle machine. Stores the figures in docs/benchmarks/*.json,
+draws docs/pictures/against_torch.svg and bucket_sizes.svg, and rewrites the tables between their
+markers in README.md and docs/benchmarks.md. --draw measures nothing and uses the stored figures.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import json
+import os
+import pathlib
+import re
+import subprocess
+import sys
+from typing import Any
+
+import torch
+from matplotlib import pyplot
+
+ROOT = pathlib.Path(__file__).resolve().parents[1]
+STORE = ROOT / "docs/benchmarks"
+PAGE = "docs/benchmarks.md"
+SHAPES = {"resnet50": "ResNet-50", "bert_base": "BERT-base", "gpt2": "GPT-2 small"}
+SWEEP = "-m brigade.bench --caps each,1,4,25,100,one --rounds 4 --steps 2"
+# Name of the JSON file, and arguments of torchrun.
+PROGRAMS = {name: f"benchmarks/{name}.py" for name in ("real_steps", "fsdp_against_torch")}
+PROGRAMS |= {name: f"{SWEEP} benchmarks/bucket_size.py:{name}" for name in SHAPES}
+CAPS = ["default", "one per parameter", "1 MiB", "4 MiB", "25 MiB", "100 MiB", "one"]
+# The rows of README's table and of the picture: settings, and their name in the picture.
+MAIN = {
+    ("default cap", "torch, fastest cap"): "",
+    ("default", "torch, default"): "",
+    ("reshard", "torch, reshard"): ", resharded",
+    ("keep", "torch, keep"): ", kept unsharded",
+}
+INK, FASTER, SLOWER = "#010101", "#6366f1", "#d97706"
+SCHEMES = "svg { --ink: #374151; } @media (prefers-color-scheme: dark) { svg { --ink: #d1d5db; } }"
+STYLE = {
+    **dict.fromkeys(("text.color", "axes.edgecolor", "axes.labelcolor"), INK),
+    **dict.fromkeys(("xtick.color", "ytick.color"), INK),
+    **dict.fromkeys(("axes.spines.top", "axes.spines.right", "ytick.left"), False),
+    "svg.hashsalt": "brigade",
+}
+
+Figures = dict[str, Any]
+
+
+def machine() -> dict[str, str]:
+    """Returns the conditions of measurements that start now."""
+    model = re.search(r"model name\s*: (.+)", pathlib.Path("/proc/cpuinfo").read_text())
+    describe = ["git", "describe", "--always", "--dirty", "--exclude=*"]
+    return {
+        "CPU": model[1] if model else "unknown",
+        "cores": str(os.cpu_count()),
+        "load at the start": f"{os.getloadavg()[0]:.1f}",
+        "date": datetime.date.today().isoformat(),
+        "torch": torch.__version__,
+        "commit": subprocess.check_output(describe, cwd=ROOT, text=True).strip(),
+    }
+
+
+def measure(rounds: str | None) -> None:
+    """Runs each program on two ranks, without GPUs, and stores its figures."""
+    set_up = machine()
+    quiet = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "CUDA_VISIBLE_DEVICES": ""}
+    quiet["PYTHONPATH"] = os.environ.get("PYTHONPATH", str(ROOT / "build/release/python"))
+    for name, arguments in PROGRAMS.items():
+        file = STORE / f"{name}.json"
+        torchrun = "-m torch.distributed.run --standalone --nproc-per-node 2"
+        command = [*torchrun.split(), *arguments.split(), "--json", str(file)]
+        command += ["--rounds", rounds] if rounds else []
+        command += ["--tiny-rounds", rounds] if rounds and name == "real_steps" else []
+        subprocess.run([sys.executable, *command], cwd=ROOT, env=os.environ | quiet, check=True)
+        figures = {"machine": set_up, **json.loads(file.read_text())}
+        file.write_text(json.dumps(figures, indent=1) + "\n")
+
+
+def draw_bars(axes: Any, labels: list[str], times: list[Figures], colours: list[str]) -> None:
+    """Draws medians, with lines from quartile to quartile, from top to bottom."""
+    middles = [time["median"] for time in times]
+    errors = [[t["median"] - t["p25"] for t in times], [t["p75"] - t["median"] for t in times]]
+    axes.barh(labels, middles, 0.62, color=colours, xerr=errors, ecolor=INK, capsize=2)
+
+
+def save(figure: Any, name: str) -> None:
+    """Writes a transparent SVG whose text follows the colour scheme of the page."""
+    figure.axes[0].invert_yaxis()
+    file = ROOT / f"docs/pictures/{name}.svg"
+    figure.savefig(file, transparent=True, metadata={"Date": None})
+    text = file.read_text().replace(INK, "var(--ink)")
+    file.write_text(text.replace("<defs>", f"<style>{SCHEMES}</style><defs>", 1))
+
+
+def draw_against_torch(rows: list[Figures]) -> None:
+    figure, axes = pyplot.subplots(figsize=(8, 1 + 0.36 * len(rows)), layout="constrained")
+    labels = [row["model"] + MAIN[row["ours"], row["theirs"]] for row in rows]
+    ratios = [row["ratio"] for row in rows]
+    draw_bars(axes, labels, ratios, [FASTER if r["median"] <= 1 else SLOWER for r in ratios])
+    for index, ratio in enumerate(ratios):
+        axes.text(0.02, index, f"{ratio['median']:.2f}", color="white", va="center")
+    axes.axvline(1, color=INK, linestyle="--", linewidth=1)
+    axes.set_xlim(0, max(1.1, *(ratio["p75"] + 0.05 for ratio in ratios)))
+    axes.set_xlabel("time of a step with brigade, torch = 1.0 (median and quartiles)")
+    save(figure, "against_torch")
+
+
+def exposed_ms(model: Figures, cap: str) -> Figures:
+    """Returns the figures of one cap; caps with equal buckets share theirs."""
+    return next(arm for arm in model["arms"] if cap in arm["cap"].split(", "))["exposed_ms"]
+
+
+def draw_bucket_sizes(models: dict[str, Figures]) -> None:
+    figure, panels = pyplot.subplots(1, 3, figsize=(8, 3), sharey=True, layout="constrained")
+    for (name, model), axes in zip(models.items(), panels, strict=True):
+        draw_bars(axes, CAPS, [exposed_ms(model, cap) for cap in CAPS], [FASTER])
+        axes.set_title(name)
+    panels[1].set_xlabel("exposed communication, ms per step (median and quartiles)")
+    save(figure, "bucket_sizes")
+
+
+def shown(time: Figures) -> str:
+    digits = 2 if abs(time["median"]) < 10 else 0
+    low, middle, high = (f"{time[key]:.{digits}f}" for key in ("p25", "median", "p75"))
+    return f"{middle} [{low}, {high}]"
+
+
+def rewrite(page: str, name: str, header: list[str], rows: list[Any]) -> None:
+    """Replaces the table between the markers of this name."""
+    text = (ROOT / page).read_text()
+    lines = [f"| {' | '.join(cells)} |" for cells in (header, ["---"] * len(header), *rows)]
+    table = "\n".join(["", *lines, "", ""])
+    between = rf"(?<=<!-- begin {name} -->\n).*(?=<!-- end {name} -->)"
+    text, count = re.subn(between, lambda _: table, text, flags=re.DOTALL)
+    if count != 1:
+        raise ValueError(f"{page} needs <!-- begin {name} --> and <!-- end {name} -->, once")
+    (ROOT / page).write_text(text)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--draw", action="store_true", help="measure nothing")
+    parser.add_argument("--rounds", help="of each benchmark, for a trial (default: its own)")
+    given = parser.parse_args()
+    STORE.mkdir(exist_ok=True)
+    if not given.draw:
+        measure(given.rounds)
+    found = {name: json.loads((STORE / f"{name}.json").read_text()) for name in PROGRAMS}
+    rows = found["real_steps"]["rows"] + found["fsdp_against_torch"]["rows"]
+    main_rows = [row for row in rows if (row["ours"], row["theirs"]) in MAIN]
+    models = {title: found[name]["models"][0] for name, title in SHAPES.items()}
+    pyplot.rcParams.update(STYLE)
+    draw_against_torch(main_rows)
+    draw_bucket_sizes(models)
+    header = ["model", "brigade", "compared with", "ms", "ms, compared", "ratio"]
+    names, times = ("model", "ours", "theirs"), ("ours_ms", "theirs_ms", "ratio")
+    for page, chosen in (("README.md", main_rows), (PAGE, rows)):
+        cells = [[r[k] for k in names] + [shown(r[k]) for k in times] for r in chosen]
+        rewrite(page, "against_torch", header, cells)
+    table = [[cap, *(shown(exposed_ms(m, cap)) for m in models.values())] for cap in CAPS]
+    rewrite(PAGE, "bucket_sizes", ["bucket cap", *models], table)
+    rewrite(PAGE, "machine", ["", ""], list(found["real_steps"]["machine"].items()))
+
+
+if __name__ == "__main__":
+    main()
