@@ -200,7 +200,9 @@ def test_a_warning_names_missing_buffers(rank, tmp_path):
     with pytest.warns(UserWarning, match=r"not saved: '0.bias', '1.running_mean'"):
         brigade.save_whole(model, f"{tmp_path}/whole")
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with pytest.raises(ValueError, match="Pass the model's parameters to the optimizer, or their shards"):
+    with pytest.raises(
+        ValueError, match="Pass the model's parameters to the optimizer, or their shards"
+    ):
         brigade.save_whole(model, f"{tmp_path}/whole", optimizer)
 
 
