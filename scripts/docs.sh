@@ -4,5 +4,5 @@
 set -euo pipefail
 cd "$(dirname "$(readlink -f "${BASH_SOURCE[0]}")")/.."
 scripts/setup.sh
-.venv/bin/python -m mkdocs build --quiet
+NO_MKDOCS_2_WARNING=1 .venv/bin/python -m mkdocs build
 echo "docs: build/site/index.html"
