@@ -7,10 +7,12 @@
 #include <chrono>
 #include <iterator>
 #include <limits>
+#include <memory>
 #include <utility>
 
 #include "absl/strings/numbers.h"
 #include "absl/strings/str_cat.h"
+#include "brigade/comm/ordered/host_sums.h"
 #include "brigade/planning/bucket_plan.h"
 #include "brigade/reducer/reducer.h"
 
@@ -43,6 +45,7 @@ class Training {
     TORCH_CHECK_VALUE(!parameters_.empty(),
                       "bucket sweep: expected a parameter with requires_grad, "
                       "found none.\nPass a model with trainable parameters.");
+    host_sums_ = HostSums::get_or_make(group_, /*wants=*/true);
   }
 
   const std::vector<at::Tensor>& parameters() const { return parameters_; }
@@ -154,6 +157,10 @@ class Training {
     barrier();
     const Clock::time_point begin = Clock::now();
     for (const at::Tensor& buffer : buffers) {
+      if (host_sums_ && HostSums::can_reduce(buffer)) {
+        host_sums_->all_reduce(buffer)->waitAndThrow();
+        continue;
+      }
       std::vector<at::Tensor> sum = {buffer};
       group_->allreduce(sum)->wait();
     }
@@ -164,6 +171,8 @@ class Training {
   std::vector<at::Tensor> parameters_;
   const std::function<at::Tensor()>& loss_;
   const c10::intrusive_ptr<c10d::ProcessGroup>& group_;
+  std::shared_ptr<HostSums>
+      host_sums_;  // as the reducer: null if there are none
   const ReducerOptions& options_;
 };
 
