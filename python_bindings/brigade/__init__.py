@@ -3,7 +3,7 @@
     model = brigade.DistributedDataParallel(model)
 
 or ``brigade.fully_shard(model)``; or, for frameworks that wrap the model themselves, once at the
-start::
+start:
 
     brigade.install()
 """

@@ -74,7 +74,7 @@ def install() -> contextlib.ExitStack:
     Warns:
         UserWarning: Names modules that imported torch's functions before.
 
-    Example::
+    For example:
 
         brigade.install()  # for the rest of the program
 

@@ -72,7 +72,7 @@ class TensorShard(torch.Tensor):
     `shape` is the unsharded shape. It has DTensor's to_local(), full_tensor(), device_mesh and
     placements, but is not a DTensor. It can't be pickled.
 
-    Example::
+    For example:
 
         gradient = model.weight.grad
         gradient.to_local().isfinite().all()  # on this rank

@@ -2,7 +2,7 @@
 
     torchrun --standalone --nproc-per-node 2 -m brigade.bench my_training.py:workload
 
-``workload`` is a function that returns a module and a function of one step's loss::
+``workload`` is a function that returns a module and a function of one step's loss:
 
     def workload():
         torch.manual_seed(0)
@@ -70,7 +70,7 @@ def sweep(
         ValueError: A size is invalid, `rounds` or `steps` is below 1, or no parameter requires a
             gradient.
 
-    Example::
+    For example:
 
         table, figures = sweep(net, lambda net: F.cross_entropy(net(inputs), targets))
         print(table)

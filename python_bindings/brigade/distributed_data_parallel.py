@@ -140,7 +140,7 @@ class DistributedDataParallel(_TorchDistributedDataParallel):
     Collective: every rank wraps the same module. Construction broadcasts rank 0's parameters and
     buffers. Each backward leaves the average over all ranks in ``.grad``.
 
-    Example::
+    For example:
 
         model = brigade.DistributedDataParallel(net)
         for inputs, targets in batches:
@@ -768,7 +768,7 @@ class DistributedDataParallel(_TorchDistributedDataParallel):
         The plan changes once, when buckets are rebuilt. Pass it to the constructor to resume
         training with equal bits.
 
-        Example::
+        For example:
 
             plan = model.bucket_plan()
             model = brigade.DistributedDataParallel(net, bucket_plan=plan)
@@ -852,7 +852,7 @@ class DistributedDataParallel(_TorchDistributedDataParallel):
             DistBackendError: A peer failed.
             RuntimeError: A hook is registered already, or the ranks' hooks differ.
 
-        Example::
+        For example:
 
             def average(state, bucket):
                 work = dist.all_reduce(bucket.buffer(), async_op=True)

@@ -93,7 +93,7 @@ class FSDPModule(_TorchFSDPModule):
         With False, they accumulate on this rank, unsharded. Units may differ, identically on all
         ranks. Also calls set_requires_all_reduce() with the same value.
 
-        Example::
+        For example:
 
             model.set_requires_gradient_sync(False)
             loss_fn(model(first)).backward()  # accumulates
@@ -259,7 +259,7 @@ class FSDPModule(_TorchFSDPModule):
 
         The function's backward fills the tensor and returns it. Not in torch.
 
-        Example::
+        For example:
 
             slot = model.gradient_slot(weight)
             if slot is None:
@@ -285,7 +285,7 @@ class FSDPModule(_TorchFSDPModule):
 
         For uneven inputs; torch's counterpart for DistributedDataParallel is join().
 
-        Example::
+        For example:
 
             while model.num_ranks_with(batch is not None) > 0:
                 if batch is None:
@@ -347,7 +347,7 @@ class FSDPModule(_TorchFSDPModule):
         Args:
             writes: Keeps changes of the parameters; make the same changes on all ranks.
 
-        Example::
+        For example:
 
             with model.whole_parameters(writes=True), torch.no_grad():
                 model.head.weight.zero_()
@@ -384,7 +384,7 @@ class FSDPModule(_TorchFSDPModule):
         Raises:
             NotImplementedError: `rank0_only`, and a unit's mesh has fewer ranks than the root's.
 
-        Example::
+        For example:
 
             state = model.full_state_dict(rank0_only=True)
             if dist.get_rank() == 0:
@@ -489,7 +489,7 @@ def fully_shard(
     unsharded together for forward and backward, and their gradients are reduced together. Shard
     submodules first. The first forward must run through the outermost module.
 
-    Example::
+    For example:
 
         for block in model.blocks:
             brigade.fully_shard(block)
@@ -641,7 +641,7 @@ def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
     Raises:
         ValueError: The module has no such method.
 
-    Example::
+    For example:
 
         brigade.register_fsdp_forward_method(model, "encode")
         model.encode(inputs).sum().backward()
