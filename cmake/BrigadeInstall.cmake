@@ -38,4 +38,6 @@ install(
   FILES ${PROJECT_BINARY_DIR}/brigadeConfig.cmake ${PROJECT_BINARY_DIR}/brigadeConfigVersion.cmake
         ${PROJECT_SOURCE_DIR}/cmake/BrigadeTorch.cmake ${PROJECT_SOURCE_DIR}/cmake/torch_versions.json
   DESTINATION ${brigade_config_folder})
-install(FILES ${PROJECT_SOURCE_DIR}/LICENSE DESTINATION share/doc/brigade)
+install(FILES ${PROJECT_SOURCE_DIR}/LICENSE ${PROJECT_SOURCE_DIR}/README.md ${PROJECT_SOURCE_DIR}/CHANGELOG.md
+        DESTINATION share/doc/brigade)
+install(DIRECTORY ${PROJECT_SOURCE_DIR}/docs DESTINATION share/doc/brigade)
