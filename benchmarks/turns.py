@@ -61,7 +61,7 @@ def shard(model: nn.Module, fully_shard: Callable, **arguments: object) -> nn.Mo
 def take_turns(
     steps: Mapping[Key, Callable[[], Value]], rounds: int, warm_up: int = 4
 ) -> dict[Key, list[Value]]:
-    """What each step returned by round, in an order per round that is drawn at random."""
+    """Returns the results of each step by round, in an order per round that is drawn at random."""
     taken: dict[Key, list[Value]] = {key: [] for key in steps}
     order = list(steps)
     shuffle = random.Random(0)

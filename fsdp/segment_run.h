@@ -88,7 +88,7 @@ class SegmentRun {
   // A collective failed or a peer is lost; nothing more is launched.
   bool is_broken() const { return is_broken_; }
 
-  // True once finish() has returned, on all ranks alike.
+  // True once finish() has returned, equally on all ranks.
   bool has_finished() const { return has_finished_; }
 
   // Launches an all-gather outside the schedule, on all ranks.

@@ -155,7 +155,7 @@ void SegmentedModel::open(SegmentKind kind, const ForwardRecord* reached) {
   show_compute_dtypes(true);
 }
 
-// Ranks keep or drop the schedule together, whatever fails on one of them
+// Ranks keep or drop the schedule together, even if one of them fails
 // afterwards. All have it under each tag: a rank without data takes a peer's.
 void SegmentedModel::finish(const std::vector<char>& used, bool has_used_all) {
   run_->finish(used, has_used_all);
