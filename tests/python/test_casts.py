@@ -65,13 +65,15 @@ def test_one_block_is_cast(rank):
     pair.expect_equal()
 
 
+@pytest.mark.skipif(
+    "param_dtype_override_fn" not in MixedPrecisionPolicy.__dataclass_fields__,
+    reason="torch has no param_dtype_override_fn",
+)
 @on_ranks()
 def test_casts_keep_settings_policies_and_hooks(rank):
     mesh = dist.device_mesh.init_device_mesh("cpu", (1, 2))
     model = make_net()
     model.head.weight.requires_grad_(False)
-    if "param_dtype_override_fn" not in MixedPrecisionPolicy.__dataclass_fields__:
-        pytest.skip("torch has no param_dtype_override_fn")
     policy = MixedPrecisionPolicy(
         torch.bfloat16, param_dtype_override_fn=lambda p: p.dtype if p.dim() == 1 else None
     )
