@@ -100,19 +100,24 @@ def test_the_next_forward_waits_for_an_event_once(rank):
             assert event.wait.call_count == 1
 
 
+def _step(pair, step, has_data, without):
+    """Trains both nets; `without`: the ranks without data."""
+    step_of_all(pair.plain, pair.optimizers[0], step, 2, without=without)
+    pair.optimizers[1].zero_grad()
+    if has_data:
+        pair.loss(step).backward()
+    else:
+        pair.model.step_without_data()
+    pair.optimizers[1].step()
+
+
 @on_ranks()
 def test_ranks_run_out_of_data(rank):
     num_batches = (4, 2)
     pair = Pair(rank)
     step = 0
     while pair.model.num_ranks_with(step < num_batches[rank]):
-        step_of_all(pair.plain, pair.optimizers[0], step, 2, without=[1] if step >= 2 else [])
-        pair.optimizers[1].zero_grad()
-        if step < num_batches[rank]:
-            pair.loss(step).backward()
-        else:
-            pair.model.step_without_data()
-        pair.optimizers[1].step()
+        _step(pair, step, step < num_batches[rank], without=[1] if step >= 2 else [])
         step += 1
     assert step == 4
     pair.expect_equal()
@@ -126,13 +131,7 @@ def test_a_rank_without_data_follows_a_schedule_of_its_peer_alone(rank):
         del output
     for step in range(3):
         has_data = rank == 0 or step == 0
-        step_of_all(pair.plain, pair.optimizers[0], step, 2, without=[1] if step else [])
-        pair.optimizers[1].zero_grad()
-        if has_data:
-            pair.loss(step).backward()
-        else:
-            pair.model.step_without_data()
-        pair.optimizers[1].step()
+        _step(pair, step, has_data, without=[1] if step else [])
     pair.expect_equal()
 
 
@@ -140,15 +139,10 @@ def test_a_rank_without_data_follows_a_schedule_of_its_peer_alone(rank):
 def test_a_rank_without_data_evaluates_with_its_peer(rank):
     pair = Pair(rank, reshard_after_forward=False)
     for step in range(3):
-        step_of_all(pair.plain, pair.optimizers[0], step, 2, without=[1])
-        pair.optimizers[1].zero_grad()
         if rank == 0:
             with torch.no_grad():
                 pair.loss(step)
-            pair.loss(step).backward()
-        else:
-            pair.model.step_without_data()
-        pair.optimizers[1].step()
+        _step(pair, step, rank == 0, without=[1])
     pair.expect_equal()
 
 
