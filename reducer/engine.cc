@@ -52,9 +52,9 @@ Engine::~Engine() {
   if (iteration_) end_.release_in_flight(*iteration_);
 }
 
-// On devices the last iterations may have failed on a peer: parameters that
-// were stepped with their gradients must not be saved without a word. A forked
-// child has the parent's statuses.
+// On devices the last iterations may have failed on a peer. The user must learn
+// of it before saving parameters that were stepped with their gradients. A
+// forked child does nothing: the statuses are the parent's.
 void Engine::confirm_at_destruction() noexcept {
   if (getpid() != process_ || peers_.is_closed() || !peers_.can_continue()) {
     return;
@@ -62,13 +62,18 @@ void Engine::confirm_at_destruction() noexcept {
   try {
     const std::lock_guard<std::mutex> lock(mutex_);
     if (end_.confirm_ends_within(kDestructionTimeout)) return;
-    std::cerr << "Reducer: destroyed before all ranks have said how their last "
-                 "iterations ended. Call await_statuses() before."
-              << std::endl;
+    std::cerr
+        << "Reducer: destroyed before the statuses of the last iterations "
+           "arrived; a rank may have failed in them.\nCall "
+           "await_statuses() first."
+        << std::endl;
   } catch (...) {
     std::cerr << "Reducer: a failure became known when the reducer was "
                  "destroyed.\n"
-              << message_of(std::current_exception()) << std::endl;
+              << message_of(std::current_exception())
+              << "\nThe parameters may be those of a failed step: load a "
+                 "checkpoint."
+              << std::endl;
   }
 }
 
