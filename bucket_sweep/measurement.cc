@@ -227,7 +227,7 @@ SweepSamples measure(const std::vector<at::Tensor>& parameters,
     training.add_arm(samples.plans, arm);
   }
 
-  PlanSamples local = {.arms = {{.label = "no reducer", .caps_bytes = {}}}};
+  PlanSamples local;
   std::vector<PlanSamples*> order = {&local};
   for (PlanSamples& plan : samples.plans) order.push_back(&plan);
   for (int64_t round = 0; round < num_rounds; ++round) {

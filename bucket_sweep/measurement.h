@@ -1,7 +1,7 @@
 // Step times of a model under several bucket sizes.
 //
-// All sizes, and the same steps without a reducer, take turns in one run, in
-// alternating order. A slow phase of the machine then affects all of them.
+// All sizes, and the same steps without communication, take turns in one run,
+// in alternating order. A slow phase of the machine then affects all of them.
 
 #ifndef BRIGADE_BUCKET_SWEEP_MEASUREMENT_H_
 #define BRIGADE_BUCKET_SWEEP_MEASUREMENT_H_
@@ -33,7 +33,7 @@ BucketArm arm_of(std::string_view size);
 // Times of one bucket plan on the slowest rank.
 struct PlanSamples {
   std::vector<BucketArm> arms = {};               // all that result in the plan
-  std::vector<std::vector<size_t>> buckets = {};  // empty: without a reducer
+  std::vector<std::vector<size_t>> buckets = {};  // empty: no communication
   std::vector<int64_t> bucket_bytes = {};
   std::vector<std::vector<double>> rounds_ms = {};  // by round, then by step
   std::vector<double> alone_ms = {};  // the buckets' all-reduces, by round
@@ -42,7 +42,7 @@ struct PlanSamples {
 struct SweepSamples {
   int64_t num_parameters = 0;
   int64_t gradient_bytes = 0;
-  std::vector<std::vector<double>> local_ms = {};  // no reducer, by round
+  std::vector<std::vector<double>> local_ms = {};  // no communication, by round
   std::vector<PlanSamples> plans = {};             // the default's first
 };
 

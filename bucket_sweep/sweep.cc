@@ -8,7 +8,7 @@
 
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_format.h"
-#include "absl/strings/str_join.h"
+#include "absl/strings/str_split.h"
 #include "brigade/bucket_sweep/measurement.h"
 
 namespace brigade {
@@ -16,6 +16,9 @@ namespace {
 
 // Significance level: the probability of recommending a size that is no better.
 constexpr double kSignificance = 0.05;
+
+// Shorter communication has no measurable overlap.
+constexpr double kShortestMs = 0.1;
 
 using Rounds = std::vector<std::vector<double>>;
 
@@ -83,90 +86,87 @@ Recommendation compare(const SweepSamples& samples, size_t arm) {
     saved.push_back(before[i] - after[i]);
     found.rounds_faster += saved.back() > 0 ? 1 : 0;
   }
-  found.rounds = static_cast<int64_t>(saved.size());
   found.saved_ms = quartiles(saved);
   found.saved_share = found.saved_ms.median / median(before);
   const auto num_candidates = static_cast<double>(samples.plans.size() - 1);
   found.decided =
-      num_candidates * binomial_tail(found.rounds_faster, found.rounds) <=
+      num_candidates * binomial_tail(found.rounds_faster,
+                                     static_cast<int64_t>(saved.size())) <=
       kSignificance;
   return found;
 }
 
-struct Sizes {
-  double min = 0;
-  double median = 0;
-  double max = 0;
-};
-
-Sizes sizes_of(const ArmSummary& arm) {
-  const std::vector<double> bytes(arm.bucket_bytes.begin(),
-                                  arm.bucket_bytes.end());
-  return {quantile(bytes, 0), quantile(bytes, 0.5), quantile(bytes, 1)};
+// Shows three digits or more.
+std::string readable(double value) {
+  const double size = std::fabs(value);
+  return absl::StrFormat("%.*f", size >= 100 ? 0 : size >= 10 ? 1 : 2, value);
 }
 
 std::string readable_bytes(double bytes) {
-  const auto shown = [](double value, const char* unit) {
-    return absl::StrFormat("%.*f %s",
-                           value >= 100  ? 0
-                           : value >= 10 ? 1
-                                         : 2,
-                           value, unit);
-  };
-  if (bytes < 1e3) return absl::StrFormat("%.0f B", bytes);
-  if (bytes < 1e6) return shown(bytes / 1e3, "kB");
-  return shown(bytes / 1e6, "MB");
+  if (bytes < 0x1p17) return readable(bytes / 0x1p10) + " KiB";
+  return readable(bytes / 0x1p20) + " MiB";
 }
 
 std::string spread(const Quartiles& times) {
-  return absl::StrFormat("[%.1f, %.1f]", times.p25, times.p75);
+  return absl::StrCat("[", readable(times.p25), ", ", readable(times.p75), "]");
 }
 
-std::string readable_overlap(double overlap) {
-  return overlap > 0 ? absl::StrFormat("%.0f %%", 100 * overlap) : "none";
+// Returns the first of the arm's sizes, and the others.
+std::pair<std::string, std::string> sizes_of(const ArmSummary& arm) {
+  return absl::StrSplit(arm.label, absl::MaxSplits(", ", 1));
 }
 
-std::string row(const ArmSummary& arm, int label_width) {
-  const Sizes sizes = sizes_of(arm);
+std::string row(const std::string& size, const ArmSummary& arm) {
+  const std::optional<double> overlap = arm.overlap();
   return absl::StrFormat(
-      "%-*s  %7d  %8s %8s %8s  %8.1f %17s  %10.1f  %8.1f  %7s\n", label_width,
-      arm.label, arm.bucket_bytes.size(), readable_bytes(sizes.min),
-      readable_bytes(sizes.median), readable_bytes(sizes.max),
-      arm.step_ms.median, spread(arm.step_ms), arm.exposed_ms.median,
-      arm.alone_ms, readable_overlap(arm.overlap()));
+      "%-18s %7d %8s  %5s %12s  %7s  %5s %7s\n", size, arm.bucket_bytes.size(),
+      readable_bytes(static_cast<double>(std::ranges::max(arm.bucket_bytes))),
+      readable(arm.step_ms.median), spread(arm.step_ms),
+      readable(std::max(0.0, arm.exposed_ms.median)), readable(arm.alone_ms),
+      overlap ? absl::StrFormat("%.0f %%", 100 * *overlap) : "-");
 }
 
 std::string setting_of(const ArmSummary& arm) {
   const int64_t bytes = arm.caps_bytes.front();
   if (bytes == std::numeric_limits<int64_t>::max()) {
-    return "bucket_cap_bytes = {std::numeric_limits<int64_t>::max()} or "
-           "bucket_cap_mb=1e6";
+    return "bucket_cap_mb=1e6 (C++: bucket_cap_bytes = {INT64_MAX})";
   }
-  return absl::StrFormat("bucket_cap_bytes = {%s} or bucket_cap_mb=%g",
-                         absl::StrJoin(arm.caps_bytes, ", "),
-                         bytes == 1 ? 0 : static_cast<double>(bytes) / 0x1p20);
+  return absl::StrFormat("bucket_cap_mb=%g (C++: bucket_cap_bytes = {%d})",
+                         bytes == 1 ? 0 : static_cast<double>(bytes) / 0x1p20,
+                         bytes);
 }
 
 std::string recommendation(const SweepSummary& summary) {
   if (!summary.best) {
-    return "recommended: the default; all sizes result in the same buckets";
+    return "recommended: keep the default (all caps give the same buckets)";
   }
   const Recommendation& best = *summary.best;
-  if (best.saved_ms.median <= 0) {
-    return "recommended: the default; no other size is faster";
-  }
   const ArmSummary& arm = summary.arms[best.arm];
-  const std::string margin = absl::StrFormat(
-      "%.1f ms (%.1f %%) less per step than the default %s, faster in %d of %d "
-      "rounds",
-      best.saved_ms.median, 100 * best.saved_share, spread(best.saved_ms),
-      best.rounds_faster, best.rounds);
-  if (!best.decided) {
-    return absl::StrCat("recommended: the default; ", arm.label, ": ", margin,
-                        ", which may be chance");
+  std::string text = absl::StrCat(
+      "recommended: ", best.decided
+                           ? setting_of(arm)
+                           : "keep the default (no cap is reliably faster)");
+  if (best.saved_ms.median > 0) {
+    absl::StrAppendFormat(
+        &text,
+        "\n  fastest in this run: %s, faster in %d of %d rounds,\n"
+        "  %s ms less per step than the default (median of the rounds' "
+        "differences;\n  quartiles %s to %s)",
+        sizes_of(arm).first, best.rounds_faster, summary.rounds,
+        readable(best.saved_ms.median), readable(best.saved_ms.p25),
+        readable(best.saved_ms.p75));
   }
-  return absl::StrCat("recommended: ", setting_of(arm), " (", arm.label, "); ",
-                      margin);
+  // The sign test of a cap that is faster in all rounds.
+  const auto num_candidates = static_cast<double>(summary.arms.size() - 1);
+  const auto least = static_cast<int64_t>(
+      std::ceil(std::log2(num_candidates / kSignificance)));
+  if (summary.rounds < least) {
+    absl::StrAppendFormat(&text,
+                          "\n  too few rounds (%d) to decide between %d caps: "
+                          "run again with --rounds %d or more",
+                          summary.rounds, summary.arms.size(), least);
+  }
+  return text;
 }
 
 using Json = nlohmann::ordered_json;
@@ -176,16 +176,20 @@ Json json(const Quartiles& times) {
 }
 
 Json json(const ArmSummary& arm) {
-  const Sizes sizes = sizes_of(arm);
+  const std::vector<double> bytes(arm.bucket_bytes.begin(),
+                                  arm.bucket_bytes.end());
+  const std::optional<double> overlap = arm.overlap();
   return {{"cap", arm.label},
           {"caps_bytes", arm.caps_bytes},
           {"buckets", arm.bucket_bytes.size()},
           {"bucket_bytes",
-           {{"min", sizes.min}, {"median", sizes.median}, {"max", sizes.max}}},
+           {{"min", quantile(bytes, 0)},
+            {"median", median(bytes)},
+            {"max", quantile(bytes, 1)}}},
           {"step_ms", json(arm.step_ms)},
           {"exposed_ms", json(arm.exposed_ms)},
           {"alone_ms", arm.alone_ms},
-          {"overlap", arm.overlap()}};
+          {"overlap", overlap ? Json(*overlap) : Json(nullptr)}};
 }
 
 Json json_of_best(const SweepSummary& summary) {
@@ -196,7 +200,7 @@ Json json_of_best(const SweepSummary& summary) {
           {"saved_ms", json(best.saved_ms)},
           {"saved_share", best.saved_share},
           {"rounds_faster", best.rounds_faster},
-          {"rounds", best.rounds},
+          {"rounds", summary.rounds},
           {"decided", best.decided}};
 }
 
@@ -217,6 +221,11 @@ Quartiles quartiles(const std::vector<double>& samples) {
           .p75 = quantile(samples, 0.75)};
 }
 
+std::optional<double> ArmSummary::overlap() const {
+  if (alone_ms < std::max(kShortestMs, step_ms.p75 - step_ms.p25)) return {};
+  return std::clamp(1 - exposed_ms.median / alone_ms, 0.0, 1.0);
+}
+
 SweepSummary sweep(const std::vector<at::Tensor>& parameters,
                    const std::function<at::Tensor()>& loss,
                    const c10::intrusive_ptr<c10d::ProcessGroup>& group,
@@ -226,9 +235,12 @@ SweepSummary sweep(const std::vector<at::Tensor>& parameters,
 }
 
 SweepSummary summarize(const SweepSamples& samples) {
-  SweepSummary summary{.num_parameters = samples.num_parameters,
-                       .gradient_bytes = samples.gradient_bytes,
-                       .local_ms = quartiles(flat(samples.local_ms))};
+  SweepSummary summary{
+      .num_parameters = samples.num_parameters,
+      .gradient_bytes = samples.gradient_bytes,
+      .rounds = static_cast<int64_t>(samples.local_ms.size()),
+      .steps = static_cast<int64_t>(samples.local_ms.front().size()),
+      .local_ms = quartiles(flat(samples.local_ms))};
   for (const PlanSamples& plan : samples.plans) {
     summary.arms.push_back(summary_of(plan, samples.local_ms));
   }
@@ -243,26 +255,29 @@ SweepSummary summarize(const SweepSamples& samples) {
 }
 
 std::string to_text(const std::string& name, const SweepSummary& summary) {
-  size_t label_width = 10;
-  for (const ArmSummary& arm : summary.arms) {
-    label_width = std::max(label_width, arm.label.size());
-  }
-  const auto width = static_cast<int>(label_width);
   std::string text = absl::StrFormat(
-      "%s: %d gradients, %s; step without a reducer %.1f ms %s\n", name,
-      summary.num_parameters,
+      "%s: %d parameters, %s\nstep without communication: %s ms %s\n"
+      "cap                buckets  largest  step ms [p25, p75]  exposed  alone "
+      "overlap\n",
+      name, summary.num_parameters,
       readable_bytes(static_cast<double>(summary.gradient_bytes)),
-      summary.local_ms.median, spread(summary.local_ms));
-  absl::StrAppendFormat(&text, "%-*s  %7s  %26s  %8s %17s  %10s  %8s  %7s\n",
-                        width, "cap", "buckets", "min   median      max",
-                        "step ms", "[p25, p75]", "exposed ms", "alone ms",
-                        "overlap");
-  for (const ArmSummary& arm : summary.arms) text += row(arm, width);
-  return text +
-         "exposed: time added to a step; alone: the all-reduces without a "
-         "step; "
-         "overlap: the share of alone that backward hides\n" +
-         recommendation(summary) + "\n";
+      readable(summary.local_ms.median), spread(summary.local_ms));
+  std::string notes;
+  for (const ArmSummary& arm : summary.arms) {
+    const auto [size, others] = sizes_of(arm);
+    text += row(others.empty() ? size : size + "*", arm);
+    if (others.empty()) continue;
+    absl::StrAppend(&notes, "* same buckets as ", size, ": ", others, "\n");
+  }
+  absl::StrAppendFormat(
+      &text,
+      "%sA bucket's last parameter may exceed the cap.\n"
+      "exposed: ms that communication adds to a step; alone: ms of the\n"
+      "all-reduces without a step; overlap: share of alone that backward\n"
+      "hides, - if alone is too short to tell. Medians of the slowest rank;\n"
+      "rounds: %d, steps per round: %d.\n%s\n",
+      notes, summary.rounds, summary.steps, recommendation(summary));
+  return text;
 }
 
 std::string to_json(const std::string& name, const SweepSummary& summary) {

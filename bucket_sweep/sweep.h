@@ -55,16 +55,18 @@ struct ArmSummary {
   std::vector<int64_t> bucket_bytes = {};
   Quartiles step_ms = {};
 
-  // Time that the reducer adds to a step without one, in the same round.
+  // Time that communication adds to a step, in the same round. Negative values
+  // are noise.
   Quartiles exposed_ms = {};
 
   // Time of the buckets' all-reduces, one after another, without any
   // computation.
   double alone_ms = 0;
 
-  // Fraction of alone_ms that backward hides. Negative if packing, latency and
-  // waiting for a slower rank cost more than that.
-  double overlap() const { return 1 - exposed_ms.median / alone_ms; }
+  // Returns the fraction of alone_ms that backward hides: 0 if packing, latency
+  // and waiting for a slower rank cost more than that. Returns nullopt if
+  // alone_ms is below 0.1 ms or below the interquartile range of step_ms.
+  std::optional<double> overlap() const;
 };
 
 // The fastest arm other than the default, compared with it round by round.
@@ -73,7 +75,6 @@ struct Recommendation {
   Quartiles saved_ms = {};  // per step, compared with the default
   double saved_share = 0;   // median saving / median default step
   int64_t rounds_faster = 0;
-  int64_t rounds = 0;
 
   // True if chance is an unlikely explanation: a sign test over the rounds,
   // corrected for the number of arms, has p <= 0.05.
@@ -83,7 +84,9 @@ struct Recommendation {
 struct SweepSummary {
   int64_t num_parameters = 0;
   int64_t gradient_bytes = 0;
-  Quartiles local_ms = {};                  // a step without a reducer
+  int64_t rounds = 0;
+  int64_t steps = 0;                        // per round
+  Quartiles local_ms = {};                  // a step without communication
   std::vector<ArmSummary> arms = {};        // the first is the default
   std::optional<Recommendation> best = {};  // none: all sizes equal the default
 };
@@ -100,8 +103,8 @@ SweepSummary sweep(const std::vector<at::Tensor>& parameters,
                    const c10::intrusive_ptr<c10d::ProcessGroup>& group,
                    const SweepOptions& options = {});
 
-// Formats a line about the model, a table with a row per plan, and a
-// recommendation.
+// Formats two lines about the model, a table of 80 columns with a row per plan,
+// and a recommendation.
 std::string to_text(const std::string& name, const SweepSummary& summary);
 
 // Formats the same as one JSON object.

@@ -84,8 +84,8 @@ TEST(SweepTest, OneCallReturnsASummaryForToText) {
     };
     const std::string text = to_text(
         "Net", sweep_with({.sizes = {"each"}, .rounds = 1, .steps = 1}));
-    EXPECT_THAT(text, HasSubstr("Net: 2 gradients, 1.05 MB; step without"));
-    EXPECT_THAT(text, HasSubstr("\none per parameter        2    524 kB"));
+    EXPECT_THAT(text, HasSubstr("Net: 2 parameters, 1.00 MiB\nstep without"));
+    EXPECT_THAT(text, HasSubstr("\none per parameter        2 0.50 MiB"));
     EXPECT_THAT(text, HasSubstr("recommended: "));
     EXPECT_THROW(sweep_with({.rounds = 0}), c10::ValueError);
   });

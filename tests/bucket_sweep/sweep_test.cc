@@ -61,11 +61,24 @@ TEST(SummaryTest, DifferencesAreTakenWithinARound) {
   EXPECT_EQ(summary.local_ms.median, 57);
   EXPECT_EQ(summary.arms[0].exposed_ms.median, (8 + 19) / 2.0);
   EXPECT_EQ(summary.arms[1].exposed_ms.median, (3 + 9) / 2.0);
-  EXPECT_EQ(summary.arms[1].overlap(), 1 - 6.0 / 8);
   ASSERT_TRUE(summary.best);
   EXPECT_EQ(summary.best->saved_ms.p25, 6.25);
   EXPECT_EQ(summary.best->saved_ms.median, 7.5);
   EXPECT_EQ(summary.best->saved_ms.p75, 8.75);
+}
+
+TEST(SummaryTest, OverlapIsAFractionUnlessTheTimesAreTooShortOrTooNoisy) {
+  const Quartiles step = {.p25 = 18, .median = 20, .p75 = 22};
+  const auto overlap_of = [&](double exposed, double alone) {
+    return ArmSummary{
+        .step_ms = step, .exposed_ms = {.median = exposed}, .alone_ms = alone}
+        .overlap();
+  };
+  EXPECT_EQ(overlap_of(6, 8), 0.25);
+  EXPECT_EQ(overlap_of(10, 8), 0);
+  EXPECT_EQ(overlap_of(-23, 8), 1);
+  EXPECT_EQ(overlap_of(1, 3.9), std::nullopt);  // the quartiles differ by 4
+  EXPECT_EQ((ArmSummary{.alone_ms = 0.09}.overlap()), std::nullopt);
 }
 
 TEST(SummaryTest, ASizeThatIsFasterInEveryRoundIsDecided) {
@@ -108,19 +121,32 @@ SweepSummary summary_of(size_t rounds, double default_ms, double other_ms) {
 TEST(ReportTest, TheTableHasARowPerPlanAndARecommendation) {
   EXPECT_EQ(
       to_text("Net", summary_of(8, 20, 18)),
-      "Net: 3 gradients, 3.00 MB; step without a reducer 10.0 ms [10.0, "
-      "10.0]\n"
-      "cap         buckets       min   median      max   step ms        [p25, "
-      "p75]  exposed ms  alone ms  overlap\n"
-      "default           2   1.00 MB  1.50 MB  2.00 MB      20.0      [20.0, "
-      "20.0]        10.0       4.0     none\n"
-      "4 MiB, one        1   3.00 MB  3.00 MB  3.00 MB      18.0      [18.0, "
-      "18.0]         8.0       8.0     none\n"
-      "exposed: time added to a step; alone: the all-reduces without a step; "
-      "overlap: the share of alone that backward hides\n"
-      "recommended: bucket_cap_bytes = {4194304} or bucket_cap_mb=4 (4 MiB, "
-      "one); 2.0 ms (10.0 %) less per step than the default [2.0, 2.0], faster "
-      "in 8 of 8 rounds\n");
+      "Net: 3 parameters, 2.86 MiB\n"
+      "step without communication: 10.0 ms [10.0, 10.0]\n"
+      "cap                buckets  largest  step ms [p25, p75]  exposed  alone "
+      "overlap\n"
+      "default                  2 1.91 MiB   20.0 [20.0, 20.0]     10.0   4.00 "
+      "    0 %\n"
+      "4 MiB*                   1 2.86 MiB   18.0 [18.0, 18.0]     8.00   8.00 "
+      "    0 %\n"
+      "* same buckets as 4 MiB: one\n"
+      "A bucket's last parameter may exceed the cap.\n"
+      "exposed: ms that communication adds to a step; alone: ms of the\n"
+      "all-reduces without a step; overlap: share of alone that backward\n"
+      "hides, - if alone is too short to tell. Medians of the slowest rank;\n"
+      "rounds: 8, steps per round: 1.\n"
+      "recommended: bucket_cap_mb=4 (C++: bucket_cap_bytes = {4194304})\n"
+      "  fastest in this run: 4 MiB, faster in 8 of 8 rounds,\n"
+      "  2.00 ms less per step than the default (median of the rounds' "
+      "differences;\n"
+      "  quartiles 2.00 to 2.00)\n");
+}
+
+TEST(ReportTest, NoiseIsNotShownAsNegativeTimeOrAsOverlap) {
+  SweepSamples samples = samples_of({9}, {9});
+  samples.plans[0].alone_ms = {0.01};
+  EXPECT_THAT(to_text("Net", summarize(samples)),
+              ::testing::HasSubstr("[9.00, 9.00]     0.00   0.01       -\n"));
 }
 
 TEST(ReportTest, TheDefaultIsRecommendedUnlessAnotherSizeIsDecided) {
@@ -128,16 +154,20 @@ TEST(ReportTest, TheDefaultIsRecommendedUnlessAnotherSizeIsDecided) {
     EXPECT_THAT(to_text("Net", summary),
                 ::testing::EndsWith(absl::StrCat(sentence, "\n")));
   };
-  ends_with(summary_of(4, 20, 21),
-            "recommended: the default; no other size is faster");
+  ends_with(summary_of(5, 20, 21),
+            "recommended: keep the default (no cap is reliably faster)");
   ends_with(summary_of(3, 20, 18),
-            "recommended: the default; 4 MiB, one: 2.0 ms (10.0 %) less per "
-            "step than the default [2.0, 2.0], faster in 3 of 3 rounds, which "
-            "may be chance");
+            "recommended: keep the default (no cap is reliably faster)\n"
+            "  fastest in this run: 4 MiB, faster in 3 of 3 rounds,\n"
+            "  2.00 ms less per step than the default (median of the rounds' "
+            "differences;\n"
+            "  quartiles 2.00 to 2.00)\n"
+            "  too few rounds (3) to decide between 2 caps: run again with "
+            "--rounds 5 or more");
   SweepSamples alone = samples_of({20}, {20});
   alone.plans.pop_back();
   ends_with(summarize(alone),
-            "recommended: the default; all sizes result in the same buckets");
+            "recommended: keep the default (all caps give the same buckets)");
 }
 
 TEST(ReportTest, JsonHasTheNumbersOfTheTable) {
