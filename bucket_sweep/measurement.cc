@@ -119,6 +119,10 @@ class Training {
     barrier();
     const Clock::time_point begin = Clock::now();
     const at::Tensor loss = loss_();
+    TORCH_CHECK_VALUE(loss.numel() == 1,
+                      "bucket sweep: expected a loss of one element, found "
+                      "shape ",
+                      loss.sizes(), ".\nReturn its mean or its sum.");
     if (reducer != nullptr) reducer->prepare_for_backward(loss);
     loss.backward();
     synchronize();
@@ -216,6 +220,11 @@ SweepSamples measure(const std::vector<at::Tensor>& parameters,
                     ".\nOmit them to use the defaults.");
   std::vector<BucketArm> arms = {default_arm()};
   for (const std::string& size : sizes) arms.push_back(arm_of(size));
+  TORCH_CHECK_VALUE(
+      group->getSize() > 1,
+      "bucket sweep: expected at least 2 ranks, found 1: nothing is "
+      "communicated.\nStart more, for example with torchrun --standalone "
+      "--nproc-per-node 2 -m brigade.bench ...");
   Training training(parameters, loss, group, options);
 
   SweepSamples samples;

@@ -44,7 +44,8 @@ struct SweepOptions {
   int64_t rounds = 8;  // turns of each size
   int64_t steps = 3;   // timed per turn, after one warm-up step
 
-  // Bucket caps and bucket plan are ignored.
+  // Bucket caps and bucket plan are ignored. Names are those of the parameters
+  // that require a gradient.
   ReducerOptions reducer = {};
 };
 
@@ -96,8 +97,9 @@ struct SweepSummary {
 // their values and end without gradients; frozen ones are skipped. Buffers are
 // not broadcast.
 //
-// Errors: ValueError if rounds or steps are < 1, a size is invalid, or no
-// parameter requires a gradient; the errors of Reducer.
+// Errors: ValueError if rounds or steps are < 1, a size is invalid, the group
+// has 1 rank, no parameter requires a gradient, or the loss has several
+// elements; the errors of Reducer.
 SweepSummary sweep(const std::vector<at::Tensor>& parameters,
                    const std::function<at::Tensor()>& loss,
                    const c10::intrusive_ptr<c10d::ProcessGroup>& group,

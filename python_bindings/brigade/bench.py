@@ -17,10 +17,10 @@ Implemented in bucket_sweep/.
 from __future__ import annotations
 
 import argparse
+import importlib
 import json
 import os
 import pathlib
-import pkgutil
 import platform
 import sys
 from collections.abc import Callable, Sequence
@@ -32,6 +32,7 @@ import torch.distributed as dist
 from brigade import _C
 
 DEFAULT_SIZES = ("each", "0.25", "1", "4", "10", "25", "100", "one")
+_OPTIONS = ("find_unused_parameters", "static_graph", "gradient_as_bucket_view")
 
 
 def sweep(
@@ -67,17 +68,22 @@ def sweep(
         default.
 
     Raises:
-        ValueError: A size is invalid, `rounds` or `steps` is below 1, or no parameter requires a
-            gradient.
+        ValueError: A size is invalid, `rounds` or `steps` is below 1, the group has 1 rank, no
+            parameter requires a gradient, or the loss has several elements.
 
     For example:
 
         table, figures = sweep(net, lambda net: F.cross_entropy(net(inputs), targets))
         print(table)
     """
+    if unknown := options.keys() - set(_OPTIONS):
+        known = ", ".join(_OPTIONS)
+        raise TypeError(f"bucket sweep: option {min(unknown)!r} is unknown.\nUse {known} or name.")
+    named = {key: value for key, value in module.named_parameters() if value.requires_grad}
     table, data = _C.sweep(
         name or type(module).__name__,
-        list(module.parameters()),
+        list(named.values()),
+        list(named),
         lambda: loss(module),
         list(sizes),
         dist.group.WORLD if group is None else group,
@@ -91,19 +97,26 @@ def sweep(
 def find_factory(name: str) -> Callable[[], Any]:
     """Returns the function named ``package.module:function`` or ``path/to/file.py:function``."""
     module, _, function = name.rpartition(":")
+    if not module or not function:
+        raise ValueError(f"expected file.py:function or module:function, found {name!r}")
     if module.endswith(".py"):
         file = pathlib.Path(module).resolve(strict=True)
         sys.path.insert(0, str(file.parent))  # as python does for a script
         module = file.stem
-    return pkgutil.resolve_name(f"{module}:{function}")
+    found = getattr(importlib.import_module(module), function, None)
+    if not callable(found):
+        raise ValueError(f"expected a function {function!r} in {name!r}, found none")
+    return found
 
 
 def _set_up(device: torch.device) -> dict[str, str]:
     """Returns the conditions of the measurement."""
     backend = dist.group.WORLD._get_backend(device).name()
+    cores, load = os.cpu_count() or 1, os.getloadavg()[0]
+    note = ": times are unreliable" if load > cores else ""
     return {
         "ranks": f"{dist.get_world_size()}, {backend}, {device.type}",
-        "CPU": f"{platform.machine()}, {os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}",
+        "CPU": f"{platform.machine()}, {cores} cores, load {load:.1f}{note}",
         "torch": torch.__version__,
         "command": " ".join(["brigade.bench", *sys.argv[1:]]),
     }
@@ -128,12 +141,19 @@ def main() -> None:
     parser.add_argument("--backend", help="backend of the process group (default: torch's)")
     parser.add_argument("--json", metavar="FILE", help="file for all figures")
     given = parser.parse_args()
+    if "RANK" not in os.environ:
+        parser.error("the environment variable RANK is not set: start with torchrun, as above")
     factory = find_factory(given.factory)
     if torch.accelerator.is_available():
         torch.accelerator.set_device_index(int(os.environ.get("LOCAL_RANK", "0")))
     dist.init_process_group(given.backend)
-    module, loss, *rest = factory()
-    options = rest[0] if rest else {}
+    returned = factory()
+    if not isinstance(returned, tuple) or len(returned) not in (2, 3):
+        kind = type(returned).__name__
+        raise TypeError(
+            f"{given.factory}: expected (module, loss) or (module, loss, options), found {kind}"
+        )
+    module, loss, options = (*returned, {})[:3]
     set_up = _set_up(next(module.parameters()).device)
     is_first = dist.get_rank() == 0
     if is_first:

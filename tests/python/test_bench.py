@@ -23,6 +23,32 @@ def test_a_factory_is_found_by_module_and_by_file(tmp_path, monkeypatch):
     monkeypatch.setattr(sys, "path", list(sys.path))
     assert bench.find_factory(f"{tmp_path}/my_training.py:net")() == 7
     assert bench.find_factory("my_training:net")() == 7
+    with pytest.raises(ValueError, match=r"found 'my_training\.py'"):
+        bench.find_factory("my_training.py")
+    with pytest.raises(ValueError, match="expected a function 'workload' in 'my_training:w"):
+        bench.find_factory("my_training:workload")
+
+
+def test_wrong_use_of_the_command_names_the_remedy(tmp_path, monkeypatch, capsys):
+    (tmp_path / "alone.py").write_text("import torch\ndef net(): return torch.nn.Linear(2, 2)\n")
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.setattr(sys, "argv", ["bench", f"{tmp_path}/alone.py:net"])
+    monkeypatch.setattr(bench.dist, "init_process_group", lambda backend: None)
+    monkeypatch.delenv("RANK", raising=False)
+    with pytest.raises(SystemExit):
+        bench.main()
+    printed = capsys.readouterr().err
+    assert printed.startswith("usage: torchrun --standalone --nproc-per-node 2 -m brigade.bench\n")
+    assert "RANK is not set: start with torchrun" in printed
+    monkeypatch.setenv("RANK", "0")
+    with pytest.raises(TypeError, match=r"expected \(module, loss\) or .*, found Linear"):
+        bench.main()
+
+
+def test_an_unknown_option_is_an_error():
+    known = "find_unused_parameters, static_graph, gradient_as_bucket_view or name"
+    with pytest.raises(TypeError, match=f"option 'bucket_cap_mb' is unknown.\nUse {known}"):
+        bench.sweep(nn.Linear(2, 2), torch.sum, bucket_cap_mb=3)
 
 
 @pytest.mark.parametrize("static_graph", [False, True])
@@ -57,10 +83,22 @@ def test_a_sweep_times_each_plan_once_and_keeps_the_module(rank, static_graph):
 
 
 @on_ranks(1)
-def test_an_invalid_size_is_an_error(rank):
+def test_an_invalid_size_or_a_single_rank_is_an_error(rank):
     for size in ("x", "-1", "0", "nan", ""):
         with pytest.raises(ValueError, match="expected a size of more than 0 MiB"):
             bench.sweep(nn.Linear(2, 2), torch.sum, [size])
+    with pytest.raises(ValueError, match="expected at least 2 ranks, found 1"):
+        bench.sweep(nn.Linear(2, 2), torch.sum)
+
+
+@on_ranks()
+def test_errors_name_the_shape_of_the_loss_and_an_unused_parameter(rank):
+    module = nn.ModuleDict({"used": nn.Linear(2, 2), "spare": nn.Linear(2, 2)})
+    module["used"].bias.requires_grad_(False)
+    with pytest.raises(ValueError, match=r"expected a loss of one element, found shape \[2\]"):
+        bench.sweep(module, lambda model: model["used"](torch.ones(2)))
+    with pytest.raises(RuntimeError, match=r"spare\.weight"):
+        bench.sweep(module, lambda model: model["used"](torch.ones(2)).sum())
 
 
 @pytest.mark.slow
