@@ -296,36 +296,39 @@ SegmentRun::FlatReduction SegmentRun::reduce_flat(const ShardedUnit& unit,
     reduction.sum =
         gradients.narrow(0, unit.transport->shard_rank() * size, size);
   }
+  const auto launched = std::make_shared<ShardedUnit::FuturePtr>();
   try {
-    reduction.future = launch_reduction(unit, flat, gradients, reduction.sum);
+    reduction.future =
+        launch_reduction(unit, flat, gradients, reduction.sum, launched);
   } catch (...) {
-    record_error();  // a comm hook threw before it launched
-    gradients.zero_();
-    reduction.future = launch_reduction(unit, flat, gradients, reduction.sum);
+    record_error();
+    reduction.future = *launched;
+    if (!reduction.future) {  // a comm hook threw before its launch
+      gradients.zero_();
+      reduction.future =
+          launch_reduction(unit, flat, gradients, reduction.sum, launched);
+    }
   }
   model_.recorder.launched(ShardingRecorder::kReduceScatter, *reduction.future);
   return reduction;
 }
 
-ShardedUnit::FuturePtr SegmentRun::launch_reduction(const ShardedUnit& unit,
-                                                    FlatShard& flat,
-                                                    const at::Tensor& gradients,
-                                                    const at::Tensor& sum) {
+ShardedUnit::FuturePtr SegmentRun::launch_reduction(
+    const ShardedUnit& unit, FlatShard& flat, const at::Tensor& gradients,
+    const at::Tensor& sum,
+    const std::shared_ptr<ShardedUnit::FuturePtr>& launched) {
   ShardTransport& transport = *unit.transport;
   const bool over_replicas = unit.sums_over_replicas();
   ShardTransport::ReduceOptions options = {
       .scale = over_replicas ? 1.0 / unit.divisor() : 1.0,
       .over_replicas = over_replicas,
       .partial_sum = over_replicas ? flat.take_partial_sum() : at::Tensor()};
+  if (unit.divides_first(flat)) {  // earlier partial sums were divided, too
+    options.scale = 1;
+    if (unit.divisor() != 1) gradients.mul_(1 / unit.divisor());
+  }
   if (!unit.comm_hook) {
     return transport.reduce_scatter(gradients, sum, options);
-  }
-  if (!transport.scales()) {
-    const double scale = std::exchange(options.scale, 1);
-    if (scale != 1) gradients.mul_(scale);
-    if (scale != 1 && options.partial_sum.defined()) {
-      options.partial_sum = options.partial_sum * scale;
-    }
   }
   auto future = unit.comm_hook->reduce(
       {.unit = unit.name,
@@ -333,9 +336,15 @@ ShardedUnit::FuturePtr SegmentRun::launch_reduction(const ShardedUnit& unit,
        .whole = gradients,
        .shard = sum,
        .rank = transport.shard_rank(),
-       .sum = [&transport, options](const at::Tensor& sent,
-                                    const at::Tensor& shard) {
-         return transport.reduce_scatter(sent, shard, options);
+       .sum = [&transport, options, launched,
+               name = unit.comm_hook->hook_name()](const at::Tensor& sent,
+                                                   const at::Tensor& shard) {
+         TORCH_CHECK(!*launched,
+                     "fully_shard: expected one call of `sum` "
+                     "by comm hook '",
+                     name, "', found two.\nReturn the first call's future.");
+         *launched = transport.reduce_scatter(sent, shard, options);
+         return *launched;
        }});
   TORCH_CHECK(future, "fully_shard: expected a future from comm hook '",
               unit.comm_hook->hook_name(), "' for unit '", unit.name,

@@ -124,10 +124,11 @@ class SegmentRun {
   FlatReduction reduce_flat(const ShardedUnit& unit, FlatShard& flat);
   void wait_for_reduction(const ShardedUnit& unit,
                           const FlatReduction& reduction);
-  ShardedUnit::FuturePtr launch_reduction(const ShardedUnit& unit,
-                                          FlatShard& flat,
-                                          const at::Tensor& gradients,
-                                          const at::Tensor& sum);
+  // Sets `launched` when the reduction is launched.
+  ShardedUnit::FuturePtr launch_reduction(
+      const ShardedUnit& unit, FlatShard& flat, const at::Tensor& gradients,
+      const at::Tensor& sum,
+      const std::shared_ptr<ShardedUnit::FuturePtr>& launched);
   void finish_oldest_reduction();
   void wait_for_reductions();
   RoundResult round(std::optional<size_t> need, CursorActions& actions);

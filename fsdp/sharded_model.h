@@ -95,8 +95,8 @@ class ReductionHook {
   // launches on the current stream and returns a complete future.
   //
   // Other collectives need a process group that nothing else uses, and must be
-  // identical on all ranks. Throws only before its first collective; an
-  // exception ends the iteration.
+  // identical on all ranks. An exception ends the iteration on all ranks;
+  // throws only before the first other collective.
   virtual FuturePtr reduce(const Reduction& reduction) = 0;
 
   // Appears in messages; compared across ranks.

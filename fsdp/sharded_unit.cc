@@ -358,6 +358,13 @@ double ShardedUnit::divisor() const {
                                             transport->num_replicas());
 }
 
+bool ShardedUnit::divides_first(const FlatShard& flat) const {
+  const bool may_send_halves =
+      comm_hook || flat.context().reduce_dtype == at::kHalf;
+  return may_send_halves &&
+         (!transport->scales() || transport->num_replicas() > 1);
+}
+
 void ShardedUnit::bind() {
   if (std::exchange(is_bound, true)) return;
   for (size_t i = 0; i < flats.size(); ++i) flats[i]->bind(gathered->wholes[i]);

@@ -78,6 +78,9 @@ struct ShardedUnit {
   // Returns true if the next sum includes the replicas.
   bool sums_over_replicas() const;
   double divisor() const;  // of its sums
+  // Returns true if gradients are divided before their reduction, where a sum
+  // would otherwise be rounded to float16 before it is divided, and overflow.
+  bool divides_first(const FlatShard& flat) const;
   // REQUIRES: gathered.
   void bind();
   void unbind();

@@ -52,6 +52,7 @@ enum class Fault {
   kForward,
   kBackward,
   kHook,
+  kHookAfterLaunch,
   kHookFuture,
   kHookAlways,  // also on zeros
   kOutOfMemory,
@@ -59,9 +60,10 @@ enum class Fault {
   kProcess,
   kNone,
 };
-constexpr const char* kFaults[] = {"Forward",       "Backward",   "Hook",
-                                   "HookFuture",    "HookAlways", "OutOfMemory",
-                                   "Recomputation", "Process"};
+constexpr const char* kFaults[] = {
+    "Forward",         "Backward",      "Hook",
+    "HookAfterLaunch", "HookFuture",    "HookAlways",
+    "OutOfMemory",     "Recomputation", "Process"};
 
 enum class Situation {
   kLearning,
@@ -95,6 +97,7 @@ bool exists(Fault fault, Situation situation) {
     case Fault::kRecomputation:
       return is_checkpointed(situation);
     case Fault::kHook:
+    case Fault::kHookAfterLaunch:
     case Fault::kHookFuture:  // hooks run in reductions only
       return situation != Situation::kNoSync &&
              situation != Situation::kInEvaluation;
@@ -215,6 +218,10 @@ class FaultyHook : public ReductionHook {
       throw std::runtime_error(kText);
     }
     FuturePtr sum = reduction.sum(reduction.whole, reduction.shard);
+    if (fault == Fault::kHookAfterLaunch && calls_ % 3 == 2) {
+      fault = Fault::kNone;
+      throw std::runtime_error(kText);
+    }
     if (fault == Fault::kHookFuture && calls_ % 3 == 2) {
       fault = Fault::kNone;
       return sum->then(

@@ -4,6 +4,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.fsdp import MixedPrecisionPolicy
 
 import brigade
 
@@ -105,3 +106,19 @@ def test_other_hooks_on_one_rank_are_an_error(rank):
         NotImplementedError, match="comm_hook to be one of fp16_compress, bf16_compress"
     ):
         brigade.fully_shard(nn.Linear(3, 3), comm_hook="allreduce")
+
+
+@pytest.mark.parametrize("arguments", ["hook", "reduce dtype"])
+@pytest.mark.parametrize(("world_size", "num_shards"), [(2, 2), (2, 1), (4, 2)])
+@on_ranks()
+def test_only_averages_must_fit_into_float16(rank, world_size, num_shards, arguments):
+    """Sums of two ranks' gradients, 9 * 4096 each, do not."""
+    half = MixedPrecisionPolicy(reduce_dtype=torch.float16)
+    model = _sharded(
+        mesh=_mesh(world_size, num_shards),
+        **({"comm_hook": "fp16_compress"} if arguments == "hook" else {"mp_policy": half}),
+    )
+    for factor, sums_over_replicas in ((4096.0, False), (0.0, True)):
+        model.set_requires_all_reduce(sums_over_replicas)
+        model(factor).backward()
+    _expect(_gradients(model), [world_size * 4096.0] * 3, world_size, torch.float16)

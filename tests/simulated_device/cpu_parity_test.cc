@@ -9,6 +9,7 @@
 #include <utility>
 #include <vector>
 
+#include "brigade/fsdp/fully_shard.h"
 #include "brigade/reducer/reducer.h"
 #include "brigade/tests/simulated_device/host_backend.h"
 #include "brigade/tests/support/local_ranks.h"
@@ -118,6 +119,29 @@ INSTANTIATE_TEST_SUITE_P(
     ::testing::Combine(::testing::Values(1, 2, 3, 4),
                        ::testing::Values(at::kFloat, at::kDouble, at::kHalf,
                                          at::kBFloat16, at::kComplexFloat)));
+
+using ShardedFloat16OnDevicesTest = simulated::StreamTest;
+
+// The average of four gradients is 16384, their sum more than float16 has.
+TEST_F(ShardedFloat16OnDevicesTest, OnlyAveragesMustFit) {
+  for (const int num_shards : {1, 2, 4}) {
+    for (const bool in_order : {false, true}) {
+      testing::run_ranks_on_devices(4, [&](const Group& group, int rank) {
+        torch::nn::Module net;
+        const at::Tensor weight = net.register_parameter(
+            "weight", at::ones({4}, simulated::device(rank)));
+        const auto sharded = fully_shard(net, group,
+                                         {.num_shards = num_shards,
+                                          .reduce_dtype = at::kHalf,
+                                          .reproducible = in_order});
+        sharded->forward([&] { return (weight * 16384).sum(); }).backward();
+        EXPECT_EQ(sharded->clip_grad_norm(1e9), 2 * 16384)
+            << num_shards << " shards";
+      });
+    }
+  }
+  simulated::expect_no_races();
+}
 
 }  // namespace cpu_parity_test
 }  // namespace brigade
