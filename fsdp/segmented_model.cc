@@ -217,7 +217,13 @@ ParameterState SegmentedModel::use(std::span<const Shard* const> parameters) {
     const bool are_held = std::ranges::all_of(
         parameters,
         [&](const Shard* shard) { return units_[shard->unit].is_by_hand; });
-    if (!are_held) return ParameterState::kSharded;
+    if (!are_held) {
+      for (const Shard* const shard : parameters) {  // use_after_forward()
+        ShardedUnit& unit = units_[shard->unit];
+        if (!is_open() && !unit.is_by_hand) unit.unbind();
+      }
+      return ParameterState::kSharded;
+    }
     for (const Shard* const shard : parameters) {
       ShardedUnit& unit = units_[shard->unit];
       if (!unit.uses->add_current()) continue;
@@ -234,6 +240,27 @@ ParameterState SegmentedModel::use(std::span<const Shard* const> parameters) {
   }
   run_->use(units);
   return ParameterState::kUnsharded;
+}
+
+bool SegmentedModel::use_after_forward(
+    std::span<const Shard* const> parameters) {
+  const std::lock_guard lock(mutex_);
+  if (is_open() || !last_forward_ || last_forward_->is_done ||
+      !std::ranges::all_of(parameters, [&](const Shard* shard) {
+        const ShardedUnit& unit = units_[shard->unit];
+        return unit.gathered && !unit.is_stale;
+      })) {
+    return false;
+  }
+  SegmentRun run(parts(), {});
+  for (const Shard* const shard : parameters) {
+    run.wait_for(shard->unit);
+    const bool is_new = !std::exchange(used_in_forward_[shard->number], 1);
+    if (is_new && parameters_[shard->number].is_trained()) {
+      ++last_forward_->expected[shard->unit];
+    }
+  }
+  return true;
 }
 
 bool SegmentedModel::is_forward_thread() const {

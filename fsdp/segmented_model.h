@@ -89,6 +89,7 @@ class SegmentedModel final : public ShardedModel, public ParameterOwner {
 
   // ParameterOwner.
   ParameterState use(std::span<const Shard* const> parameters) override;
+  bool use_after_forward(std::span<const Shard* const> parameters) override;
   void written(size_t unit) override;
   void await_statuses() override;
 

@@ -284,7 +284,13 @@ void SegmentedModel::end_forward(const std::vector<at::Tensor>& outputs) {
   const std::lock_guard lock(mutex_);
   if (!leave_forward()) return;
   const bool has_grad = run_->plan().has_grad;
-  run_or_abandon([this] {
+  run_or_abandon([&] {
+    // The loss may use parameters of the outermost unit (use_after_forward()).
+    for (size_t i = 0; i < units_.size() && has_grad; ++i) {
+      if (!units_[i].parent && !units_[i].settings.reshard_after_forward) {
+        run_->use(std::span(&i, 1));
+      }
+    }
     finish({}, /*has_used_all=*/true);
     close();
   });
@@ -441,7 +447,6 @@ void SegmentedModel::end_backward() {
 void SegmentedModel::deliver(std::vector<at::Tensor>& hooked) {
   const std::vector<char>& used = run_->used_anywhere();
   for (const ShardedUnit& unit : units_) {
-    const bool is_scaled = unit.comm_hook || unit.transport->scales();
     if (std::ranges::any_of(unit.flats, &FlatShard::has_sum)) {
       ++statistics_.reductions;
     }
@@ -456,7 +461,9 @@ void SegmentedModel::deliver(std::vector<at::Tensor>& hooked) {
       const std::vector<char> of_flat(
           used.begin() + static_cast<ptrdiff_t>(first),
           used.begin() + static_cast<ptrdiff_t>(first + count));
-      flat->deliver(of_flat, is_scaled ? 1 : 1 / unit.divisor());
+      const bool is_divided =
+          unit.transport->scales() || unit.divides_first(*flat);
+      flat->deliver(of_flat, is_divided ? 1 : 1 / unit.divisor());
       for (size_t i = 0; i < count; ++i) {
         used_[first + i] = 0;
         const at::Tensor& tensor = flat->parameters()[i].tensor;

@@ -1,11 +1,13 @@
 #include "brigade/fsdp/shard_operators.h"
 
 #include <ATen/ATen.h>
+#include <ATen/TracerMode.h>
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/core/enum_tag.h>
 #include <ATen/core/grad_mode.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>
+#include <c10/core/impl/TorchDispatchModeTLS.h>
 #include <c10/util/SmallVector.h>
 #include <torch/library.h>
 
@@ -51,17 +53,18 @@ const Names kReductions = {
     "_amp_foreach_non_finite_check_and_unscale_",
     // Logs and checks of values.
     "sum", "sum.dim_IntList", "mean", "mean.dim", "max", "min", "amax", "amin",
-    "any", "all", "dot", "equal"};
+    "any", "all", "dot", "equal", "_local_scalar_dense"};
 
 // Tagged pointwise but not elementwise.
 const Names kNotElementwise = {"rrelu", "rrelu_", "native_dropout_backward"};
 
 // Allowed in grad mode: their results need no gradient, or Module::to() calls
 // them.
-const Names kNotRecorded = {"eq",        "ne",        "lt",        "le",
-                            "gt",        "ge",        "equal",     "isnan",
-                            "isinf",     "isfinite",  "_to_copy",  "zeros_like",
-                            "ones_like", "full_like", "empty_like"};
+const Names kNotRecorded = {
+    "eq",        "ne",        "lt",         "le",
+    "gt",        "ge",        "equal",      "isnan",
+    "isinf",     "isfinite",  "_to_copy",   "zeros_like",
+    "ones_like", "full_like", "empty_like", "_local_scalar_dense"};
 
 std::string_view base_name(const c10::FunctionSchema& schema) {
   std::string_view name = schema.name();
@@ -600,9 +603,12 @@ void reduce(Call& call, const OperatorFacts& facts) {
 
 void check_grad_mode(Call& call, const OperatorFacts& facts) {
   if (!at::GradMode::is_enabled() || !facts.is_recorded) return;
-  call.visit_sharded([&](const at::Tensor& tensor, const Shard&, size_t) {
+  call.visit([&](const at::Tensor& tensor, size_t, size_t) {
     TORCH_CHECK(!tensor.requires_grad(), toString(call.op().operator_name()),
-                " of ", name_of(tensor),
+                " of ",
+                shard_of(tensor) != nullptr
+                    ? name_of(tensor)
+                    : "a tensor that requires grad and a sharded tensor",
                 " outside of a forward is not recorded by autograd. Call it "
                 "under torch.no_grad(), or inside the model's forward.");
   });
@@ -610,8 +616,37 @@ void check_grad_mode(Call& call, const OperatorFacts& facts) {
 
 // ---- The fallback.
 
-// Returns the least state of the parameters; nullopt without parameters.
-std::optional<ParameterState> use_parameters(Call& call) {
+bool is_transformed_or_traced() {
+  return c10::impl::tls_is_dispatch_key_included(
+             c10::DispatchKey::FuncTorchDynamicLayerFrontMode) ||
+         at::tracer::impl::is_dispatch_enabled() ||
+         c10::impl::TorchDispatchModeTLS::get_mode(
+             c10::impl::TorchDispatchModeKey::PROXY) ||
+         c10::impl::TorchDispatchModeTLS::get_mode(
+             c10::impl::TorchDispatchModeKey::FUNCTIONAL);
+}
+
+// Throws for calls that a local tensor can't stand for.
+void check_sharded(Call& call) {
+  if (is_transformed_or_traced()) {
+    call.refuse(
+        "torch.func and tracers can't follow a sharded tensor. Call it inside "
+        "whole_parameters() or on full_tensor() (C++: unsharded()).");
+  }
+  call.visit_sharded([&](const at::Tensor& tensor, const Shard&, size_t) {
+    if (tensor.nbytes() == tensor.storage().nbytes() &&
+        tensor.is_non_overlapping_and_dense()) {
+      return;
+    }
+    call.refuse("a view of " + name_of(tensor) +
+                ", made while it was unsharded, shows a part of it. Make the "
+                "view again inside the model's forward.");
+  });
+}
+
+// Calls `use(owner, parameters)` for each model of the parameters in `call`.
+template <typename Use>
+void for_each_owner(Call& call, const Use& use) {
   c10::SmallVector<const Shard*, 4> used;
   call.visit_sharded([&](const at::Tensor&, const Shard& shard, size_t) {
     if (shard.owner != nullptr &&
@@ -619,17 +654,42 @@ std::optional<ParameterState> use_parameters(Call& call) {
       used.push_back(&shard);
     }
   });
-  std::optional<ParameterState> state;
   for (auto* first = used.begin(); first != used.end();) {
     ParameterOwner* const owner = (*first)->owner;
     auto* const last = std::stable_partition(
         first, used.end(),
         [owner](const Shard* shard) { return shard->owner == owner; });
-    const ParameterState of_owner = owner->use({first, last});
-    state = state ? std::min(*state, of_owner) : of_owner;
+    use(*owner, std::span<const Shard* const>(first, last));
     first = last;
   }
+}
+
+// Returns the least state of the parameters; nullopt without parameters.
+std::optional<ParameterState> use_parameters(Call& call) {
+  std::optional<ParameterState> state;
+  for_each_owner(call, [&](ParameterOwner& owner, const auto& parameters) {
+    const ParameterState of_owner = owner.use(parameters);
+    state = state ? std::min(*state, of_owner) : of_owner;
+  });
   return state;
+}
+
+// Returns true if autograd can record the call on unsharded parameters.
+bool use_parameters_after_forward(Call& call, const OperatorFacts& facts) {
+  if (!at::GradMode::is_enabled() || !facts.is_recorded) return false;
+  bool is_recorded = false;
+  bool are_parameters = true;
+  call.visit([&](const at::Tensor& tensor, size_t argument, size_t) {
+    is_recorded |= tensor.requires_grad();
+    const Shard* const shard = shard_of(tensor);
+    are_parameters &= shard == nullptr ||
+                      (shard->owner != nullptr && facts.writes[argument] == 0);
+  });
+  if (!is_recorded || !are_parameters) return false;
+  for_each_owner(call, [&](ParameterOwner& owner, const auto& parameters) {
+    is_recorded = is_recorded && owner.use_after_forward(parameters);
+  });
+  return is_recorded;
 }
 
 void check_use_of_unsharded(Call& call, ParameterState state) {
@@ -663,6 +723,10 @@ void check_use_of_unsharded(Call& call, ParameterState state) {
 void on_sharded(const c10::OperatorHandle& op, c10::DispatchKeySet keys,
                 torch::jit::Stack* stack) {
   Call call(op, *stack);
+  bool has_shards = false;
+  call.visit_sharded(
+      [&](const at::Tensor&, const Shard&, size_t) { has_shards = true; });
+  if (!has_shards) return call.run_without_key();  // set_() replaced a storage
   const auto state = use_parameters(call);
   if (state && *state != ParameterState::kSharded) {
     check_use_of_unsharded(call, *state);
@@ -670,12 +734,14 @@ void on_sharded(const c10::OperatorHandle& op, c10::DispatchKeySet keys,
   }
   const OperatorFacts& facts = facts_of(op);
   if (facts.rule == Rule::kHandle) return call.run_without_key();
+  check_sharded(call);
   if (facts.rule == Rule::kDecompose) {
     return op.redispatchBoxed(
         keys &
             c10::DispatchKeySet(c10::DispatchKeySet::FULL_AFTER, kShardedKey),
         stack);
   }
+  if (use_parameters_after_forward(call, facts)) return call.run_without_key();
   if (facts.rule == Rule::kRefused && !call.are_whole()) {
     refuse_sharded(call);
   }

@@ -69,6 +69,9 @@ class ParameterOwner {
   // Prepares `parameters` of this owner for one operator. In a forward or
   // backward of this thread, unshards their units until the next call.
   virtual ParameterState use(std::span<const Shard* const> parameters) = 0;
+  // As use(), for an operator that autograd records between a forward and its
+  // backward, such as a scale of the loss. False: the unit is sharded then.
+  virtual bool use_after_forward(std::span<const Shard* const> parameters) = 0;
   // Reports that an operator has written to the shards of `unit`.
   virtual void written(size_t unit) = 0;
   // Awaits the outstanding statuses of all ranks. Throws PeerError if a rank

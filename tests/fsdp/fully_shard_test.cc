@@ -373,6 +373,15 @@ TEST(FullyShardTest, AModuleIsSavedAndLoadedWhileUnsharded) {
     const torch::NoGradGuard no_grad;
     EXPECT_TRUE(
         at::equal(loaded->forward(x), model->forward([&] { return net(x); })));
+    for (at::Tensor& parameter : loaded->parameters()) parameter.mul_(2);
+    std::stringstream doubled;
+    torch::save(loaded, doubled);
+    {
+      const auto unsharded = model->unsharded(/*may_write=*/true);
+      torch::load(net, doubled);
+    }
+    EXPECT_TRUE(
+        at::equal(loaded->forward(x), model->forward([&] { return net(x); })));
   });
 }
 

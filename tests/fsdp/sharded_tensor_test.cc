@@ -43,6 +43,9 @@ std::string message_of(const std::function<void()>& call) {
 // Owner that unshards parameters while `is_open`, and records calls.
 class FakeRoot : public ParameterOwner {
  public:
+  bool use_after_forward(std::span<const Shard* const> /*unused*/) override {
+    return false;
+  }
   ParameterState use(std::span<const Shard* const> used) override {
     if (!is_open) return ParameterState::kSharded;
     for (const Shard* const shard : used) {

@@ -4,10 +4,13 @@ The matrix is cut within rows, and no rank holds all of it. fsdp/shard_operators
 tests/fsdp/operators/check_operators.py checks all operators.
 """
 
+from functools import partial
+
 import numpy
 import pytest
 import torch
 import torch.distributed as dist
+import torch.fx.experimental.proxy_tensor
 from torch import nn
 from torch.nn import functional
 
@@ -15,6 +18,7 @@ import brigade
 
 from ranks import on_ranks
 from sharded_training import replicated
+from whole_numbers import backward_of_all, batch_of, expect_gradients, layers
 
 # Results by expression, which is computed with shards and with unsharded tensors.
 RIGHT = {
@@ -113,3 +117,111 @@ def test_unsharded_states_load_into_shards(rank, options):
         optimizer.step()
     for name, value in net.full_state_dict().items():
         torch.testing.assert_close(value, plain.state_dict()[name])
+
+
+@on_ranks()
+def test_views_made_in_a_forward_are_errors_after_it(rank):
+    net = brigade.fully_shard(_make())
+    with net.whole_parameters(), torch.no_grad():
+        row, turned, flat = net[0].weight[0], net[0].weight.T, net[0].weight.view(-1)
+    for use in (torch.Tensor.zero_, torch.norm, lambda view: view + 1):
+        with pytest.raises(NotImplementedError, match=r"view of parameter '.*weight'.* a part"):
+            use(row.detach())
+    before = _make()[0].weight.norm()
+    for view in (turned, flat):
+        torch.testing.assert_close(view.detach().norm(), before)
+
+
+_TRACED = {
+    "vmap": lambda part: torch.vmap(lambda s: (part * s).sum())(torch.ones(2)),
+    "grad": lambda part: torch.func.grad(lambda s: (part * s).norm())(torch.ones(())),
+    "jvp": lambda part: torch.func.jvp(
+        lambda s: (part * s).sum(), (torch.ones(()),), (torch.ones(()),)
+    ),
+    "functionalize": lambda part: torch.func.functionalize(lambda p: p + 1)(part),
+    "make_fx": lambda part: torch.fx.experimental.proxy_tensor.make_fx(lambda p: p * 2)(part),
+    "trace": lambda part: torch.jit.trace(lambda p: p * 2, (part,)),
+}
+
+
+@pytest.mark.parametrize("name", _TRACED)
+@on_ranks()
+def test_transforms_and_tracers_are_errors_on_shards(rank, name):
+    part = brigade.fully_shard(_make())[0].weight.detach()
+    with pytest.raises(
+        (NotImplementedError, RuntimeError), match=r"torch\.func and tracers|is sharded"
+    ):
+        _TRACED[name](part)
+    torch.testing.assert_close((part + 1).norm(), (_make()[0].weight + 1).norm())
+
+
+@on_ranks()
+def test_tensors_that_require_grad_are_errors_beside_shards(rank):
+    net = brigade.fully_shard(_make())
+    net(torch.ones(2, 5)).sum().backward()
+    learned = torch.tensor(0.1, requires_grad=True)
+    part = net[0].weight.detach()
+    for use in (
+        lambda: part * learned,
+        lambda: torch._foreach_mul([part], [learned]),
+        lambda: part.clone().mul_(learned),
+    ):
+        with pytest.raises(RuntimeError, match="a tensor that requires grad and a sharded tensor"):
+            use()
+    with torch.no_grad():
+        torch.testing.assert_close((part * learned).norm(), (_make()[0].weight * learned).norm())
+
+
+class _WithScale(nn.Module):
+    """A body, whose units may differ, and the loss's scales in the outermost unit."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = layers(4, 5, 3)
+        self.scale = nn.Parameter(torch.tensor(2.0, dtype=torch.float64))
+        self.head = nn.Parameter(torch.arange(3.0, dtype=torch.float64))
+        self.frozen = nn.Parameter(torch.tensor(3.0, dtype=torch.float64), requires_grad=False)
+
+    def forward(self, x):
+        out = self.body(x)
+        return out * self.head if self.uses_head else out
+
+
+def _scaled_loss(model, rank, step):
+    out = model(batch_of(4, rank, step)).sum()
+    loss = out * model.scale * model.frozen + model.head.view(-1).square().sum()
+    return loss + model.scale.exp() - model.scale.exp() + torch.dot(model.head, model.head)
+
+
+@pytest.mark.parametrize("uses_head", [False, True], ids=["unused in forward", "used in forward"])
+@pytest.mark.parametrize("world_size", [1, 2])
+@on_ranks()
+def test_a_loss_may_use_parameters_of_the_outermost_unit(rank, world_size, uses_head):
+    _WithScale.uses_head = uses_head
+    plain, model = _WithScale(), _WithScale()
+    brigade.fully_shard(model.body[0])
+    brigade.fully_shard(model)
+    for step in range(3):
+        assert model.scale.item() == plain.scale.item()
+        if step == 1:  # accumulates first
+            model.set_requires_gradient_sync(False)
+            _scaled_loss(model, rank, 7).backward()
+            model.set_requires_gradient_sync(True)
+            backward_of_all(plain, world_size, partial(_scaled_loss, step=7))
+        loss = _scaled_loss(model, rank, step)
+        if step == 2:
+            _scaled_loss(model, rank, 8)  # without a backward
+            loss = _scaled_loss(model, rank, step)
+        loss.backward()
+        backward_of_all(plain, world_size, partial(_scaled_loss, step=step))
+        expect_gradients(model, plain)
+        for net in (model, plain):
+            with torch.no_grad():
+                for p in net.parameters():
+                    if p.grad is not None:
+                        p.sub_(p.grad.sign())
+            net.zero_grad()
+    model.set_reshard_after_forward(True)
+    loss = model(batch_of(4, rank, 0)).sum()
+    with pytest.raises((RuntimeError, NotImplementedError)):
+        loss * model.scale
