@@ -4,6 +4,7 @@
 #include <c10/core/GradMode.h>
 #include <c10/util/Exception.h>
 #include <c10/util/ScopeExit.h>
+#include <c10/util/Type.h>
 #include <pthread.h>
 
 #include <algorithm>
@@ -203,6 +204,7 @@ std::unique_ptr<at::ObserverContext> count_collective(
 
 CommHookPtr make_comm_hook(CommHookFunction function, std::string name) {
   TORCH_CHECK_VALUE(function, "make_comm_hook: the function is empty.");
+  if (name.empty()) name = c10::demangle(function.target_type().name());
   return std::make_shared<FunctionHook>(std::move(function), std::move(name));
 }
 

@@ -74,8 +74,8 @@ CommHookPtr ordered_hook(const c10::intrusive_ptr<c10d::ProcessGroup>& group);
 //   launched a collective: see Reducer::can_continue().
 using CommHookFunction = std::function<HookFuturePtr(c10d::GradBucket&)>;
 
-// `name`: for messages; must be equal on all ranks. Errors: ValueError if
-// `function` is empty.
+// `name`: for messages; compared across ranks. Empty: the type of `function`.
+// Errors: ValueError if `function` is empty.
 CommHookPtr make_comm_hook(CommHookFunction function, std::string name = "");
 
 // ---- Second collectives of a hook

@@ -1,5 +1,6 @@
 #include <c10/util/Exception.h>
 #include <pybind11/chrono.h>
+#include <torch/csrc/Exceptions.h>
 #include <torch/csrc/autograd/python_variable.h>
 #include <torch/csrc/jit/python/pybind_utils.h>
 
@@ -310,7 +311,8 @@ void register_reducer(py::module_& module) {
            "Returns False if the group's connections are closed "
            "(docs/guides/failures.md): then make a new group.")
       .def("_abort_group", &TorchReducer::abort_group, NoGil())
-      .def("_await_statuses", &TorchReducer::await_statuses, NoGil())
+      .def("_await_statuses", &TorchReducer::await_statuses,
+           py::call_guard<torch::PyWarningHandler, py::gil_scoped_release>())
       .def("_meet_peers", &TorchReducer::meet_peers, NoGil())
       .def("_send_buffers", &TorchReducer::send_buffers, py::arg("buffers"),
            NoGil())

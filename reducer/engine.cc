@@ -22,6 +22,7 @@ namespace {
 constexpr int64_t kWatchedIterations = 5;
 
 constexpr std::chrono::seconds kDestructionTimeout{5};
+constexpr std::chrono::seconds kMissingGradientsReportTime{10};
 
 }  // namespace
 
@@ -42,6 +43,7 @@ Engine::Engine(ReducerSetup setup)
 
 Engine::~Engine() {
   confirm_at_destruction();
+  if (getpid() == process_) std::cerr << report_missing();
   stall_watch_ = nullptr;  // calls describe_progress()
 
   // A failed backward may run its callbacks late, on another thread.
@@ -90,8 +92,10 @@ void Engine::connect_ranks() {
   peers_.connect();
   stall_watch_ = StallWatch::start(policy_.group(), peers_.store_prefix(),
                                    {.engine = "Reducer", .unit = "bucket"},
-                                   observations_.progress,
-                                   [this] { return describe_progress(); });
+                                   observations_.progress, [this] {
+                                     warn_of_missing_late();
+                                     return describe_progress();
+                                   });
   if (!stall_watch_) return;
   if (stall_report_after_) stall_watch_->set_report_after(*stall_report_after_);
   stall_watch_->set_handler(std::exchange(stall_handler_, nullptr));
@@ -517,6 +521,7 @@ void Engine::on_backward_end(int64_t preparation, int backward_id) {
       return watch_end(backward_id);
     }
     iteration->phase = Phase::kSuspended;
+    iteration->suspended_at = std::chrono::steady_clock::now();
     if (iteration->order.all_launched()) {
       if (!finalizes_manually_) finish();
     } else if (policy_.options().one_backward_per_forward) {
@@ -617,6 +622,25 @@ void Engine::call_between_iterations(std::string_view action,
                                   policy_.group()->getRank()),
                      std::current_exception());
   }
+}
+
+std::string Engine::report_missing(std::chrono::seconds ago) {
+  if (!has_begun() || iteration_->phase != Phase::kSuspended ||
+      iteration_->order.all_launched() ||
+      std::chrono::steady_clock::now() - iteration_->suspended_at < ago ||
+      std::exchange(iteration_->has_reported_missing, true)) {
+    return "";
+  }
+  return absl::StrCat(describe_missing(*iteration_),
+                      "\nThe iteration is not over: its gradients are not "
+                      "averaged.\n");
+}
+
+void Engine::warn_of_missing_late() {
+  const std::unique_lock<std::mutex> lock(mutex_, std::try_to_lock);
+  if (!lock.owns_lock()) return;
+  const std::string report = report_missing(kMissingGradientsReportTime);
+  if (!report.empty()) TORCH_WARN(report);
 }
 
 std::string Engine::describe_progress() const {

@@ -136,11 +136,16 @@ class Engine {
   std::shared_ptr<Iteration> take_iteration();
   IterationId iteration_id(int64_t iteration) const;
   std::string describe_missing(const Iteration& iteration) const;
+  // Returns a report, once per iteration, of the parameters without gradients
+  // if a backward ended `ago` or earlier and the iteration is not over; other
+  // losses may follow. Empty: none.
+  std::string report_missing(std::chrono::seconds ago = {});
   bool has_begun() const { return iteration_ && iteration_->has_begun(); }
 
   // Called by the stall watch's thread, without mutex_. Never blocks on it:
   // mutex_ is held during waits for peers.
   std::string describe_progress() const;
+  void warn_of_missing_late();
 
   const pid_t process_ = getpid();
   mutable std::mutex mutex_;

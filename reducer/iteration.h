@@ -170,6 +170,8 @@ struct Iteration {
   const int64_t number;
   const IterationId id;
   Phase phase = Phase::kPrepared;
+  std::chrono::steady_clock::time_point suspended_at = {};
+  bool has_reported_missing = false;
   bool creates_graph = false;             // backward(create_graph=True)
   bool is_shadow = false;                 // this rank contributes zeros
   bool has_compared_begin = false;        // ranks have exchanged Begin statuses

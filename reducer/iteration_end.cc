@@ -129,18 +129,24 @@ std::optional<Failure> deliver_as_completed(Iteration& iteration,
 
 using Results = std::vector<std::pair<Collective*, at::Tensor>>;
 
-// Waits for the results of a user's hook, `timeout` each.
+// Waits for the results of a user's hook, `timeout` each; no longer after the
+// first timeout.
 std::optional<Failure> collect(Iteration& iteration, const HookTraits& hook,
                                TimelineRecorder& timeline,
                                std::chrono::milliseconds timeout,
                                Results& results) {
+  auto left = timeout;
   auto failure = take_results(
       iteration, timeline, /*delivers=*/false,
       [&](Launch& launch) {
-        launch.has_timed_out = !wait_for(*launch.future, timeout);
+        launch.has_timed_out = !wait_for(*launch.future, left);
+        if (launch.has_timed_out) left = std::chrono::milliseconds(0);
         TORCH_CHECK(!launch.has_timed_out, "the future of ", describe(hook),
                     " was not complete within ", timeout.count() / 1000.0,
-                    " s, the group's timeout.\nComplete it on every rank.");
+                    " s, the group's timeout. The group was closed.\n"
+                    "Complete it on every rank, launch no collectives in its "
+                    "continuations (then_collective() does), and make a new "
+                    "group.");
       },
       [&](Collective& collective, at::Tensor result) {
         results.emplace_back(&collective, std::move(result));
@@ -519,6 +525,9 @@ void IterationEnd::exchange_results(Iteration& iteration, StatusKind kind,
 
 void IterationEnd::send_and_throw(Iteration& iteration,
                                   const Failure& failure) {
+  if (std::ranges::any_of(iteration.launches, &Launch::has_timed_out)) {
+    peers_.set_cannot_continue();  // its collectives may be out of order
+  }
   try {
     compare(iteration,
             {.kind = StatusKind::kFailed,

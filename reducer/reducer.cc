@@ -1,10 +1,12 @@
 #include "brigade/reducer/reducer.h"
 
 #include <c10/util/Exception.h>
+#include <c10/util/Type.h>
 
 #include <exception>
 #include <set>
 #include <stdexcept>
+#include <typeinfo>
 #include <utility>
 
 #include "absl/status/status.h"
@@ -71,7 +73,8 @@ std::string describe_hook(c10d::CommHookInterface& hook,
                           const ParameterTable& table) {
   const HookTraits traits = traits_of(hook);
   if (traits.wire_format == nullptr) {
-    return traits.name.empty() ? "a user's hook" : traits.name;
+    return traits.name.empty() ? c10::demangle(typeid(hook).name())
+                               : traits.name;
   }
   std::set<std::string> formats;
   for (const at::Tensor& parameter : table.tensors()) {
@@ -238,6 +241,8 @@ void Reducer::broadcast_before_forward(std::vector<at::Tensor> tensors,
 
 void Reducer::await_statuses() {
   engine_->noting_errors([&] {
+    const std::string report = engine_->report_missing();
+    if (!report.empty()) TORCH_WARN(report);
     engine_->end_.confirm_ends();
     const std::string& failure = engine_->end_.late_failure();
     if (failure.empty()) return;

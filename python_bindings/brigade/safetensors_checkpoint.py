@@ -154,7 +154,10 @@ def _save(
 ) -> None:
     where = "save_shards" if in_shards else "save_whole"
     make, *arguments = _checked(model, path, optimizer, where, metadata or {})
-    _warn_of_unsaved(_without_compile(model))
+    unwrapped = _without_compile(model)
+    _warn_of_unsaved(unwrapped)
+    if hasattr(unwrapped, "_await_statuses"):  # brigade's DistributedDataParallel
+        unwrapped._await_statuses()
     _C.save_checkpoint(make(), in_shards, *arguments)
 
 

@@ -240,6 +240,7 @@ def _backward_fails(rank, hooks):
         training.wrapped.register_comm_hook(None, hooks[rank])
         for _ in range(4):
             training.backward()
+    assert training.wrapped.can_continue() == (hooks[0] is not hooks[1])
     dist.destroy_process_group()
     return str(caught.value)
 
@@ -248,7 +249,7 @@ _texts_of = functools.partial(run_ranks, _backward_fails, timeout_s=5, deadline_
 
 
 @pytest.mark.parametrize("first", [never_done, two_collectives])
-def test_a_future_that_never_completes_ends_at_the_timeout(first):
+def test_a_future_that_never_completes_closes_the_group(first):
     texts = _texts_of([first, never_done])
     assert "never_done" in texts[1]
     assert "never_done" in texts[0] or "rank 1" in texts[0], texts

@@ -1,6 +1,7 @@
 """Error texts: remedies in Python's terms, and torch's phrases for which programs search."""
 
 import re
+import warnings
 
 import pytest
 import torch
@@ -147,3 +148,22 @@ def test_the_error_for_lazy_submodules_asks_for_a_forward_first(rank):
         match=r"(?s)added: 'second.weight', 'second.bias'.*creates parameters lazily.*one forward",
     ):
         wrapped(X)
+
+
+@pytest.mark.parametrize("then", ["state_dict", "save", "evaluation"])
+@on_ranks(1)
+def test_gradients_that_never_came_are_reported_once(rank, then, tmp_path):
+    ddp = brigade.DistributedDataParallel(Two(use_both=False))
+    call = {
+        "state_dict": ddp.state_dict,
+        "save": lambda: brigade.save_whole(ddp, tmp_path / "model.safetensors"),
+        "evaluation": torch.no_grad()(lambda: ddp(X)),
+    }[then]
+    ddp(X).sum().backward()
+    with pytest.warns(UserWarning, match="2 of 4 parameters got no gradient in iteration 1"):
+        call()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        call()
+    with pytest.raises(RuntimeError, match="2 of 4 parameters got no gradient in iteration 1"):
+        ddp(X)

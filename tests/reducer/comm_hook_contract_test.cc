@@ -324,5 +324,25 @@ TEST(CommHookContractTest, AHookThatMayKeepBuffersGetsNewBuckets) {
   EXPECT_TRUE(at::equal(weight.grad(), at::full({numel}, 8.0)));
 }
 
+// A sum and an average would give other gradients on each rank.
+TEST(CommHookContractTest, UnnamedHooksOfDifferentTypesAreAnError) {
+  run_ranks(2, [](const Group& group) {
+    const ToyModel model({{2}});
+    const CommHookPtr sum = make_comm_hook(
+        [](c10d::GradBucket& bucket) { return completed(bucket.getBuffer()); });
+    const CommHookPtr average = make_comm_hook([](c10d::GradBucket& bucket) {
+      return completed(bucket.getBuffer().div(2));
+    });
+    const int rank = group->getRank();
+    try {
+      Reducer reducer(model.parameters, group,
+                      {.comm_hook = rank == 0 ? sum : average});
+      ADD_FAILURE() << "rank " << rank << " did not throw";
+    } catch (const c10::Error& error) {
+      EXPECT_THAT(error.what(), ::testing::HasSubstr("lambda"));
+    }
+  });
+}
+
 }  // namespace
 }  // namespace brigade
