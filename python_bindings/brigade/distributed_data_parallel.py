@@ -150,7 +150,8 @@ class DistributedDataParallel(_TorchDistributedDataParallel):
 
     Differences from torch: on CPUs, without a user's comm hook, a large ``.grad`` may share its
     bucket's storage; clone it to save or resize it. Arguments after `lazy_bucket_allocation` are
-    brigade's.
+    brigade's. In ``_get_ddp_logging_data()`` backward excludes the loss, communication excludes the
+    time between buckets, and ``has_error`` includes errors inside backward.
 
     Args:
         module: The module to train, on one type of device.
