@@ -22,7 +22,7 @@
 // forward or backward ends. It names the rank and has the error's text, except
 // for errors in autograd nodes. `.grad` does not change; gradients accumulated
 // without synchronization are dropped; the model stays usable. On devices ranks
-// get the error up to max_unconfirmed_iterations later, and the process groups
+// get it after at most max_unconfirmed_iterations more, and the process groups
 // are closed.
 //
 // Thread safety: one forward or backward at a time; a second one is an error on

@@ -71,7 +71,7 @@ struct ReducerOptions {
 
   // With all buckets on devices: the number of iterations, 0 to 32, whose
   // statuses may still be missing when the next iteration begins. A rank's
-  // failure reaches the others at most that many iterations later. Then the
+  // failure reaches the others after at most that many further ones. Then the
   // group is closed, and training resumes from a checkpoint. On the CPU
   // statuses are awaited before delivery.
   int max_unconfirmed_iterations = 1;
