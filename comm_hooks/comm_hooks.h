@@ -63,7 +63,7 @@ CommHookPtr ordered_hook(const c10::intrusive_ptr<c10d::ProcessGroup>& group);
 //   dtype. It may be the bucket's own buffer. None: the hook has consumed the
 //   gradients, and none are delivered.
 // - On a rank without more data, or whose backward has failed, the hook runs
-//   on zeros. Its state must tolerate that (comm_hooks/hook_traits.h).
+//   on zeros. Its state must tolerate that.
 // - Hooks run in plan order, equal on all ranks, with the engine's lock held: a
 //   hook must not call the reducer. Thread-local state is that of the thread
 //   that prepared the backward, with grad mode and autocast off.

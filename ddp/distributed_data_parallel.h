@@ -43,8 +43,8 @@ namespace brigade {
 
 // Dtypes of mixed precision. Forward uses copies of the parameters and of its
 // floating-point arguments, cast to `parameters`; outputs have that dtype.
-// Outside of forward, parameters and gradients have their own dtype
-// (hooks/parameter_casts.h). Ignored parameters are not cast.
+// Outside of forward, parameters and gradients have their own dtype. Ignored
+// parameters are not cast.
 //
 // - Arguments are cast inside vectors, arrays, maps, pairs, tuples, optionals
 //   and IValues, but not inside structs and through references. An in-place

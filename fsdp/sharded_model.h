@@ -13,7 +13,7 @@
 //
 // Parameters keep their unsharded shapes. In a forward or backward the first
 // operator that uses a parameter unshards its unit. Outside, operators act on
-// shards (fsdp/shard_operators.h).
+// shards (docs/guides/sharding.md).
 //
 // Forwards and backwards are collective: all ranks run the same ones in one
 // order. Inside them, ranks may use units in any order, or not at all.
@@ -22,7 +22,7 @@
 // forward or backward ends. It names the rank and has the error's text, except
 // for errors in autograd nodes. `.grad` does not change; gradients accumulated
 // without synchronization are dropped; the model stays usable. On devices ranks
-// get the error up to max_unconfirmed_iterations later, and the process groups
+// get it after at most max_unconfirmed_iterations more, and the process groups
 // are closed.
 //
 // Thread safety: one forward or backward at a time; a second one is an error on
@@ -106,10 +106,11 @@ class ReductionHook {
   virtual bool fails_by_network_only() const { return false; }
 };
 
-// Returns a hook that reduces gradients in `wire_dtype`, in rank order
-// (rounding: comm/ordered/ordered_collectives.h). Gradients are stored and
-// accumulated in the reduce dtype. Needs no extra memory. Complex gradients,
-// and those with elements no longer than `wire_dtype`, are not compressed.
+// Returns a hook that sends gradients in `wire_dtype`. Where sums are in rank
+// order, they are computed in float32 and rounded once. Gradients are stored
+// and accumulated in the reduce dtype. Needs no extra memory. Complex
+// gradients, and those with elements no longer than `wire_dtype`, are not
+// compressed.
 //
 // Errors: ValueError unless `wire_dtype` is float16 or bfloat16.
 std::shared_ptr<ReductionHook> compression_hook(at::ScalarType wire_dtype);

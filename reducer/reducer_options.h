@@ -71,24 +71,22 @@ struct ReducerOptions {
 
   // With all buckets on devices: the number of iterations, 0 to 32, whose
   // statuses may still be missing when the next iteration begins. A rank's
-  // failure reaches the others at most that many iterations later. Then the
+  // failure reaches the others after at most that many further ones. Then the
   // group is closed, and training resumes from a checkpoint. On the CPU
   // statuses are awaited before delivery.
   int max_unconfirmed_iterations = 1;
 
   // Null: averages by all-reduce in the gradients' dtype. On the CPU, with Gloo
-  // and all ranks on one host, that sums through shared memory in rank order
-  // (comm/ordered/host_sums.h); all_reduce_hook(group) uses the group instead.
-  // A hook gets complex gradients as pairs of reals, with a last dimension
-  // of 2.
+  // and all ranks on one host, that sums through shared memory in rank order;
+  // all_reduce_hook(group) uses the group instead. A hook gets complex
+  // gradients as pairs of reals, with a last dimension of 2.
   std::shared_ptr<c10d::CommHookInterface> comm_hook = nullptr;
 
   // Adds gradients in rank order and divides the sum. The bits depend on the
   // ranks' gradients alone, and equal those of sharded training without
   // replicas. Adds float16 and bfloat16 in float32. For dense gradients, and
   // comm hooks that sum in rank order. CPU tensors go through shared memory on
-  // one host, otherwise by the group's all-to-all and all-gather
-  // (comm_hooks/averaging_hook.h).
+  // one host, otherwise by the group's all-to-all and all-gather.
   bool reproducible = false;
 };
 

@@ -150,7 +150,8 @@ class DistributedDataParallel(_TorchDistributedDataParallel):
 
     Differences from torch: on CPUs, without a user's comm hook, a large ``.grad`` may share its
     bucket's storage; clone it to save or resize it. Arguments after `lazy_bucket_allocation` are
-    brigade's.
+    brigade's. In ``_get_ddp_logging_data()`` backward excludes the loss, communication excludes the
+    time between buckets, and ``has_error`` includes errors inside backward.
 
     Args:
         module: The module to train, on one type of device.
@@ -190,9 +191,9 @@ class DistributedDataParallel(_TorchDistributedDataParallel):
             gradients. By default the next forward raises.
         max_unconfirmed_iterations: On devices: the number of iterations, 0 to 32, that may deliver
             gradients before all ranks have confirmed their success. The other ranks see a failure
-            at most that many iterations later. The group is then closed, and training resumes from
-            a checkpoint (docs/guides/failures.md). Without effect on CPUs, where ranks confirm
-            before delivery.
+            after at most that many further iterations. The group is then closed, and training
+            resumes from a checkpoint (docs/guides/failures.md). Without effect on CPUs, where ranks
+            confirm before delivery.
         reproducible: Adds gradients in rank order and divides once. Bits then do not depend on
             buckets, views or the order of backward, and equal those of fully_shard() without
             replicas. Requires dense gradients; excludes comm hooks, `mixed_precision` and delayed

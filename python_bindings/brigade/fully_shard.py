@@ -478,7 +478,7 @@ def fully_shard(
     ignored_params: Iterable[nn.Parameter] | None = None,
     dp_mesh_dims: Any = None,
     prefetch_depth: int = 1,
-    broadcasts_parameters: bool = True,
+    broadcast_parameters: bool = True,
     block_numel_fn: Callable[[nn.Parameter], int] | None = None,
     comm_hook: str | None = None,
     reproducible: bool = False,
@@ -522,7 +522,7 @@ def fully_shard(
         dp_mesh_dims: torch's DataParallelMeshDims: the dimensions `shard` and `replicate` of a
             larger mesh. Parameters must be plain tensors, which differ along other dimensions.
         prefetch_depth: The number of units whose all-gathers begin before they are needed.
-        broadcasts_parameters: Broadcasts rank 0's parameters.
+        broadcast_parameters: Broadcasts rank 0's parameters.
         block_numel_fn: Function of a parameter; returns the number of consecutive elements that
             stay on one rank, for example ``p[0].numel()`` for whole rows or ``p.numel()`` for the
             whole parameter. Must be equal on all ranks.
@@ -584,7 +584,7 @@ def fully_shard(
         "prefetch_depth": prefetch_depth,
         "param_dtype": policy.param_dtype,
         "reduce_dtype": policy.reduce_dtype,
-        "broadcast_parameters": broadcasts_parameters,
+        "broadcast_parameters": broadcast_parameters,
         "wire_dtype": None if comm_hook is None else _WIRE_DTYPES[comm_hook],
         "reproducible": reproducible,
     }

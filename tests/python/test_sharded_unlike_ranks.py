@@ -112,7 +112,7 @@ SETTINGS = {
     "mp_policy": (MixedPrecisionPolicy(), MixedPrecisionPolicy(param_dtype=torch.bfloat16)),
     "comm_hook": (None, "bf16_compress"),
     "block_numel_fn": (None, lambda p: 4),
-    "broadcasts_parameters": (True, False),
+    "broadcast_parameters": (True, False),
 }
 
 
