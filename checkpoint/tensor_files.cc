@@ -486,7 +486,7 @@ void save_tensors(const Group& group,
     }
     own = table.dump();
     for (const auto& [key, value] : metadata) {
-      texts.push_back(absl::StrCat(key, " = ", value));
+      texts.push_back(absl::StrCat(key, ": ", value));
     }
   };
   on_all_ranks(group, describe, "metadata text", texts);

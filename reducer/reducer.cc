@@ -11,6 +11,7 @@
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_join.h"
 #include "brigade/comm/agreement.h"
+#include "brigade/comm/errors/error_texts.h"
 #include "brigade/comm/errors/peer_error.h"
 #include "brigade/comm/group/group_collectives.h"
 #include "brigade/comm/group/group_info.h"
@@ -76,14 +77,14 @@ std::string describe_hook(c10d::CommHookInterface& hook,
   std::set<std::string> formats;
   for (const at::Tensor& parameter : table.tensors()) {
     const at::ScalarType dtype = parameter.scalar_type();
-    formats.insert(absl::StrCat(c10::toString(dtype), " is sent as ",
-                                c10::toString(traits.wire_dtype(dtype))));
+    formats.insert(absl::StrCat(describe_dtype(dtype), " is sent as ",
+                                describe_dtype(traits.wire_dtype(dtype))));
   }
   return absl::StrJoin(formats, ", ");
 }
 
 std::string describe_flag(const char* flag, bool value) {
-  return absl::StrCat(flag, value ? " = true" : " = false");
+  return absl::StrCat(flag, value ? ": true" : ": false");
 }
 
 // Returns the options that must be equal on all ranks, one line each.
@@ -95,16 +96,16 @@ std::vector<std::string> describe_options(const ReducerOptions& options,
     buckets.push_back(absl::StrCat("[", absl::StrJoin(bucket, ", "), "]"));
   }
   return {
-      absl::StrCat("local replicas = ", table.num_replicas()),
-      absl::StrCat("bucket_cap_bytes = [",
+      absl::StrCat("local replicas: ", table.num_replicas()),
+      absl::StrCat("bucket_cap_bytes: [",
                    absl::StrJoin(options.bucket_cap_bytes, ", "), "]"),
-      absl::StrCat("bucket_plan = [", absl::StrJoin(buckets, ", "), "]"),
+      absl::StrCat("bucket_plan: [", absl::StrJoin(buckets, ", "), "]"),
       describe_flag("buckets are rebuilt", rebuilds_buckets(options)),
       describe_flag("find_unused_parameters", options.find_unused_parameters),
       describe_flag("skip_all_reduce_unused_parameters",
                     options.skip_all_reduce_unused_parameters),
       describe_flag("static_graph", options.static_graph),
-      absl::StrCat("max_unconfirmed_iterations = ",
+      absl::StrCat("max_unconfirmed_iterations: ",
                    options.max_unconfirmed_iterations),
       describe_flag("reproducible", options.reproducible),
       absl::StrCat("comm_hook: ", describe_hook(*options.comm_hook, table))};
@@ -156,12 +157,12 @@ ReducerSetup checked_setup(std::vector<std::vector<at::Tensor>> replicas,
   std::vector<std::string> items;
   if (local.ok() && compares) items = table->describe_all();
   if (options.verify_across_ranks) {
-    require_agreement(group, "parameter", items, local);
+    require_agreement(group, "Reducer: parameter", items, local);
   } else {
     throw_if_error(local);
   }
   if (compares) {
-    require_agreement(group, "reducer option",
+    require_agreement(group, "Reducer: option",
                       describe_options(options, given, *table),
                       absl::OkStatus());
   }

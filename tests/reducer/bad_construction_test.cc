@@ -121,7 +121,7 @@ TEST(DifferentModelsTest, ComparesCountsStridesAndDtypes) {
       {at::ones({2, 2})},
       {at::ones({2, 2}).t(), at::ones({1})},
       {at::ones({2, 2}, at::kDouble), at::ones({1})}};
-  const std::vector<std::string> texts = {"2", "strides [1, 2]", "Double"};
+  const std::vector<std::string> texts = {"2", "strides [1, 2]", "float64"};
   for (size_t k = 0; k < others.size(); ++k) {
     run_ranks(2, [&](const Group& group) {
       std::vector<at::Tensor> parameters = {at::ones({2, 2}), at::ones({1})};
