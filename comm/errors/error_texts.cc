@@ -32,6 +32,10 @@ std::string describe_ranks(std::span<const int> ranks) {
   return text;
 }
 
+std::string counted(size_t count, std::string_view noun) {
+  return absl::StrCat(count, " ", std::string(noun), count == 1 ? "" : "s");
+}
+
 std::string describe_seconds(std::chrono::milliseconds time) {
   return absl::StrCat(static_cast<double>(time.count()) / 1000.0, " s");
 }

@@ -28,6 +28,9 @@ std::string message_of(const std::exception_ptr& error);
 // "rank 3", "ranks 0, 2, 5-9".
 std::string describe_ranks(std::span<const int> ranks);
 
+// "1 bucket", "2 buckets"
+std::string counted(size_t count, std::string_view noun);
+
 // "0.25 s"
 std::string describe_seconds(std::chrono::milliseconds time);
 
