@@ -226,9 +226,9 @@ void Reducer::barrier(std::string_view action) {
 
 void Reducer::broadcast_before_forward(std::vector<at::Tensor> tensors,
                                        int source) {
-  const std::string action = absl::StrCat(
-      "broadcasting ", tensors.size(),
-      tensors.size() == 1 ? " buffer" : " buffers", " from rank ", source);
+  const std::string action =
+      absl::StrCat("broadcasting ", counted(tensors.size(), "buffer"),
+                   " from rank ", source);
   engine_->noting_errors([&] {
     engine_->barrier("came to a forward");
     engine_->call_between_iterations(action, [&] {
