@@ -165,18 +165,14 @@ std::optional<Times> times_of(const TorchReducer& reducer) {
 // Calls `launch` with the value of `first` to start a second collective.
 FuturePtr chain(const torch::jit::PythonFutureWrapper& first,
                 py::object launch) {
-  NextCollective next =
-      [launch = held_object(std::move(launch))](const c10::IValue& value) {
-        const py::gil_scoped_acquire gil;
-        const py::object second = (*launch)(torch::jit::toPyObject(value));
-        TORCH_CHECK_TYPE(
-            py::isinstance<torch::jit::PythonFutureWrapper>(second),
-            "then_collective: `launch` must return a "
-            "torch.futures.Future, it returned ",
-            std::string(py::repr(second)),
-            ".\nReturn the future of the collective that it launched.");
-        return second.cast<FuturePtr>()->fut;
-      };
+  NextCollective next = [launch = held_object(std::move(launch))](
+                            const c10::IValue& value) {
+    const py::gil_scoped_acquire gil;
+    const py::object second = (*launch)(torch::jit::toPyObject(value));
+    TORCH_CHECK_TYPE(py::isinstance<torch::jit::PythonFutureWrapper>(second),
+                     describe_no_future("then_collective: `launch`", second));
+    return second.cast<FuturePtr>()->fut;
+  };
   const py::gil_scoped_release no_gil;
   return wrapped(then_collective(first.fut, std::move(next)));
 }

@@ -101,7 +101,7 @@ TEST_F(BadHookTest, ThatThrowsAValueErrorKeepsItsType) {
 
 TEST_F(BadHookTest, ThatReturnsNoFuture) {
   expect_error<c10::Error>([](auto&) { return testing::FuturePtr(); },
-                           "must return a future, it returned none");
+                           "must return a future for bucket ");
 }
 
 TEST_F(BadHookTest, WhoseFutureHoldsNoTensor) {
@@ -111,14 +111,15 @@ TEST_F(BadHookTest, WhoseFutureHoldsNoTensor) {
 }
 
 TEST_F(BadHookTest, WhoseFutureHoldsATensorOfAnotherSize) {
-  expect_error<c10::Error>([](auto&) { return completed(at::zeros({2})); },
-                           "must return a dense tensor of 3 elements");
+  expect_error<c10::Error>(
+      [](auto&) { return completed(at::zeros({2})); },
+      "a dense tensor of 3 elements on cpu, found a tensor of shape [2]");
 }
 
 TEST_F(BadHookTest, WhoseFutureHoldsIntegers) {
   expect_error<c10::TypeError>(
       [](auto&) { return completed(at::zeros({3}, at::kLong)); },
-      "must return floating-point numbers");
+      "must return float32 for bucket ");
 }
 
 TEST_F(BadHookTest, WhoseFutureFails) {
