@@ -306,6 +306,9 @@ void save_folder(const Group& group,
   }
   try {
     on_all_ranks(group, [&] {
+      TORCH_CHECK_VALUE(!fs::exists(folder) || fs::is_directory(folder),
+                        "checkpoint folder '", folder,
+                        "' is a file.\nPass a folder.");
       fs::create_directories(folder);
       if (written.empty()) return;
       SafetensorsWriter writer(own_path, entries);
