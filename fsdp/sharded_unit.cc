@@ -459,10 +459,10 @@ std::unique_ptr<ShardMeshes> connect_units(std::vector<ShardedUnit>& units,
   TORCH_CHECK_VALUE(device,
                     "fully_shard: the module has no parameters.\n"
                     "Shard a module that has some.");
-  TORCH_CHECK(
-      !device->is_meta(),
-      "fully_shard: parameters are on the meta device.\nCall to_empty() "
-      "and initialize them before the first forward.");
+  TORCH_CHECK(!device->is_meta(),
+              "fully_shard: parameters are on the meta device.\nCall "
+              "to_empty(device=...) "
+              "and initialize them before the first forward.");
   auto connected = std::make_unique<ShardMeshes>(
       group, options.num_shards.value_or(group->getSize()), *device, meshes,
       options.reproducible);

@@ -131,10 +131,11 @@ ReducerSetup checked_setup(std::vector<std::vector<at::Tensor>> replicas,
   std::optional<BucketPlan> plan;
   absl::Status local;  // this rank's error, which all ranks throw below
   try {
-    TORCH_CHECK_VALUE(options.max_unconfirmed_iterations >= 0 &&
-                          options.max_unconfirmed_iterations <= 32,
-                      "max_unconfirmed_iterations must be 0 to 32, got ",
-                      options.max_unconfirmed_iterations);
+    TORCH_CHECK_VALUE(
+        options.max_unconfirmed_iterations >= 0 &&
+            options.max_unconfirmed_iterations <= 32,
+        "expected max_unconfirmed_iterations from 0 to 32, found ",
+        options.max_unconfirmed_iterations, ".\nPass 1.");
     table.emplace(std::move(replicas), std::move(options.parameter_names),
                   options.expect_sparse_gradients);
     check_devices(*table, *group);
@@ -143,7 +144,8 @@ ReducerSetup checked_setup(std::vector<std::vector<at::Tensor>> replicas,
     }
     plan = initial_plan(*table, options.bucket_cap_bytes, given);
   } catch (const c10::ValueError& error) {
-    local = absl::InvalidArgumentError(error.what_without_backtrace());
+    local = absl::InvalidArgumentError(
+        absl::StrCat("Reducer: ", error.what_without_backtrace()));
   }
   std::shared_ptr<OrderedAllReduce> ordered;
   if (!options.comm_hook && options.reproducible) {
