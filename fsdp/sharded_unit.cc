@@ -461,8 +461,8 @@ std::unique_ptr<ShardMeshes> connect_units(std::vector<ShardedUnit>& units,
                     "Shard a module that has some.");
   TORCH_CHECK(!device->is_meta(),
               "fully_shard: parameters are on the meta device.\nCall "
-              "to_empty(device=...) "
-              "and initialize them before the first forward.");
+              "to_empty(device=...) and initialize them before the first "
+              "forward.");
   auto connected = std::make_unique<ShardMeshes>(
       group, options.num_shards.value_or(group->getSize()), *device, meshes,
       options.reproducible);
