@@ -226,6 +226,7 @@ def test_ranks_with_other_arguments_raise_the_same_error(rank, tmp_path):
     expect_error(
         ValueError, "a checkpoint with checksum", lambda: brigade.load_whole(sharded, other)
     )
+    expect_error(ValueError, "is a file", lambda: brigade.save_shards(model, f"{tmp_path}/a"))
     own = {"rank": str(rank)}
     save = brigade.save_whole
     expect_error(
