@@ -325,13 +325,13 @@ LoadedCheckpoint load_with_state(const std::string& path,
       });
   if (!missing.empty()) {
     loaded.warnings.push_back(
-        absl::StrCat("load_checkpoint: '", path, "' lacks the buffers ",
+        absl::StrCat("checkpoint '", path, "' lacks the buffers ",
                      absl::StrJoin(missing, ", "), "; they are unchanged"));
   }
   if (!differences.empty()) {
     loaded.warnings.push_back(absl::StrCat(
-        "load_checkpoint: '", path, "' was saved with other options of ",
-        state->type, ", which now apply: ", absl::StrJoin(differences, "; "),
+        "checkpoint '", path, "' was saved with other options of ", state->type,
+        ", which now apply: ", absl::StrJoin(differences, "; "),
         ".\nTo use other values, set them after loading."));
   }
   return loaded;

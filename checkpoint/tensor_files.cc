@@ -306,6 +306,9 @@ void save_folder(const Group& group,
   }
   try {
     on_all_ranks(group, [&] {
+      TORCH_CHECK_VALUE(!fs::exists(folder) || fs::is_directory(folder),
+                        "checkpoint folder '", folder,
+                        "' is a file.\nPass a folder.");
       fs::create_directories(folder);
       if (written.empty()) return;
       SafetensorsWriter writer(own_path, entries);
@@ -486,7 +489,7 @@ void save_tensors(const Group& group,
     }
     own = table.dump();
     for (const auto& [key, value] : metadata) {
-      texts.push_back(absl::StrCat(key, " = ", value));
+      texts.push_back(absl::StrCat(key, ": ", value));
     }
   };
   on_all_ranks(group, describe, "metadata text", texts);

@@ -22,13 +22,19 @@ constexpr size_t kTextBytes = 2048;
 
 using Numbers = std::vector<int64_t>;
 
+// "Reducer: parameter" -> "parameter"
+std::string_view noun_of(std::string_view item) {
+  const size_t colon = item.find(": ");
+  return colon == item.npos ? item : item.substr(colon + 2);
+}
+
 // The collectives of one comparison.
 class Comparison {
  public:
   Comparison(const c10::intrusive_ptr<c10d::ProcessGroup>& group,
              std::string_view item)
       : group_(group),
-        failure_(c10::str("could not compare its ", item,
+        failure_(c10::str("could not compare its ", noun_of(item),
                           "s with the other ranks'")) {}
 
   std::vector<Numbers> exchange(const Numbers& own) {
@@ -71,6 +77,37 @@ std::string describe_failures(const std::vector<std::string>& messages) {
   return absl::StrJoin(parts, "\n");
 }
 
+// Names the item once if all texts have its name: "option a: 1" and "a: 2".
+std::string describe_difference(const std::string& item, size_t index,
+                                std::vector<std::string> texts) {
+  std::string name = absl::StrCat(index);
+  const std::string first = texts.front();
+  const size_t colon = first.find(": ");
+  if (colon != first.npos &&
+      std::ranges::all_of(texts, [&](const std::string& text) {
+        return text.starts_with(first.substr(0, colon + 2));
+      })) {
+    name = first.substr(0, colon);
+    for (std::string& text : texts) text.erase(0, colon + 2);
+  }
+  std::string message =
+      absl::StrCat(item, " ", name, " differs between ranks:");
+  for (const RanksOfValue<std::string>& group : ranks_by_value(texts)) {
+    absl::StrAppend(&message, "\n  ", describe_ranks(group.ranks), ": ",
+                    group.value);
+  }
+  return message;
+}
+
+const char* remedy_of(std::string_view item) {
+  if (item.ends_with("option")) {
+    return "\nPass the same options on every rank.";
+  }
+  return item.ends_with("parameter") || item.ends_with("buffer")
+             ? "\nConstruct the same module on every rank."
+             : "";
+}
+
 // Returns the same text on every rank; empty if all agree.
 std::string find_disagreement(Comparison comparison, const std::string& item,
                               std::span<const std::string> items,
@@ -102,16 +139,14 @@ std::string find_disagreement(Comparison comparison, const std::string& item,
          })) {
     ++index;
   }
-  const auto texts = comparison.exchange_text(
-      index < items.size() ? items[index] : absl::StrCat("no such ", item));
-  std::string message =
-      absl::StrCat("expected the same ", item, "s on every rank; ", item, " ",
-                   index, " differs: ", describe_by_value(texts), ".");
+  std::string message = describe_difference(
+      item, index,
+      comparison.exchange_text(index < items.size() ? items[index] : "none"));
   if (ranks_by_value(counts).size() > 1) {
-    absl::StrAppend(&message, " Number of ", item,
-                    "s: ", describe_by_value(counts), ".");
+    absl::StrAppend(&message, "\n", describe_by_value(counts), " ",
+                    std::string(noun_of(item)), "s.");
   }
-  return message;
+  return message + remedy_of(item);
 }
 
 }  // namespace

@@ -13,9 +13,9 @@
 
 namespace brigade {
 
-// Collective. Compares `items`, descriptions of this rank's items in order.
-// `item_name` ("parameter") is equal on all ranks. `local_status` is an error
-// that this rank has found by itself; its peers throw it too.
+// Collective. Compares `items`, this rank's items in order, as "name: value".
+// `item_name` ("Reducer: parameter") is equal on all ranks. `local_status` is
+// an error that this rank has found by itself; its peers throw it too.
 //
 // Costs an all-gather of 24 bytes per rank if all ranks agree; otherwise also
 // one of a hash per item and one of a text. A world of 1 communicates nothing.

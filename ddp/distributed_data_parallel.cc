@@ -93,10 +93,10 @@ absl::Status check_ignored(const ModuleTensors& module,
 // Describes the options that must be identical on all ranks.
 std::vector<std::string> describe_options(const Options& options) {
   std::vector<std::string> items = {absl::StrCat(
-      "broadcast_buffers = ", options.broadcast_buffers ? "true" : "false")};
+      "broadcast_buffers: ", options.broadcast_buffers ? "true" : "false")};
   if (const auto& precision = options.mixed_precision) {
     items.push_back(
-        absl::StrCat("mixed_precision = ", c10::toString(precision->parameters),
+        absl::StrCat("mixed_precision: ", c10::toString(precision->parameters),
                      ", reduction ", name_of(precision->reduction),
                      ", buffers ", name_of(precision->buffers)));
   }
@@ -113,8 +113,8 @@ ModuleTensors verified_tensors(const AnyModule& module, const Options& options,
   tensors.parameters = without(std::move(tensors.parameters), options.ignored);
   tensors.buffers = without(std::move(tensors.buffers), options.ignored);
   verify_module(tensors, group, status);
-  require_agreement(group, "option", describe_options(options),
-                    absl::OkStatus());
+  require_agreement(group, "DistributedDataParallel: option",
+                    describe_options(options), absl::OkStatus());
   return tensors;
 }
 
@@ -488,11 +488,12 @@ void join(std::span<ReplicatedModule* const> models,
                                        /*is_first=*/num_entered == 0);
   }
   models.front()->reducer().barrier("called join()");
-  require_agreement(first.group_, "join option",
-                    std::array{std::string(divisor == JoinDivisor::kWorldSize
-                                               ? "kWorldSize"
-                                               : "kRanksWithData")},
-                    absl::OkStatus());
+  require_agreement(
+      first.group_, "join: option",
+      std::array{std::string("divisor: ") + (divisor == JoinDivisor::kWorldSize
+                                                 ? "kWorldSize"
+                                                 : "kRanksWithData")},
+      absl::OkStatus());
   loop();
   for (;;) {
     first.begin_iteration();

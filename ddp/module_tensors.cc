@@ -104,10 +104,10 @@ void verify_module(const ModuleTensors& module,
   if (!module.parameters.empty()) {
     suggest_control_device(group, module.parameters.front().tensor.device());
   }
-  require_agreement(group, "parameter", describe(module.parameters),
-                    local_status);
-  require_agreement(group, "buffer", describe(module.buffers),
-                    absl::OkStatus());
+  require_agreement(group, "DistributedDataParallel: parameter",
+                    describe(module.parameters), local_status);
+  require_agreement(group, "DistributedDataParallel: buffer",
+                    describe(module.buffers), absl::OkStatus());
 }
 
 void broadcast_from(int source, std::span<const NamedTensor> tensors,

@@ -262,7 +262,7 @@ std::unique_ptr<ShardedModel> shard(const Module& module, const Group& group,
     });
   }
   std::vector<UnitRequest> requests = units_of(tree, selection);
-  require_agreement(group, "tied tensor", {},
+  require_agreement(group, "fully_shard: tied tensor", {},
                     check_no_shared_memory(tree, requests));
   auto model = std::make_unique<SegmentedModel>(
       make_sharded_units(std::move(requests), group, options), group, options);

@@ -96,7 +96,8 @@ OpeningMessage common_opening(std::vector<RankStatus> by_rank) {
 }  // namespace
 
 void throw_with_context(const std::string& context) {
-  const std::string where = absl::StrCat("fully_shard: ", context);
+  const std::string where =
+      absl::StrCat("fully_shard", context.empty() ? "" : ": ", context);
   try {
     throw_peer_error(where, std::current_exception());
   } catch (const PeerError& error) {
@@ -125,7 +126,7 @@ std::vector<RankStatus> SegmentExchange::await(
     return channel_.await(own, timeout);
   } catch (...) {
     is_broken_ = true;
-    throw_with_context("the status exchange");
+    throw_with_context("");
   }
 }
 

@@ -371,7 +371,7 @@ void SegmentedModel::open_backward(const ForwardRecord* reached) {
         },
         [this] {
           const std::lock_guard lock(mutex_);
-          abandon("backward failed; see the exception on that rank");
+          abandon("its backward raised an exception; see its log");
         });
   }
   for (const Parameter& parameter : parameters_) {

@@ -54,7 +54,7 @@ absl::Status check_mesh(const MeshRequest& unit, int rank, int num_ranks) {
 // Without the unit's name if it has its own mesh: ranks of different meshes may
 // hold different units.
 std::string describe_mesh_of(const MeshRequest& unit) {
-  if (!unit.mesh) return absl::StrCat("'", unit.unit, "' on the model's mesh");
+  if (!unit.mesh) return absl::StrCat("'", unit.unit, "': on the model's mesh");
   return absl::StrCat("a unit on a mesh of ", unit.mesh->size(),
                       " ranks in shard groups of ",
                       unit.mesh->shard_group_size());
@@ -163,7 +163,7 @@ void number_meshes(const Group& group, std::span<MeshRequest> units) {
     hashes.push_back(static_cast<int64_t>(unit.hash));
   }
   if (meshed.empty()) return;
-  require_agreement(group, "sharded unit", described, status);
+  require_agreement(group, "fully_shard: unit", described, status);
   const size_t stride = hashes.size();
   if (has_peers(*group)) {
     hashes = all_gather_ints(group, hashes, "could not compare its meshes");
@@ -172,7 +172,7 @@ void number_meshes(const Group& group, std::span<MeshRequest> units) {
                                 std::span(hashes).subspan(2 * i), stride));
     }
   }
-  require_agreement(group, "sharded unit", {}, status);
+  require_agreement(group, "fully_shard: unit", {}, status);
 
   // Key: the mesh of each rank, and the number of shards.
   std::map<std::pair<std::vector<int64_t>, int>, size_t> numbers;

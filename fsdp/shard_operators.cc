@@ -584,9 +584,8 @@ void reduce(Call& call, const OperatorFacts& facts) {
   const c10::IValue dims = call.argument("dim");
   call.visit_sharded([&](const at::Tensor& tensor, const Shard& shard, size_t) {
     if (!covers_all_dims(dims, tensor.dim())) {
-      call.refuse("reduces over some dimensions of " + name_of(tensor) +
-                  ". Call it inside unsharded() (Python: "
-                  "whole_parameters(), or on full_tensor()).");
+      call.refuse("reduces over some dimensions of " + name_of(tensor) + ". " +
+                  kHowToUnshard);
     }
     group_of(shard).require_all_ranks();
   });
@@ -610,7 +609,8 @@ void check_grad_mode(Call& call, const OperatorFacts& facts) {
                     ? name_of(tensor)
                     : "a tensor that requires grad and a sharded tensor",
                 " outside of a forward is not recorded by autograd. Call it "
-                "under torch.no_grad(), or inside the model's forward.");
+                "under torch.no_grad(). For a penalty in the loss use the "
+                "optimizer's weight_decay, or compute it in forward().");
   });
 }
 
@@ -714,10 +714,12 @@ void check_use_of_unsharded(Call& call, ParameterState state) {
   call.visit_sharded([&](const at::Tensor& tensor, const Shard& shard, size_t) {
     if (!named.defined() || !shard.name.empty()) named = tensor;
   });
-  call.refuse("needs the whole of " + name_of(named) +
-              ", of which this rank holds only its shard. Call it inside the "
-              "model's forward or unsharded() (Python: whole_parameters(), or "
-              "on full_tensor()).");
+  call.refuse("needs " + name_of(named) +
+              " unsharded; outside of forward and backward this rank holds "
+              "only its shard. " +
+              kHowToUnshard +
+              " In an optimizer: use an elementwise one (SGD, Adam, AdamW, "
+              "RMSprop, Adagrad).");
 }
 
 void on_sharded(const c10::OperatorHandle& op, c10::DispatchKeySet keys,

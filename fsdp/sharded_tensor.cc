@@ -19,15 +19,16 @@ c10::StorageImpl& storage_of(const at::Tensor& tensor) {
 
 void refuse_access(c10::StorageImpl& storage, const std::string& name) {
   std::string text;
-  text.reserve(160 + name.size());
+  text.reserve(200 + name.size());
   if (name.empty()) {
     text = "This tensor";
   } else {
     text.append("Parameter '").append(name).append("'");
   }
   text.append(
-      " is sharded: this rank holds only its shard, so the data can't be read. "
-      "Unshard it first (Python: or use full_tensor()).");
+          " is sharded: this rank holds only its shard, so the data can't be "
+          "read. ")
+      .append(kHowToUnshard);
   storage.release_data_and_set_meta_custom_data_ptr_error_msg_(std::move(text));
 }
 

@@ -35,6 +35,11 @@ namespace brigade {
 inline constexpr c10::DispatchKey kShardedKey =
     c10::DispatchKey::TESTING_ONLY_GenericWrapper;
 
+// Remedy of errors that need the unsharded tensor.
+inline constexpr const char* kHowToUnshard =
+    "Use `p.full_tensor()` or `with model.whole_parameters():` (C++: "
+    "unsharded()).";
+
 // Shard group: ranks that together hold each element of a tensor once.
 class ShardGroup {
  public:

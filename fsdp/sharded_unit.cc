@@ -29,58 +29,60 @@ using Requests = std::vector<UnitRequest>;
 
 // ---- Checks across ranks.
 
-std::string dtype_or_own(const std::optional<at::ScalarType>& dtype) {
-  return dtype ? c10::toString(*dtype) : "own";
+std::string dtype_or_unset(const std::optional<at::ScalarType>& dtype) {
+  return dtype ? describe_dtype(*dtype) : "unset";
 }
 
-std::string describe(const std::variant<bool, int>& reshard_after_forward) {
-  return std::visit([](auto value) { return absl::StrCat(value); },
-                    reshard_after_forward);
+std::string describe(const std::variant<bool, int>& value) {
+  if (const int* const number = std::get_if<int>(&value)) {
+    return absl::StrCat(*number);
+  }
+  return std::get<bool>(value) ? "true" : "false";
 }
 
-std::string describe(const FullyShardOptions& options) {
-  return absl::StrCat(
-      "options of fully_shard: num_shards ",
-      options.num_shards ? absl::StrCat(*options.num_shards) : "all",
-      ", reshard_after_forward ", describe(options.reshard_after_forward),
-      ", prefetch_depth ", options.prefetch_depth, ", param_dtype ",
-      dtype_or_own(options.param_dtype), ", output_dtype ",
-      dtype_or_own(options.output_dtype), ", reduce_dtype ",
-      dtype_or_own(options.reduce_dtype), ", broadcast_parameters ",
-      options.broadcast_parameters, ", reproducible ", options.reproducible,
-      ", max_unconfirmed_iterations ", options.max_unconfirmed_iterations,
-      ", comm_hook ",
-      options.comm_hook ? options.comm_hook->hook_name() : "none");
+std::vector<std::string> describe(const FullyShardOptions& options) {
+  return {absl::StrCat("num_shards: ", options.num_shards
+                                           ? absl::StrCat(*options.num_shards)
+                                           : "all"),
+          "reshard_after_forward: " + describe(options.reshard_after_forward),
+          absl::StrCat("prefetch_depth: ", options.prefetch_depth),
+          "param_dtype: " + dtype_or_unset(options.param_dtype),
+          "output_dtype: " + dtype_or_unset(options.output_dtype),
+          "reduce_dtype: " + dtype_or_unset(options.reduce_dtype),
+          "broadcast_parameters: " + describe(options.broadcast_parameters),
+          "reproducible: " + describe(options.reproducible),
+          absl::StrCat("max_unconfirmed_iterations: ",
+                       options.max_unconfirmed_iterations),
+          absl::StrCat("comm_hook: ", options.comm_hook
+                                          ? options.comm_hook->hook_name()
+                                          : "none")};
 }
 
 std::string describe(const UnitRequest& unit, const UnitParameter& parameter) {
   const at::Tensor& tensor = parameter.tensor;
   // Units with a mesh have other names on other ranks.
-  std::string text = unit.mesh ? "unit with its own mesh"
-                               : absl::StrCat("unit '", unit.name, "'");
-  if (unit.parent) absl::StrAppend(&text, " (in unit ", *unit.parent, ")");
-  if (unit.reshard_after_forward) {
-    absl::StrAppend(&text, " (reshard_after_forward ",
-                    describe(*unit.reshard_after_forward), ")");
+  std::string text = unit.mesh ? "of a unit with its own mesh: "
+                               : absl::StrCat("'", parameter.name,
+                                              "' of unit '", unit.name, "': ");
+  absl::StrAppend(&text,
+                  tensor.defined() ? describe_tensor("", tensor) : "undefined");
+  if (tensor.defined() && !tensor.requires_grad()) {
+    absl::StrAppend(&text, ", frozen");
   }
-  if (unit.spans_segments) absl::StrAppend(&text, " (spans segments)");
-  absl::StrAppend(&text, ": ");
-  if (!unit.mesh) absl::StrAppend(&text, "'", parameter.name, "' ");
   if (parameter.block_numel != 1) {
-    absl::StrAppend(&text, "block_numel ", parameter.block_numel, " ");
+    absl::StrAppend(&text, ", block_numel ", parameter.block_numel);
   }
   if (parameter.compute_dtype) {
-    absl::StrAppend(&text, "compute_dtype ",
-                    c10::toString(*parameter.compute_dtype), " ");
+    absl::StrAppend(&text, ", compute_dtype ",
+                    describe_dtype(*parameter.compute_dtype));
   }
-  if (tensor.defined() && !tensor.requires_grad()) {
-    absl::StrAppend(&text, "frozen ");
+  if (unit.parent) absl::StrAppend(&text, ", in unit ", *unit.parent);
+  if (unit.reshard_after_forward) {
+    absl::StrAppend(&text, ", reshard_after_forward ",
+                    describe(*unit.reshard_after_forward));
   }
-  return text +
-         (tensor.defined()
-              ? c10::str(tensor.device().type(), ' ', tensor.scalar_type(), ' ',
-                         tensor.sizes(), ' ', tensor.strides())
-              : "undefined");
+  if (unit.spans_segments) absl::StrAppend(&text, ", spans segments");
+  return text;
 }
 
 void check_reshard(const std::variant<bool, int>& after_forward,
@@ -186,13 +188,14 @@ void require_equal_requests(const Group& group, const Requests& requests,
   } catch (const c10::ValueError& error) {
     status = absl::InvalidArgumentError(error.what_without_backtrace());
   }
-  std::vector<std::string> items = {describe(options)};
+  require_agreement(group, "fully_shard: option", describe(options), status);
+  std::vector<std::string> items;
   for (const UnitRequest& unit : requests) {
     for (const UnitParameter& parameter : unit.parameters) {
       items.push_back(describe(unit, parameter));
     }
   }
-  require_agreement(group, "sharded parameter", items, status);
+  require_agreement(group, "fully_shard: parameter", items, absl::OkStatus());
 }
 
 // ---- Meshes.
@@ -455,7 +458,7 @@ std::unique_ptr<ShardMeshes> connect_units(std::vector<ShardedUnit>& units,
     status =
         absl::FailedPreconditionError(message_of(std::current_exception()));
   }
-  require_agreement(group, "sharded parameter", {}, status);
+  require_agreement(group, "fully_shard: parameter", {}, status);
   std::optional<c10::Device> device;
   for (const ShardedUnit& unit : units) {
     if (!device && !unit.flats.empty()) device = unit.flats.front()->device();
@@ -463,10 +466,10 @@ std::unique_ptr<ShardMeshes> connect_units(std::vector<ShardedUnit>& units,
   TORCH_CHECK_VALUE(device,
                     "fully_shard: the module has no parameters.\n"
                     "Shard a module that has some.");
-  TORCH_CHECK(
-      !device->is_meta(),
-      "fully_shard: parameters are on the meta device.\nCall to_empty() "
-      "and initialize them before the first forward.");
+  TORCH_CHECK(!device->is_meta(),
+              "fully_shard: parameters are on the meta device.\nCall "
+              "to_empty(device=...) and initialize them before the first "
+              "forward.");
   auto connected = std::make_unique<ShardMeshes>(
       group, options.num_shards.value_or(group->getSize()), *device, meshes,
       options.reproducible);

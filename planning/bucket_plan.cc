@@ -62,31 +62,35 @@ absl::StatusOr<BucketPlan> BucketPlan::create(
   if (num_parameters == 0) {
     return invalid("a bucket plan needs at least 1 parameter, got 0");
   }
+  const std::string remedy =
+      absl::StrCat(".\nList each of the ", num_parameters,
+                   " parameters in exactly one bucket, or leave bucket_plan "
+                   "out.");
   const VariableLocator nowhere = {.bucket = buckets.size()};
   std::vector<VariableLocator> locators(num_parameters, nowhere);
   for (size_t b = 0; b < buckets.size(); ++b) {
     if (buckets[b].empty()) {
-      return invalid("bucket ", b, " of the plan is empty");
+      return invalid("bucket ", b, " of bucket_plan is empty", remedy);
     }
     for (size_t s = 0; s < buckets[b].size(); ++s) {
       const size_t parameter = buckets[b][s];
       if (parameter >= num_parameters) {
-        return invalid("bucket ", b, " of the plan lists parameter ", parameter,
-                       ", but there are only ", num_parameters);
+        return invalid("bucket ", b, " of bucket_plan lists parameter ",
+                       parameter, ", but there are only ", num_parameters,
+                       remedy);
       }
       VariableLocator& locator = locators[parameter];
       if (locator != nowhere) {
-        return invalid("parameter ", parameter,
-                       " must be in exactly one bucket, found it in buckets ",
-                       locator.bucket, " and ", b);
+        return invalid("bucket_plan lists parameter ", parameter,
+                       " in buckets ", locator.bucket, " and ", b, remedy);
       }
       locator = {.bucket = b, .slot = s};
     }
   }
   const auto missing = std::ranges::find(locators, nowhere);
   if (missing != locators.end()) {
-    return invalid("parameter ", missing - locators.begin(),
-                   " must be in exactly one bucket, found it in none");
+    return invalid("bucket_plan lacks parameter ", missing - locators.begin(),
+                   remedy);
   }
   return BucketPlan(std::move(buckets), std::move(locators));
 }
@@ -99,12 +103,12 @@ absl::Status check_bucket_kinds(const BucketPlan& plan,
     for (size_t member : members) {
       if (parameters[member].kind != first.kind) {
         return invalid("bucket ", b,
-                       " of the plan mixes dtypes or devices: parameters ",
+                       " of bucket_plan mixes dtypes or devices: parameters ",
                        members.front(), " and ", member,
                        " differ; put them in separate buckets");
       }
       if (parameters[member].sparse && members.size() > 1) {
-        return invalid("bucket ", b, " of the plan holds parameter ", member,
+        return invalid("bucket ", b, " of bucket_plan holds parameter ", member,
                        ", whose gradient is sparse, and ", members.size() - 1,
                        " more; a sparse gradient needs a bucket to itself");
       }

@@ -1,6 +1,7 @@
 #include "brigade/python_bindings/python_hooks.h"
 
 #include <sys/types.h>
+#include <torch/csrc/autograd/python_variable.h>
 #include <torch/csrc/jit/python/pybind_utils.h>
 #include <unistd.h>
 
@@ -112,10 +113,8 @@ class PythonCommHook final : public c10d::CommHookInterface,
     const py::gil_scoped_acquire gil;
     const py::object future = (*hook_)(*state_, bucket);
     TORCH_CHECK(py::isinstance<torch::jit::PythonFutureWrapper>(future),
-                "comm hook ", name_,
-                " must return a torch.futures.Future of a tensor, it returned ",
-                std::string(py::repr(future)),
-                ".\nReturn the future of the collective that it launched.");
+                describe_no_future(c10::str("comm hook '", name_, "'"), future),
+                " (bucket ", bucket.getIndex(), ")");
     return awaited_at_exit(
         future.cast<std::shared_ptr<torch::jit::PythonFutureWrapper>>()->fut);
   }
@@ -167,6 +166,16 @@ class PythonSteppingHook final : public WrappingHook {
 };
 
 }  // namespace
+
+std::string describe_no_future(const std::string& function, py::handle found) {
+  const bool is_tensor = THPVariable_Check(found.ptr());
+  return c10::str(
+      function, " must return torch.futures.Future[torch.Tensor], found ",
+      is_tensor ? c10::str("a torch.Tensor of shape ",
+                           THPVariable_Unpack(found.ptr()).sizes())
+                : std::string(Py_TYPE(found.ptr())->tp_name),
+      ".\nReturn `dist.all_reduce(..., async_op=True).get_future()`.");
+}
 
 CommHookPtr python_comm_hook(py::object state, py::object hook,
                              const std::string& name) {

@@ -38,6 +38,9 @@ ParameterStep python_step(py::object step);
 CommHookPtr python_stepping_hook(CommHookPtr hook, ParameterStep step,
                                  ParameterFilter is_stepped);
 
+// Error of a Python `function` that must return a future.
+std::string describe_no_future(const std::string& function, py::handle found);
+
 // Returns a hook that runs `hook` on buckets of undivided gradients in `dtype`,
 // a floating-point dtype. For torch's native mixed precision.
 CommHookPtr reduced_precision_hook(CommHookPtr hook, at::ScalarType dtype);

@@ -95,9 +95,10 @@ void register_checks(py::module_& module) {
              "Sets the device for statuses and comparisons in a group without "
              "a CPU backend. Without effect if the group is bound to a device "
              "or was called for before.");
-  module.def("describe_tensor", &describe_tensor, py::arg("name"),
-             py::arg("tensor"),
-             "Returns name, dtype, sizes, strides and device type as text.");
+  module.def(
+      "describe_tensor", &describe_tensor, py::arg("name"), py::arg("tensor"),
+      "Returns name, dtype, shape and device type as text, and the strides "
+      "of a tensor that is not contiguous.");
   module.def("entries_of", &entries_of, py::arg("tables"),
              "Returns the values of a module's parameter and child tables, in "
              "one list.");

@@ -37,7 +37,7 @@ std::vector<std::string> names_of(const NamesByIndex& by_index, size_t count) {
   if (by_index.empty()) return {};
   std::vector<std::string> names(count);
   for (const auto& [index, name] : by_index) {
-    TORCH_CHECK(index < count, "brigade.Reducer: param_to_name_mapping names ",
+    TORCH_CHECK(index < count, "Reducer: param_to_name_mapping names ",
                 "parameter ", index, ", but there are ", count,
                 " parameters.\nName each parameter by its index.");
     names[index] = name.starts_with('.') ? name.substr(1) : name;
@@ -75,14 +75,13 @@ std::shared_ptr<TorchReducer> make_reducer(
     bool /*lazy_bucket_allocation: no effect*/, bool rebuild_buckets,
     bool static_graph, bool verify_across_ranks, bool one_backward_per_forward,
     int max_unconfirmed_iterations, bool reproducible) {
-  TORCH_CHECK(
-      per_bucket_size_limits.size() == bucket_indices.size(),
-      "brigade.Reducer: expected one entry of per_bucket_size_limits per "
-      "bucket, found ",
-      per_bucket_size_limits.size(), " for ", bucket_indices.size(),
-      " buckets.");
+  TORCH_CHECK(per_bucket_size_limits.size() == bucket_indices.size(),
+              "Reducer: expected one entry of per_bucket_size_limits per "
+              "bucket, found ",
+              per_bucket_size_limits.size(), " for ", bucket_indices.size(),
+              " buckets.");
   TORCH_CHECK(rebuild_buckets || !bucket_indices.empty(),
-              "brigade.Reducer: rebuild_buckets=False requires bucket_indices, "
+              "Reducer: rebuild_buckets=False requires bucket_indices, "
               "found none.\nPass the buckets to keep.");
   ReducerOptions options;
   options.find_unused_parameters = find_unused_parameters;
@@ -166,18 +165,14 @@ std::optional<Times> times_of(const TorchReducer& reducer) {
 // Calls `launch` with the value of `first` to start a second collective.
 FuturePtr chain(const torch::jit::PythonFutureWrapper& first,
                 py::object launch) {
-  NextCollective next =
-      [launch = held_object(std::move(launch))](const c10::IValue& value) {
-        const py::gil_scoped_acquire gil;
-        const py::object second = (*launch)(torch::jit::toPyObject(value));
-        TORCH_CHECK_TYPE(
-            py::isinstance<torch::jit::PythonFutureWrapper>(second),
-            "then_collective: `launch` must return a "
-            "torch.futures.Future, it returned ",
-            std::string(py::repr(second)),
-            ".\nReturn the future of the collective that it launched.");
-        return second.cast<FuturePtr>()->fut;
-      };
+  NextCollective next = [launch = held_object(std::move(launch))](
+                            const c10::IValue& value) {
+    const py::gil_scoped_acquire gil;
+    const py::object second = (*launch)(torch::jit::toPyObject(value));
+    TORCH_CHECK_TYPE(py::isinstance<torch::jit::PythonFutureWrapper>(second),
+                     describe_no_future("then_collective: `launch`", second));
+    return second.cast<FuturePtr>()->fut;
+  };
   const py::gil_scoped_release no_gil;
   return wrapped(then_collective(first.fut, std::move(next)));
 }
@@ -277,7 +272,7 @@ void register_reducer(py::module_& module) {
           [](const TorchReducer&, const std::vector<FuturePtr>& futures) {
             for (const FuturePtr& future : futures) {
               TORCH_CHECK_TYPE(future != nullptr,
-                               "brigade.Reducer: each of the futures must be a "
+                               "Reducer: each of the futures must be a "
                                "torch.futures.Future, one is None.");
               future->fut->waitAndThrow();
             }

@@ -20,7 +20,7 @@ namespace {
 std::string describe_missing(const std::vector<size_t>& missing,
                              const std::vector<std::string>& names, int rank) {
   std::string text =
-      "\nExpected to have finished reduction in the prior iteration.";
+      "\n\nExpected to have finished reduction in the prior iteration.";
   if (!names.empty()) {
     absl::StrAppend(
         &text, "\nParameters which did not receive grad for rank ", rank, ": ",
@@ -37,7 +37,8 @@ std::string describe_missing(const std::vector<size_t>& missing,
 // Returns how users of frameworks set find_unused_parameters.
 const char* how_to_set_unused(const ReducerOptions& options) {
   if (options.find_unused_parameters || options.static_graph) return "";
-  return "\nfind_unused_parameters=True is for DistributedDataParallel. "
+  return "\nTo set find_unused_parameters: "
+         "DistributedDataParallel(find_unused_parameters=True); "
          "Lightning: strategy=\"ddp_find_unused_parameters_true\"; accelerate: "
          "kwargs_handlers=[DistributedDataParallelKwargs("
          "find_unused_parameters=True)]; transformers' Trainer: "
@@ -248,7 +249,7 @@ void TorchReducer::check_last_backward() {
 
 void TorchReducer::check_finalized() const {
   const std::vector<size_t> missing = missing_gradients();
-  TORCH_CHECK(missing.empty(), "brigade.Reducer: the last backward left ",
+  TORCH_CHECK(missing.empty(), "Reducer: the last backward left ",
               missing.size(), " of ", parameters_.size(),
               " parameters without gradients; its reduction is not finished.",
               describe_missing(missing, names_, group_->getRank()));
@@ -257,16 +258,16 @@ void TorchReducer::check_finalized() const {
 void TorchReducer::register_comm_hook(
     std::shared_ptr<c10d::CommHookInterface> hook, std::string name,
     std::string_view rule) {
-  TORCH_CHECK(hook_name_.empty(), "brigade.Reducer: ", name,
+  TORCH_CHECK(hook_name_.empty(), "Reducer: ", name,
               " can't be registered: the comm hook is already ", hook_name_,
               ", and ", rule,
               ".\nRegister one hook, which may call other hooks.");
   TORCH_CHECK(
-      !options_.reproducible, "brigade.Reducer: ", name,
+      !options_.reproducible, "Reducer: ", name,
       " can't be registered: reproducible is set, and a comm hook may add "
       "gradients in another order.\nLeave out one of them.");
   TORCH_CHECK(
-      !hooks_removed_, "brigade.Reducer: ", name,
+      !hooks_removed_, "Reducer: ", name,
       " can't be registered: _remove_autograd_hooks() was called, so that "
       "no gradients are reduced.");
   if (reducer_) reducer_->set_comm_hook(with_steps(hook));
@@ -303,7 +304,7 @@ bool TorchReducer::must_finalize_after_backward() const {
 
 void TorchReducer::finalize_backward() {
   TORCH_CHECK(reducer_,
-              "brigade.Reducer: no gradient reduction requires finalization.");
+              "Reducer: no gradient reduction requires finalization.");
   reducer_->finalize_backward();
 }
 
@@ -331,7 +332,7 @@ void TorchReducer::set_static_graph() {
   if (options_.static_graph) return;
   const int64_t iterations = statistics().prepared;
   TORCH_CHECK(iterations == 0,
-              "brigade.Reducer: expected _set_static_graph() before the first "
+              "Reducer: expected _set_static_graph() before the first "
               "iteration, found iteration ",
               iterations, ".\nPass static_graph=True to the constructor.");
   options_.static_graph = true;
@@ -365,19 +366,17 @@ void TorchReducer::remove_hooks() {
 }
 
 void TorchReducer::set_logging_sample_rate(int64_t rate) {
-  TORCH_CHECK_VALUE(rate >= 1,
-                    "brigade.Reducer: sample_rate must be at least 1, got ",
+  TORCH_CHECK_VALUE(rate >= 1, "Reducer: sample_rate must be at least 1, got ",
                     rate, ".\nPass the number of iterations between samples.");
   logging_sample_rate_ = rate;
   if (reducer_) reducer_->set_timeline_sample_rate(rate);
 }
 
 void TorchReducer::set_stall_report_after(std::chrono::milliseconds time) {
-  TORCH_CHECK_VALUE(
-      time.count() >= 0,
-      "brigade.Reducer: set_stall_report_after: expected a time >= 0, "
-      "found ",
-      time.count(), " ms.\nPass 0 for no reports.");
+  TORCH_CHECK_VALUE(time.count() >= 0,
+                    "Reducer: set_stall_report_after: expected a time >= 0, "
+                    "found ",
+                    time.count(), " ms.\nPass 0 for no reports.");
   if (ready()) reducer_->set_stall_report_after(time);
   stall_report_after_ = time;
 }

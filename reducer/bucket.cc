@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "absl/strings/str_cat.h"
+#include "brigade/comm/errors/error_texts.h"
 #include "brigade/reducer/bucket_replica.h"
 
 namespace brigade {
@@ -203,9 +204,9 @@ c10::intrusive_ptr<c10::ivalue::Future> Bucket::run_hook(
   grad_bucket_->getBufferRef() = as_reals(buffer);
   c10::intrusive_ptr<c10::ivalue::Future> future =
       hook_.hook->runHook(*grad_bucket_);
-  TORCH_CHECK(future,
-              "the comm hook must return a future, it returned none.\n"
-              "Return the future of the hook's collective.");
+  TORCH_CHECK(future, brigade::describe(hook_),
+              " must return a future for bucket ", index_,
+              ", found none.\nReturn the future of the hook's collective.");
   return future;
 }
 
@@ -215,11 +216,12 @@ at::Tensor Bucket::result_of(const c10::IValue& value) {
   TORCH_CHECK_TYPE(
       !c10::isIntegralType(result.scalar_type(), /*includeBool=*/true) ||
           c10::isIntegralType(dtype_, /*includeBool=*/true),
-      "the comm hook must return floating-point numbers for gradients of ",
-      dtype_, ", it returned ", result.scalar_type(),
-      ".\nConvert the result back to ", dtype_,
-      " before the hook's future completes.");
-  replicas_.front()->check_result(result);
+      brigade::describe(hook_), " must return ", describe_dtype(dtype_),
+      " for bucket ", index_, ", found ", describe_dtype(result.scalar_type()),
+      ".\nConvert the result before the hook's future completes.");
+  replicas_.front()->check_result(
+      result, absl::StrCat(brigade::describe(hook_), " must return for bucket ",
+                           index_));
   return result;
 }
 

@@ -211,15 +211,17 @@ const void* DenseReplica::source_of(size_t slot, const at::Tensor& gradient) {
   return reordered_.back().const_data_ptr();
 }
 
-void DenseReplica::check_result(const at::Tensor& result) const {
+void DenseReplica::check_result(const at::Tensor& result,
+                                const std::string& rule) const {
   const int64_t numel = memory_.numel();
   const at::Tensor typed = as_bucket_dtype(
       result, c10::typeMetaToScalarType(memory_.options().dtype()), numel);
   TORCH_CHECK(typed.layout() == at::kStrided && typed.numel() == numel &&
                   typed.device() == memory_.options().device(),
-              "the comm hook must return a dense tensor of ", numel,
-              " elements on ", memory_.options().device(), ", it returned ",
-              typed.layout(), " ", typed.sizes(), " on ", typed.device(),
+              rule, " a dense tensor of ", numel, " elements on ",
+              memory_.options().device(), ", found a ",
+              typed.layout() == at::kStrided ? "" : "sparse ",
+              "tensor of shape ", typed.sizes(), " on ", typed.device(),
               ".\nReturn the reduced bucket.");
 }
 
@@ -350,13 +352,13 @@ void SparseReplica::pack(double scale,
   buffer_ = at::mul(gradient, scale);
 }
 
-void SparseReplica::check_result(const at::Tensor& result) const {
+void SparseReplica::check_result(const at::Tensor& result,
+                                 const std::string& rule) const {
   const at::Tensor& parameter = table_[variable_];
-  TORCH_CHECK(result.sizes() == parameter.sizes(),
-              "the comm hook must return a gradient of size ",
-              parameter.sizes(), " for ", table_.name_of(variable_.parameter),
-              ", it returned ", result.sizes(),
-              ".\nReturn the reduced bucket.");
+  TORCH_CHECK(result.sizes() == parameter.sizes(), rule,
+              " a gradient of shape ", parameter.sizes(), " for ",
+              table_.name_of(variable_.parameter), ", found shape ",
+              result.sizes(), ".\nReturn the reduced bucket.");
 }
 
 void SparseReplica::deliver(const at::Tensor& result,

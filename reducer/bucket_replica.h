@@ -47,7 +47,8 @@ class BucketReplica {
   virtual const at::Tensor& buffer() const = 0;
 
   // Errors: RuntimeError if deliver() does not accept `result`.
-  virtual void check_result(const at::Tensor& result) const = 0;
+  virtual void check_result(const at::Tensor& result,
+                            const std::string& rule) const = 0;
 
   // Writes the reduced values to the gradients. `result` may be buffer() or
   // another tensor on the same device. `globally_unused_slots`, a subset of
@@ -101,7 +102,8 @@ class DenseReplica final : public BucketReplica {
   const at::Tensor& buffer() const override { return memory_.wire(); }
   void record_stream(c10::Stream stream) const override;
   void add(const at::Tensor& buffer) override;
-  void check_result(const at::Tensor& result) const override;
+  void check_result(const at::Tensor& result,
+                    const std::string& rule) const override;
   void deliver(const at::Tensor& result,
                std::span<const size_t> globally_unused_slots) override;
   void deliver_nothing(std::span<const size_t> globally_unused_slots) override;
@@ -176,7 +178,8 @@ class SparseReplica final : public BucketReplica {
   void record_stream(c10::Stream stream) const override;
   void add(const at::Tensor& buffer) override;
 
-  void check_result(const at::Tensor& result) const override;
+  void check_result(const at::Tensor& result,
+                    const std::string& rule) const override;
   void deliver(const at::Tensor& result,
                std::span<const size_t> globally_unused_slots) override;
   at::Tensor zeros() const override;

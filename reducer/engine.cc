@@ -618,9 +618,11 @@ void Engine::call_between_iterations(std::string_view action,
     collective();
   } catch (...) {
     peers_.close(message_of(std::current_exception()));
+    const std::optional<LivenessProbe> probe =
+        peers_.find_survivors(absl::StrCat(observations_.counts.begun + 1));
     throw_peer_error(absl::StrCat("Reducer: ", std::string(action), " on rank ",
                                   policy_.group()->getRank()),
-                     std::current_exception());
+                     std::current_exception(), probe ? &*probe : nullptr);
   }
 }
 

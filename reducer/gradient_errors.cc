@@ -28,13 +28,13 @@ const char* remedy_of_missing(const ReducerOptions& options, bool all_frozen) {
   }
   if (options.find_unused_parameters) {
     return "The outputs of forward() depend on them, the loss does not: use "
-           "every output in the loss, or do not return it. "
-           "backward(inputs=...) "
-           "must list them, too.";
+           "every output in the loss, or do not return it. If you call "
+           "backward(inputs=...), list them there.";
   }
   return "Use every output of forward() in the loss, set "
          "find_unused_parameters, or freeze unused parameters before the "
-         "module is wrapped. backward(inputs=...) must list them, too.";
+         "module is wrapped. If you call backward(inputs=...), list them "
+         "there.";
 }
 
 const char* remedy_of_second(const ReducerOptions& options) {
@@ -52,7 +52,7 @@ const char* remedy_of_second(const ReducerOptions& options) {
 std::string torch_text_of_second(size_t parameter,
                                  const ParameterTable& table) {
   return absl::StrCat(
-      "\nExpected to mark a variable ready only once: Parameter at index ",
+      "\n\nExpected to mark a variable ready only once: Parameter at index ",
       parameter,
       table.names().empty()
           ? ""
@@ -115,23 +115,22 @@ std::string describe_unexpected_gradient(const ParameterTable& table,
 std::string describe_late_gradient(const ParameterTable& table,
                                    size_t parameter, IterationId id) {
   return absl::StrCat(
-      "Reducer: a second backward reached ", table.name_of(parameter),
-      " after ", describe(id),
-      " was over (reduced, or aborted after an error); its gradient would be "
-      "added on this rank alone.\nRun a new forward for it, or one backward "
-      "over the sum of both losses.");
+      "Reducer: backward reached ", table.name_of(parameter), " again after ",
+      describe(id),
+      " was reduced (or aborted after an error).\nCall backward() once per "
+      "forward, before the next forward; or sum the losses and call it once; "
+      "or run all but the last forward and backward under no_sync().");
 }
 
 std::string describe_gradient_without_forward(const ParameterTable& table,
                                               size_t parameter,
                                               IterationId last) {
   return absl::StrCat(
-      "Reducer: expected a forward of the wrapper before each backward, found "
-      "a gradient of ",
-      table.name_of(parameter), " and no forward after ", describe(last),
-      ": it is not reduced, and the ranks' parameters diverge.\nCall the "
-      "wrapper, not the wrapped module; use no_sync() for gradients of this "
-      "rank alone.");
+      "Reducer: backward ran without a forward of the DistributedDataParallel "
+      "(first gradient: ",
+      table.name_of(parameter), ", after ", describe(last),
+      "). These gradients are not averaged, so the ranks diverge.\nCall the "
+      "DistributedDataParallel, not its module; or use no_sync().");
 }
 
 }  // namespace brigade

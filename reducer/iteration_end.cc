@@ -252,8 +252,9 @@ void IterationEnd::compare_begin(Iteration& iteration) {
 }
 
 RankStatus IterationEnd::begin_status() const {
-  std::string words = absl::StrCat(policy_.plan().num_buckets(), " buckets, ",
-                                   policy_.table().size(), " parameters");
+  std::string words =
+      absl::StrCat(counted(policy_.plan().num_buckets(), "bucket"), ", ",
+                   counted(policy_.table().size(), "parameter"));
   if (const std::string& hook = policy_.hook_traits().name; !hook.empty()) {
     absl::StrAppend(&words, ", comm hook ", hook);
   }
@@ -329,8 +330,8 @@ StatusComparison IterationEnd::exchange(Iteration& iteration,
     const std::string where = describe_awaited(iteration);
     const std::string text = error.what_without_backtrace();
     peers_.close(text);
-    throw_peer_error(absl::StrCat("Reducer: ", where),
-                     std::make_exception_ptr(std::runtime_error(text)));
+    throw_peer_error("Reducer", std::make_exception_ptr(std::runtime_error(
+                                    absl::StrCat(text, "\nPending: ", where))));
   }
 }
 
@@ -383,7 +384,7 @@ void IterationEnd::abort(Iteration& iteration) {
     return record(iteration, Outcome::kAborted);
   }
   if (iteration.failure.empty()) {
-    iteration.failure = "an exception ended backward";
+    iteration.failure = "its backward raised an exception; see its log";
   }
   const bool is_alone = policy_.group()->getSize() == 1;
   // On devices peers deliver this iteration, and receive the status later.
@@ -416,13 +417,14 @@ void IterationEnd::abort(Iteration& iteration) {
       return drop_results(iteration);
     }
     const StatusComparison found = compare(iteration, status, kFailureTimeout);
-    if (!found.must_close) return;
-    if (problem.empty()) problem = "another rank can't continue";
+    // This rank's own error follows.
+    if (!found.must_close || problem.empty()) return;
   } catch (...) {
     if (problem.empty()) problem = message_of(std::current_exception());
   }
-  TORCH_WARN("Reducer: while aborting ", describe(iteration.id), ": ", problem,
-             "\nThe process group was closed. Make a new one on all ranks.");
+  TORCH_WARN("Reducer: the error in ", describe(iteration.id),
+             " closed the process group: ", problem,
+             "\nMake a new group on all ranks.");
 }
 
 void IterationEnd::drop_results(Iteration& iteration) {

@@ -246,7 +246,7 @@ std::vector<std::string> ParameterTable::describe_all() const {
   descriptions.reserve(size());
   for (size_t i = 0; i < size(); ++i) {
     descriptions.push_back(absl::StrCat(
-        describe_tensor(names_.empty() ? "" : names_[i], tensors()[i]),
+        quoted_name(names_, i), ": ", describe_tensor("", tensors()[i]),
         ", kind ", specs_[i].kind,
         specs_[i].sparse ? ", sparse gradient" : ""));
   }

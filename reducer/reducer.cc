@@ -13,6 +13,7 @@
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_join.h"
 #include "brigade/comm/agreement.h"
+#include "brigade/comm/errors/error_texts.h"
 #include "brigade/comm/errors/peer_error.h"
 #include "brigade/comm/group/group_collectives.h"
 #include "brigade/comm/group/group_info.h"
@@ -79,14 +80,14 @@ std::string describe_hook(c10d::CommHookInterface& hook,
   std::set<std::string> formats;
   for (const at::Tensor& parameter : table.tensors()) {
     const at::ScalarType dtype = parameter.scalar_type();
-    formats.insert(absl::StrCat(c10::toString(dtype), " is sent as ",
-                                c10::toString(traits.wire_dtype(dtype))));
+    formats.insert(absl::StrCat(describe_dtype(dtype), " is sent as ",
+                                describe_dtype(traits.wire_dtype(dtype))));
   }
   return absl::StrJoin(formats, ", ");
 }
 
 std::string describe_flag(const char* flag, bool value) {
-  return absl::StrCat(flag, value ? " = true" : " = false");
+  return absl::StrCat(flag, value ? ": true" : ": false");
 }
 
 // Returns the options that must be equal on all ranks, one line each.
@@ -98,16 +99,16 @@ std::vector<std::string> describe_options(const ReducerOptions& options,
     buckets.push_back(absl::StrCat("[", absl::StrJoin(bucket, ", "), "]"));
   }
   return {
-      absl::StrCat("local replicas = ", table.num_replicas()),
-      absl::StrCat("bucket_cap_bytes = [",
+      absl::StrCat("local replicas: ", table.num_replicas()),
+      absl::StrCat("bucket_cap_bytes: [",
                    absl::StrJoin(options.bucket_cap_bytes, ", "), "]"),
-      absl::StrCat("bucket_plan = [", absl::StrJoin(buckets, ", "), "]"),
+      absl::StrCat("bucket_plan: [", absl::StrJoin(buckets, ", "), "]"),
       describe_flag("buckets are rebuilt", rebuilds_buckets(options)),
       describe_flag("find_unused_parameters", options.find_unused_parameters),
       describe_flag("skip_all_reduce_unused_parameters",
                     options.skip_all_reduce_unused_parameters),
       describe_flag("static_graph", options.static_graph),
-      absl::StrCat("max_unconfirmed_iterations = ",
+      absl::StrCat("max_unconfirmed_iterations: ",
                    options.max_unconfirmed_iterations),
       describe_flag("reproducible", options.reproducible),
       absl::StrCat("comm_hook: ", describe_hook(*options.comm_hook, table))};
@@ -133,10 +134,11 @@ ReducerSetup checked_setup(std::vector<std::vector<at::Tensor>> replicas,
   std::optional<BucketPlan> plan;
   absl::Status local;  // this rank's error, which all ranks throw below
   try {
-    TORCH_CHECK_VALUE(options.max_unconfirmed_iterations >= 0 &&
-                          options.max_unconfirmed_iterations <= 32,
-                      "max_unconfirmed_iterations must be 0 to 32, got ",
-                      options.max_unconfirmed_iterations);
+    TORCH_CHECK_VALUE(
+        options.max_unconfirmed_iterations >= 0 &&
+            options.max_unconfirmed_iterations <= 32,
+        "expected max_unconfirmed_iterations from 0 to 32, found ",
+        options.max_unconfirmed_iterations, ".\nPass 1.");
     table.emplace(std::move(replicas), std::move(options.parameter_names),
                   options.expect_sparse_gradients);
     check_devices(*table, *group);
@@ -145,7 +147,8 @@ ReducerSetup checked_setup(std::vector<std::vector<at::Tensor>> replicas,
     }
     plan = initial_plan(*table, options.bucket_cap_bytes, given);
   } catch (const c10::ValueError& error) {
-    local = absl::InvalidArgumentError(error.what_without_backtrace());
+    local = absl::InvalidArgumentError(
+        absl::StrCat("Reducer: ", error.what_without_backtrace()));
   }
   std::shared_ptr<OrderedAllReduce> ordered;
   if (!options.comm_hook && options.reproducible) {
@@ -159,12 +162,12 @@ ReducerSetup checked_setup(std::vector<std::vector<at::Tensor>> replicas,
   std::vector<std::string> items;
   if (local.ok() && compares) items = table->describe_all();
   if (options.verify_across_ranks) {
-    require_agreement(group, "parameter", items, local);
+    require_agreement(group, "Reducer: parameter", items, local);
   } else {
     throw_if_error(local);
   }
   if (compares) {
-    require_agreement(group, "reducer option",
+    require_agreement(group, "Reducer: option",
                       describe_options(options, given, *table),
                       absl::OkStatus());
   }
@@ -228,9 +231,9 @@ void Reducer::barrier(std::string_view action) {
 
 void Reducer::broadcast_before_forward(std::vector<at::Tensor> tensors,
                                        int source) {
-  const std::string action = absl::StrCat(
-      "broadcasting ", tensors.size(),
-      tensors.size() == 1 ? " buffer" : " buffers", " from rank ", source);
+  const std::string action =
+      absl::StrCat("broadcasting ", counted(tensors.size(), "buffer"),
+                   " from rank ", source);
   engine_->noting_errors([&] {
     engine_->barrier("came to a forward");
     engine_->call_between_iterations(action, [&] {

@@ -32,16 +32,28 @@ std::string describe_ranks(std::span<const int> ranks) {
   return text;
 }
 
+std::string counted(size_t count, std::string_view noun) {
+  return absl::StrCat(count, " ", std::string(noun), count == 1 ? "" : "s");
+}
+
 std::string describe_seconds(std::chrono::milliseconds time) {
   return absl::StrCat(static_cast<double>(time.count()) / 1000.0, " s");
 }
 
+std::string describe_dtype(at::ScalarType dtype) {
+  return std::string(c10::getDtypeNames(dtype).first);
+}
+
 std::string describe_tensor(std::string_view name, const at::Tensor& tensor) {
   std::string text;
-  if (!name.empty()) absl::StrAppend(&text, "'", std::string(name), "' ");
-  absl::StrAppend(&text, c10::toString(tensor.scalar_type()), " [",
-                  absl::StrJoin(tensor.sizes(), ", "), "] strides [",
-                  absl::StrJoin(tensor.strides(), ", "), "] on ",
+  if (!name.empty()) absl::StrAppend(&text, "'", std::string(name), "': ");
+  absl::StrAppend(&text, describe_dtype(tensor.scalar_type()), ", shape [",
+                  absl::StrJoin(tensor.sizes(), ", "), "], ");
+  if (!tensor.is_contiguous()) {
+    absl::StrAppend(&text, "strides [", absl::StrJoin(tensor.strides(), ", "),
+                    "], ");
+  }
+  absl::StrAppend(&text, "on ",
                   c10::DeviceTypeName(tensor.device().type(), true));
   return text;
 }

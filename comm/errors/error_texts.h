@@ -28,11 +28,18 @@ std::string message_of(const std::exception_ptr& error);
 // "rank 3", "ranks 0, 2, 5-9".
 std::string describe_ranks(std::span<const int> ranks);
 
+// "1 bucket", "2 buckets"
+std::string counted(size_t count, std::string_view noun);
+
 // "0.25 s"
 std::string describe_seconds(std::chrono::milliseconds time);
 
-// "'head.bias' Float [10] strides [1] on cpu"; an empty name is omitted. The
-// device has no index, because ranks use different ones.
+// "float32"
+std::string describe_dtype(at::ScalarType dtype);
+
+// "'head.bias': float32, shape [10], on cpu", and the strides of a tensor that
+// is not contiguous; an empty name is omitted. The device has no index, because
+// ranks use different ones.
 std::string describe_tensor(std::string_view name, const at::Tensor& tensor);
 
 // "a, b, c, d, e and 7 more": lists name_of(i) for the first five i < count.

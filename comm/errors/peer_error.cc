@@ -197,11 +197,19 @@ LivenessProbe probe_liveness(
   return collection->probe;
 }
 
-std::string LivenessProbe::describe() const {
-  std::vector<int> present;
-  std::vector<int> absent;
+std::vector<int> LivenessProbe::absent() const {
+  std::vector<int> ranks;
   for (size_t rank = 0; rank < answers.size(); ++rank) {
-    (answers[rank] ? present : absent).push_back(static_cast<int>(rank));
+    if (!answers[rank]) ranks.push_back(static_cast<int>(rank));
+  }
+  return ranks;
+}
+
+std::string LivenessProbe::describe() const {
+  const std::vector<int> absent = this->absent();
+  std::vector<int> present;
+  for (size_t rank = 0; rank < answers.size(); ++rank) {
+    if (answers[rank]) present.push_back(static_cast<int>(rank));
   }
   std::string text;
   if (absent.empty()) {

@@ -34,6 +34,8 @@ struct LivenessProbe {
   std::vector<int> lost = {};    // ranks whose processes have ended
   std::string store_error = {};  // empty: the store worked
 
+  std::vector<int> absent() const;  // ranks without an answer
+
   // "ranks 0, 2 answered a liveness probe, rank 1 did not within 2 s", or "...
   // did not: its process has ended", and the store's error.
   std::string describe() const;

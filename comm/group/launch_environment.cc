@@ -93,7 +93,9 @@ class EnvironmentReader {
     TORCH_CHECK_VALUE(rank < world_size, "environment variable ", name,
                       ": expected a rank below ", launcher_.world_size,
                       ", found ", name, "=", rank, " and ",
-                      launcher_.world_size, "=", world_size, assumed_);
+                      launcher_.world_size, "=", world_size, assumed_,
+                      ".\nExport ", name, " from 0 to ", launcher_.world_size,
+                      " - 1, or start with torchrun.");
     return rank;
   }
 

@@ -15,6 +15,7 @@ namespace brigade {
 namespace {
 
 constexpr std::string_view kCut = "...";
+constexpr std::string_view kHook = ", comm hook ";  // in a kBegin's text
 
 bool continues_a_character(char c) {
   return (static_cast<unsigned char>(c) & 0xC0) == 0x80;
@@ -62,6 +63,13 @@ auto place_of(const RankStatus& s) {
 
 StatusText status_text(std::string_view words) {
   StatusText text = {};
+  words = words.substr(0, words.find("\n\nAt:"));  // pybind11's Python stack
+  if (words.size() > text.size()) {
+    const size_t line = words.rfind('\n', text.size());
+    if (line != words.npos && line >= text.size() / 2) {
+      words = words.substr(0, line);
+    }
+  }
   if (words.size() <= text.size()) {
     std::copy(words.begin(), words.end(), text.begin());
     return text;
@@ -75,6 +83,13 @@ StatusText status_text(std::string_view words) {
 
 std::string_view words_of(const StatusText& text) {
   return {text.data(), strnlen(text.data(), text.size())};
+}
+
+std::string describe_leaver(int rank, int64_t iteration) {
+  return absl::StrCat(
+      "rank ", rank, " destroyed its model after iteration ", iteration,
+      ".\nIf it had fewer batches, use join(), or step_without_data() of a "
+      "sharded model; otherwise see its log.");
 }
 
 std::string describe_status(const RankStatus& rank_status) {
@@ -115,7 +130,29 @@ absl::Status check_statuses(std::span<const RankStatus> by_rank) {
     return absl::AbortedError(text);
   }
 
+  // A new hook is compared at once, while peers without it end an iteration.
+  const auto has_new_hook = [&](const RankStatus& s) {
+    return s.kind == StatusKind::kBegin &&
+           words_of(s.text).find(kHook) != std::string_view::npos &&
+           std::ranges::any_of(by_rank, [&](const RankStatus& peer) {
+             return peer.kind == StatusKind::kEnd &&
+                    peer.fingerprint != s.fingerprint;
+           });
+  };
   const RankStatus& first = by_rank.front();
+  if (std::ranges::any_of(by_rank, has_new_hook)) {
+    const auto describe_change = [&](const RankStatus& s) {
+      if (!has_new_hook(s)) return describe_status(s);
+      const std::string words(words_of(s.text));
+      return absl::StrCat("changed the comm hook (",
+                          words.substr(words.find(kHook) + kHook.size()),
+                          ") before iteration ", s.iteration);
+    };
+    return absl::FailedPreconditionError(absl::StrCat(
+        describe_actions(by_rank_of(by_rank, describe_change), ", "),
+        ".\nRegister the same comm hook on every rank, before the same "
+        "iteration."));
+  }
   if (!all_equal(by_rank, place_of)) {
     return absl::FailedPreconditionError(absl::StrCat(
         "expected the same state on every rank: ",

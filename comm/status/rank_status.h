@@ -65,14 +65,17 @@ struct RankStatus {
 
 static_assert(std::is_trivially_copyable_v<RankStatus>);
 
-// Copies `words`. Longer texts are cut between UTF-8 characters and end in
-// "...".
+// Copies `words` without a Python stack. Longer texts are cut after a line, or
+// between UTF-8 characters and then end in "...".
 StatusText status_text(std::string_view words);
 std::string_view words_of(const StatusText& text);
 
 // Predicate for "rank 3 ...": "ended iteration 7", "failed in iteration 7 at
 // launch 2: division by zero".
 std::string describe_status(const RankStatus& rank_status);
+
+// The error of ranks that wait for `rank`.
+std::string describe_leaver(int rank, int64_t iteration);
 
 // Returns OK if no rank has failed and kind, iteration, unit, fingerprint and
 // `others` are equal on all ranks. Otherwise returns the same text on every

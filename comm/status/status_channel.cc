@@ -8,7 +8,7 @@
 #include <utility>
 
 #include "absl/strings/str_cat.h"
-#include "absl/strings/str_join.h"
+#include "brigade/comm/errors/error_texts.h"
 #include "brigade/comm/errors/peer_error.h"
 #include "brigade/comm/group/group_collectives.h"
 #include "brigade/comm/group/group_info.h"
@@ -27,16 +27,23 @@ std::string end_key(const std::string& prefix) { return prefix + "end"; }
 // inverse. Answers >= 0 come from ranks that have not.
 int64_t left_after(int64_t iteration) { return -1 - iteration; }
 
-// "rank 1 has left after iteration 7"; empty if none has.
-std::string describe_leavers(const LivenessProbe& probe) {
-  std::vector<std::string> parts;
+// Empty if none has left.
+std::string describe_first_leaver(const LivenessProbe& probe) {
   for (size_t rank = 0; rank < probe.answers.size(); ++rank) {
     const int64_t answer = probe.answers[rank].value_or(0);
-    if (answer >= 0) continue;
-    parts.push_back(absl::StrCat("rank ", rank, " has left after iteration ",
-                                 left_after(answer)));
+    if (answer < 0) {
+      return describe_leaver(static_cast<int>(rank), left_after(answer));
+    }
   }
-  return absl::StrJoin(parts, ", ");
+  return "";
+}
+
+std::string describe_silence(const LivenessProbe& probe, milliseconds limit) {
+  const std::vector<int> absent = probe.absent();
+  return absl::StrCat(
+      absent.empty() ? "a rank" : describe_ranks(absent),
+      " did not respond within ", describe_seconds(limit),
+      ".\nLook at its stack or log: it is blocked, slow or has ended.");
 }
 
 }  // namespace
@@ -104,13 +111,12 @@ std::vector<RankStatus> StatusChannel::await(
     auto by_rank = transport_->receive(
         own.sequence, std::chrono::steady_clock::now() + limit);
     if (by_rank) return *std::move(by_rank);
-    throw std::runtime_error(
-        absl::StrCat("no status within ", limit.count(), " ms"));
   } catch (const RankLost& absent) {
-    fail_with(describe_wait(own), std::current_exception(), /*probe=*/nullptr);
+    fail_naming(absent.what(), own, /*probe=*/nullptr);
   } catch (...) {
-    fail(own, std::current_exception());
+    fail(own, std::current_exception(), limit);
   }
+  fail(own, /*cause=*/nullptr, limit);
 }
 
 bool StatusChannel::is_complete(const RankStatus& own) {
@@ -134,24 +140,36 @@ void StatusChannel::abort(const std::exception_ptr& cause) {
   transport_->abort(last_);
 }
 
-std::string StatusChannel::describe_wait(const RankStatus& own) const {
-  return absl::StrCat("waiting for the other ranks' statuses on rank ",
-                      group_->getRank(), ", which ", describe_status(own));
+// `cause`: null at the time limit.
+void StatusChannel::fail(const RankStatus& own, const std::exception_ptr& cause,
+                         milliseconds limit) {
+  const std::string context =
+      absl::StrCat("waiting for the other ranks' statuses on rank ",
+                   group_->getRank(), ", which ", describe_status(own));
+  LivenessProbe probe;
+  if (!prefix_.empty()) {
+    const std::string key = end_key(prefix_);
+    probe_liveness(group_, key, own.iteration, milliseconds{0});
+    transport_->abort(own);  // makes the others notice and answer
+    probe = probe_liveness(
+        group_, key, own.iteration, kProbeTimeout,
+        [transport = transport_] { return transport->dead_ranks(); });
+  }
+  const LivenessProbe* const shown = prefix_.empty() ? nullptr : &probe;
+  const std::string leaver = describe_first_leaver(probe);
+  if (!leaver.empty()) fail_naming(leaver, own, /*probe=*/nullptr);
+  if (!cause) fail_naming(describe_silence(probe, limit), own, shown);
+  fail_with(context, cause, shown);
 }
 
-void StatusChannel::fail(const RankStatus& own,
-                         const std::exception_ptr& cause) {
-  std::string context = describe_wait(own);
-  if (prefix_.empty()) fail_with(context, cause, /*probe=*/nullptr);
-  const std::string key = end_key(prefix_);
-  probe_liveness(group_, key, own.iteration, milliseconds{0});
-  transport_->abort(own);  // makes the others notice and answer
-  const LivenessProbe probe = probe_liveness(
-      group_, key, own.iteration, kProbeTimeout,
-      [transport = transport_] { return transport->dead_ranks(); });
-  const std::string leavers = describe_leavers(probe);
-  if (!leavers.empty()) absl::StrAppend(&context, ": ", leavers);
-  fail_with(context, cause, leavers.empty() ? &probe : nullptr);
+void StatusChannel::fail_naming(const std::string& text, const RankStatus& own,
+                                const LivenessProbe* probe) {
+  fail_with("",
+            std::make_exception_ptr(std::runtime_error(absl::StrCat(
+                text, text.ends_with('.') ? "" : ".", "\nRank ",
+                group_->getRank(), ", which ", describe_status(own),
+                ", waited for the other ranks' statuses"))),
+            probe);
 }
 
 void StatusChannel::fail_with(const std::string& context,

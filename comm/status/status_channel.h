@@ -79,9 +79,10 @@ class StatusChannel {
  private:
   void connect();
   void check_process() const;
-  std::string describe_wait(const RankStatus& own) const;
-  [[noreturn]] void fail(const RankStatus& own,
-                         const std::exception_ptr& cause);
+  [[noreturn]] void fail(const RankStatus& own, const std::exception_ptr& cause,
+                         std::chrono::milliseconds limit);
+  [[noreturn]] void fail_naming(const std::string& text, const RankStatus& own,
+                                const LivenessProbe* probe);
   [[noreturn]] void fail_with(const std::string& context,
                               const std::exception_ptr& cause,
                               const LivenessProbe* probe);

@@ -93,13 +93,15 @@ class SharedStatusTransport final : public StatusTransport {
                                 [&] { return has_sent(rank, sequence); });
     } catch (const c10::Error& error) {
       const std::string reason = error.what_without_backtrace();
-      if (!segment_->is_closed()) {
+      if (reason.ends_with(" has left")) {
         throw RankLost(
-            absl::StrCat(reason, " after iteration ", last_of(rank).iteration));
+            describe_leaver(segment_->name_of(rank), last_of(rank).iteration));
       }
       // A rank that gave up does not know whether others are lost.
-      if (segment_->lost_rank() < 0) throw std::runtime_error(reason);
-      throw RankLost(reason);
+      if (segment_->is_closed() && segment_->lost_rank() < 0) {
+        throw std::runtime_error(reason);
+      }
+      throw RankLost(reason + "; see its log");
     }
   }
 

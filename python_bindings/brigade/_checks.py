@@ -48,7 +48,7 @@ def cap_in_bytes(name: str, mib: Any) -> int:
     require(
         isinstance(mib, numbers.Real),
         TypeError,
-        f"{name} must be in MiB, a number, got {type(mib).__name__}: {mib!r:.100}.",
+        f"{name} must be a number (MiB), got {mib!r:.100}.",
     )
     require(
         0 <= mib < _LARGEST_CAP_MIB,

@@ -58,12 +58,12 @@ def gather_full(state: dict[str, Any], rank0_only: bool) -> dict[str, Any]:
         kinds.setdefault(unit, []).append(f"{shared}, {value.dtype}")
     for unit, found in kinds.items():
         try:
-            _C.require_agreement(unit.group, "sharded tensor", found)
+            _C.require_agreement(unit.group, "full state dict: sharded tensor", found)
         except RuntimeError as error:
             if type(error) is not RuntimeError:
                 raise
             raise RuntimeError(
-                f"full state dict: {error}\nGive the optimizers of all ranks the same steps."
+                f"{error}\nGive the optimizers of all ranks the same steps."
             ) from None
     keeps = not rank0_only or root.outermost.group.rank() == 0
     full_tensors: dict[tuple, torch.Tensor] = {}

@@ -20,6 +20,11 @@ _GroupAndShards = tuple[dist.ProcessGroup, int]
 
 def group_and_num_shards(mesh: Any, dp_mesh_dims: Any = None) -> _GroupAndShards:
     """Returns (group, num_shards). Collective over the mesh's ranks when it makes a group."""
+    if mesh is not None and not isinstance(mesh, dist.DeviceMesh):
+        raise TypeError(
+            f"fully_shard: mesh must be a torch.distributed.DeviceMesh, got {mesh!r:.100}.\n"
+            "Pass the result of init_device_mesh()."
+        )
     if dp_mesh_dims is not None:
         return _from_ranks(_data_parallel_ranks(mesh, dp_mesh_dims), mesh)
     if mesh is None:

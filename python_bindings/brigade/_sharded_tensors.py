@@ -150,7 +150,7 @@ class TensorShard(torch.Tensor):
         end = begin + _C.local_of(self).numel()
         return (
             f"{type(self).__name__}(shape={tuple(self.shape)}, dtype={self.dtype}, "
-            f"device='{self.device}', elements {begin} to {end} on this rank)"
+            f"device='{self.device}', elements [{begin}, {end}) of {self.numel()} on this rank)"
         )
 
     def __deepcopy__(self, memo: dict) -> torch.Tensor:

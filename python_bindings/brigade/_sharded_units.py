@@ -181,7 +181,7 @@ class Unit:
         if not parameters:
             if moves:  # matches raises_on_all_ranks() of a peer whose move failed
                 types = [type(module).__name__ for module in modules]
-                _C.require_agreement(self.group, "moved module", types)
+                _C.require_agreement(self.group, "fully_shard: moved module", types)
             return
         self.was_on_meta = any(parameter.is_meta for parameter in parameters)
         self.native = _C.ShardedUnit(
@@ -640,7 +640,7 @@ def _require_same_order(outermost: Unit, units: list[Unit]) -> None:
     in_order = sorted(on_all_ranks, key=lambda unit: unit.creation_index)
     names = [f"'{unit.path}'" for unit in in_order]
     try:
-        _C.require_agreement(outermost.group, "fully_shard() call", names)
+        _C.require_agreement(outermost.group, "fully_shard: call", names)
     except RuntimeError as error:
         if type(error) is not RuntimeError:
             raise  # a peer is lost

@@ -313,15 +313,17 @@ class DistributedDataParallel(_TorchDistributedDataParallel):
                 )
         if compares_ranks:  # the reducer compares its own options
             options = [
-                f"forward_sync_buffers = {self.forward_sync_buffers}",
-                f"find_unused_parameters = {find_unused_parameters}",
-                f"static_graph = {static_graph}",
-                f"one_backward_per_forward = {one_backward_per_forward}",
-                f"mixed_precision = {mixed_precision}",
-                f"delayed parameters = {len(delayed)}",
+                f"forward_sync_buffers: {self.forward_sync_buffers}",
+                f"find_unused_parameters: {find_unused_parameters}",
+                f"static_graph: {static_graph}",
+                f"one_backward_per_forward: {one_backward_per_forward}",
+                f"mixed_precision: {mixed_precision}",
+                f"delayed parameters: {len(delayed)}",
             ]
-            require_agreement(group, "option", options)
-            require_agreement(group, "delayed parameter", _descriptions(dict(delayed)))
+            require_agreement(group, "DistributedDataParallel: option", options)
+            require_agreement(
+                group, "DistributedDataParallel: delayed parameter", _descriptions(dict(delayed))
+            )
         if delayed:
             self._register_delay_all_reduce_hook(
                 bucket_cap_mb=self.bucket_bytes_cap // _MIB,
@@ -333,10 +335,10 @@ class DistributedDataParallel(_TorchDistributedDataParallel):
 
         if compares_ranks:
             named = self._not_ignored(module.named_parameters())  # includes frozen ones
-            require_agreement(group, "parameter", _descriptions(named))
+            require_agreement(group, "DistributedDataParallel: parameter", _descriptions(named))
             if self.forward_sync_buffers or syncs_buffers_at_init:
                 named = self._not_ignored(module.named_buffers())
-                require_agreement(group, "buffer", _descriptions(named))
+                require_agreement(group, "DistributedDataParallel: buffer", _descriptions(named))
         parameters, expect_sparse = self._build_params_for_reducer()
         names = self._build_debug_param_to_name_mapping(parameters)
         self._ddp_init_helper(parameters, expect_sparse, names, static_graph, init_sync)

@@ -263,8 +263,8 @@ def _warn_of_unsaved(model: nn.Module) -> None:
     if unsaved:
         kinds = "buffers and unsharded parameters" if is_sharded else "extra states"
         warnings.warn(
-            f"{kinds} are not saved: {some_of(unsaved)}.\nSave them separately, or all with "
-            "torch.distributed.checkpoint.",
+            f"checkpoint: the model's {kinds} are not saved: {some_of(unsaved)}.\nSave them "
+            "separately, or all with torch.distributed.checkpoint.",
             stacklevel=4,
         )
 

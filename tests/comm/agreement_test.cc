@@ -35,7 +35,7 @@ std::vector<std::string> comparisons(
   run_ranks(world_size, [&](Group group) {
     const int rank = group->getRank();
     try {
-      require_agreement(group, "parameter", items_of[rank],
+      require_agreement(group, "Reducer: parameter", items_of[rank],
                         status_of.empty() ? absl::OkStatus() : status_of[rank]);
     } catch (const c10::ValueError& error) {
       texts[rank] = error.what_without_backtrace();
@@ -52,7 +52,7 @@ Items numbered(size_t count) {
   Items items;
   for (size_t i = 0; i < count; ++i) {
     items.push_back("'layer." + std::to_string(i) +
-                    ".weight' float32 [10, 20]");
+                    ".weight': float32, shape [10, 20]");
   }
   return items;
 }
@@ -67,13 +67,13 @@ TEST(AgreementTest, EqualItemsAgree) {
 
 TEST(AgreementTest, NamesTheItemAndEachRanksValue) {
   Items other = numbered(7);
-  other[3] = "'layer.3.weight' float32 [20, 10]";
+  other[3] = "'layer.3.weight': float32, shape [20, 10]";
   const auto texts = comparisons({numbered(7), other, numbered(7), other});
   EXPECT_THAT(
-      texts,
-      Each("expected the same parameters on every rank; parameter 3 differs: "
-           "ranks 0, 2 have 'layer.3.weight' float32 [10, 20], ranks 1, 3 have "
-           "'layer.3.weight' float32 [20, 10]."));
+      texts, Each("Reducer: parameter 'layer.3.weight' differs between ranks:\n"
+                  "  ranks 0, 2: float32, shape [10, 20]\n"
+                  "  ranks 1, 3: float32, shape [20, 10]\n"
+                  "Construct the same module on every rank."));
 }
 
 TEST(AgreementTest, NamesTheFirstOfSeveralDifferences) {
@@ -81,26 +81,28 @@ TEST(AgreementTest, NamesTheFirstOfSeveralDifferences) {
     Items other = numbered(100);
     for (size_t i = first; i < 100; i += 7) other[i] = "other";
     EXPECT_THAT(comparisons({numbered(100), other}),
-                Each(HasSubstr("; parameter " + std::to_string(first) +
-                               " differs: rank 0 has 'layer.")));
+                Each(HasSubstr("parameter " + std::to_string(first) +
+                               " differs between ranks:\n  rank 0: 'layer.")));
   }
 }
 
 TEST(AgreementTest, NamesCountsThatDiffer) {
+  EXPECT_THAT(comparisons({numbered(2), numbered(3), numbered(2)}),
+              Each("Reducer: parameter 2 differs between ranks:\n"
+                   "  ranks 0, 2: none\n"
+                   "  rank 1: 'layer.2.weight': float32, shape [10, 20]\n"
+                   "ranks 0, 2 have 2, rank 1 has 3 parameters.\n"
+                   "Construct the same module on every rank."));
   EXPECT_THAT(
-      comparisons({numbered(2), numbered(3), numbered(2)}),
-      Each("expected the same parameters on every rank; parameter 2 differs: "
-           "ranks 0, 2 have no such parameter, rank 1 has 'layer.2.weight' "
-           "float32 [10, 20]. Number of parameters: ranks 0, 2 have 2, rank 1 "
-           "has 3."));
-  EXPECT_THAT(comparisons({{}, numbered(1)}),
-              Each(HasSubstr("parameter 0 differs: rank 0 has no such")));
+      comparisons({{}, numbered(1)}),
+      Each(HasSubstr("parameter 0 differs between ranks:\n  rank 0: none")));
 }
 
 TEST(AgreementTest, SeparatesItems) {
   EXPECT_THAT(
       comparisons({{"ab", "c"}, {"a", "bc"}}),
-      Each(HasSubstr("parameter 0 differs: rank 0 has ab, rank 1 has a.")));
+      Each(HasSubstr("parameter 0 differs between ranks:\n  rank 0: ab\n"
+                     "  rank 1: a\n")));
 }
 
 TEST(AgreementTest, AFailureOfOneRankReachesAll) {
@@ -135,15 +137,15 @@ TEST(AgreementTest, CutsLongTexts) {
 
 TEST(AgreementTest, AWorldOfOneThrowsItsStatus) {
   const Group group = single_process_group();
-  require_agreement(group, "parameter", numbered(2), absl::OkStatus());
-  EXPECT_THROW(require_agreement(group, "parameter", numbered(2),
+  require_agreement(group, "Reducer: parameter", numbered(2), absl::OkStatus());
+  EXPECT_THROW(require_agreement(group, "Reducer: parameter", numbered(2),
                                  absl::InvalidArgumentError("bad")),
                c10::ValueError);
 }
 
 TEST(AgreementTest, CostsOneSmallAllGatherIfAllAgree) {
   RecordingGroup recording(4, 2);
-  require_agreement(recording.group(), "parameter", numbered(8000),
+  require_agreement(recording.group(), "Reducer: parameter", numbered(8000),
                     absl::OkStatus());
   ASSERT_THAT(recording.log(), SizeIs(1));
   EXPECT_EQ(recording.log()[0].type, c10d::OpType::ALLGATHER);
@@ -155,7 +157,7 @@ TEST(AgreementTest, AFailedCollectiveIsAPeerError) {
   recording.fail_at_completion(
       0, std::make_exception_ptr(std::runtime_error("Connection closed")));
   try {
-    require_agreement(recording.group(), "parameter", numbered(1),
+    require_agreement(recording.group(), "Reducer: parameter", numbered(1),
                       absl::OkStatus());
     FAIL() << "nothing was thrown";
   } catch (const PeerError& error) {

@@ -30,6 +30,16 @@ TEST(StatusTextTest, CutsBetweenCharacters) {
   EXPECT_EQ(words_of(status_text(words)), words.substr(0, 189) + "...");
 }
 
+TEST(StatusTextTest, LeavesOutAPythonStack) {
+  EXPECT_EQ(words_of(status_text("ValueError: boom\n\nAt:\n  a.py(1): f\n")),
+            "ValueError: boom");
+}
+
+TEST(StatusTextTest, CutsAfterALine) {
+  const std::string line(150, 'x');
+  EXPECT_EQ(words_of(status_text(line + '\n' + line)), line);
+}
+
 std::string described(const RankStatus& rank_status) {
   return describe_status(rank_status);
 }
@@ -106,6 +116,18 @@ TEST(CheckStatusesTest, NamesARankInAnotherIteration) {
             "iteration 7, rank 1 ended iteration 8.\n"
             "Run the same number of forwards and backwards on every rank, and "
             "forwards without backward under no_grad.");
+}
+
+TEST(CheckStatusesTest, NamesARankWithANewCommHook) {
+  Statuses by_rank(2, ended(1));
+  by_rank[1] = {.kind = kBegin,
+                .iteration = 1,
+                .fingerprint = 0xab,
+                .text = status_text("1 bucket, 4 parameters, comm hook fp16")};
+  EXPECT_EQ(difference(by_rank),
+            "rank 0 ended iteration 1, rank 1 changed the comm hook (fp16) "
+            "before iteration 1.\nRegister the same comm hook on every rank, "
+            "before the same iteration.");
 }
 
 TEST(CheckStatusesTest, NamesDifferentPlansWithTheirDescriptions) {

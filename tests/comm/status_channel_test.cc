@@ -32,6 +32,7 @@ using ::testing::AllOf;
 using ::testing::Contains;
 using ::testing::ContainsRegex;
 using ::testing::ElementsAre;
+using ::testing::EndsWith;
 using ::testing::HasSubstr;
 using testing::ProcessRanks;
 using testing::RankContext;
@@ -119,10 +120,11 @@ TEST(StatusChannelTest, NamesARankThatLeavesAtOnce) {
               [&] { exchange(*channel, {.kind = kEnd, .iteration = 8}); });
           EXPECT_THAT(
               error,
-              StartsWith("waiting for the other ranks' statuses on rank " +
-                         std::to_string(group->getRank()) +
-                         ", which ended iteration 8: rank 1 "
-                         "has left after iteration 7"));
+              AllOf(
+                  StartsWith("rank 1 destroyed its model after iteration 7.\n"),
+                  EndsWith("\nRank " + std::to_string(group->getRank()) +
+                           ", which ended iteration 8, waited for the other "
+                           "ranks' statuses.")));
           // Later calls throw the same error without another wait.
           EXPECT_EQ(peer_error([&] { channel->exchange({}); }), error);
         }
@@ -146,7 +148,8 @@ TEST(StatusChannelTest, NamesAMissingRankAtTheTimeout) {
         }
         EXPECT_THAT(
             peer_error([&] { exchange(channel, {.iteration = 7}); }),
-            AllOf(HasSubstr("rank 0, which began iteration 7"),
+            AllOf(StartsWith("rank 1 did not respond within 1.5 s.\n"),
+                  HasSubstr("Rank 0, which began iteration 7"),
                   HasSubstr("rank 0 answered a liveness probe, rank 1 did not "
                             "within 3 s.")));
         over.count_down();
@@ -193,7 +196,7 @@ TEST(StatusChannelTest, DestroyingOneChannelKeepsTheOthersOfItsGroup) {
       first = nullptr;
     } else {
       EXPECT_THAT(peer_error([&] { exchange(*first, {.iteration = 3}); }),
-                  HasSubstr("rank 0 has left after iteration 0"));
+                  HasSubstr("rank 0 destroyed its model after iteration 0"));
     }
     EXPECT_EQ(exchange(second, {.iteration = 7}).back().iteration, 7);
   });
@@ -326,10 +329,10 @@ TEST_P(StatusFailureTest, SurvivorsNameTheDeadRank) {
     EXPECT_EQ(results[rank].exit_code, 0) << results[rank].error_output;
     EXPECT_THAT(
         results[rank].messages,
-        Contains(AllOf(
-            StartsWith("error waiting for the other ranks' statuses on rank " +
-                       std::to_string(rank) + ", which began iteration "),
-            ContainsRegex("rank 1 \\(process [0-9]+\\) has ended"))));
+        Contains(
+            AllOf(ContainsRegex("^error rank 1 \\(process [0-9]+\\) has ended"),
+                  HasSubstr("\nRank " + std::to_string(rank) +
+                            ", which began iteration "))));
   }
 }
 
@@ -422,8 +425,9 @@ TEST(StatusFailureTest, NamesAProcessThatExitsWithAnExchangeInFlight) {
   EXPECT_EQ(results[0].exit_code, 0) << results[0].error_output;
   EXPECT_EQ(results[0].error_output, "");
   EXPECT_EQ(results[1].exit_code, 0) << results[1].error_output;
-  EXPECT_THAT(results[1].messages,
-              ElementsAre(HasSubstr("rank 0 has left after iteration 6")));
+  EXPECT_THAT(
+      results[1].messages,
+      ElementsAre(HasSubstr("rank 0 destroyed its model after iteration 6")));
 }
 
 }  // namespace

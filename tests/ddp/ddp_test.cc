@@ -87,7 +87,7 @@ TEST(DistributedDataParallelTest, ABackwardWithoutTheWrappersForwardIsAnError) {
     DistributedDataParallel model(net, group, options);
     const auto [output, hidden] = net->forward(torch::ones({4, 4}), 1.0);
     EXPECT_THAT([&] { output.sum().backward(); },
-                ThrowsMessage<c10::Error>(HasSubstr("no forward after")));
+                ThrowsMessage<c10::Error>(HasSubstr("without a forward of the")));
   });
 }
 

@@ -134,7 +134,7 @@ int failing_rank(Situation situation) {
 // Autograd does not pass on the exceptions of its nodes.
 const char* error_text_on_peers(Fault fault) {
   return fault == Fault::kBackward || fault == Fault::kRecomputation
-             ? "backward failed"
+             ? "its backward raised an exception"
              : "bang";
 }
 

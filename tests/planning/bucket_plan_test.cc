@@ -34,14 +34,13 @@ TEST(BucketPlanTest, LocatorsInvertBuckets) {
 
 TEST(BucketPlanTest, RefusesAParameterThatIsMissing) {
   EXPECT_THAT(error_of({{0, 2}}, 3),
-              HasSubstr("parameter 1 must be in exactly one bucket, found it "
-                        "in none"));
+              HasSubstr("bucket_plan lacks parameter 1.\nList each of the 3 "
+                        "parameters in exactly one bucket"));
 }
 
 TEST(BucketPlanTest, RefusesAParameterThatIsRepeated) {
   EXPECT_THAT(error_of({{0, 1}, {1}}, 2),
-              HasSubstr("parameter 1 must be in exactly one bucket, found it "
-                        "in buckets 0 and 1"));
+              HasSubstr("bucket_plan lists parameter 1 in buckets 0 and 1"));
 }
 
 TEST(BucketPlanTest, RefusesAnUnknownParameter) {
@@ -51,7 +50,7 @@ TEST(BucketPlanTest, RefusesAnUnknownParameter) {
 
 TEST(BucketPlanTest, RefusesAnEmptyBucketAndAnEmptyPlan) {
   EXPECT_THAT(error_of({{0}, {}}, 1),
-              HasSubstr("bucket 1 of the plan is empty"));
+              HasSubstr("bucket 1 of bucket_plan is empty"));
   EXPECT_THAT(error_of({}, 0), HasSubstr("at least 1 parameter, got 0"));
 }
 

@@ -50,6 +50,12 @@ def test_dimensions_of_a_larger_mesh(rank, shard, replicate, bits, num_shards):
     expect_equal(model, plain)
 
 
+@on_ranks()
+def test_another_object_than_a_mesh_is_an_error(rank):
+    with pytest.raises(TypeError, match=r"mesh must be a torch\.distributed\.DeviceMesh, got 'x'"):
+        brigade.fully_shard(nn.Linear(2, 2), mesh="x")
+
+
 @pytest.mark.skipif(_Dims is None, reason="torch has no DataParallelMeshDims")
 @on_ranks()
 def test_dimensions_outside_the_mesh_are_errors(rank):

@@ -226,10 +226,13 @@ def test_ranks_with_other_arguments_raise_the_same_error(rank, tmp_path):
     expect_error(
         ValueError, "a checkpoint with checksum", lambda: brigade.load_whole(sharded, other)
     )
+    expect_error(ValueError, "is a file", lambda: brigade.save_shards(model, f"{tmp_path}/a"))
     own = {"rank": str(rank)}
     save = brigade.save_whole
     expect_error(
-        ValueError, "metadata text .* differs: rank 0 has", lambda: save(model, other, metadata=own)
+        ValueError,
+        "metadata text rank differs between ranks:\n  rank 0: 0",
+        lambda: save(model, other, metadata=own),
     )
     on_one = {"step": 1} if rank == 0 else {"step": "1"}
     with pytest.raises((TypeError, ValueError), match="expected metadata of strings"):

@@ -163,7 +163,7 @@ def test_full_optimizer_state(rank, world_size):
     expect_equal(model, plain)
     if rank == 0:
         del optimizer.state[model.head.bias]["exp_avg"]
-    words = r"(?s)sharded tensor \d+ differs: .*state.head.bias.exp_avg"
+    words = r"(?s)sharded tensor \d+ differs between ranks:.*state.head.bias.exp_avg"
     with pytest.raises(RuntimeError, match=words):
         full_optimizer_state(model, optimizer)
 

@@ -33,14 +33,14 @@ MODULES = {
     "sizes": (
         lambda: _two((4, 6), (6, 2)),
         lambda: _two((4, 5), (5, 2)),
-        r"sharded parameter 1 differs: rank 0 has .*'0\.weight' cpu Float \[6, 4\].*"
-        r"ranks 1, 2 have .*'0\.weight' cpu Float \[5, 4\]",
+        r"fully_shard: parameter '0\.weight' of unit '.*' differs between ranks:\n"
+        r"  rank 0: float32, shape \[6, 4\], on cpu\n  ranks 1, 2: float32, shape \[5, 4\]",
     ),
     "number of parameters": (
         lambda: _two((4, 4), (4, 4)),
         lambda: nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4, bias=False)),
-        r"sharded parameter 4 differs: rank 0 has .*'1\.bias'.*no such sharded parameter.*"
-        r"Number of sharded parameters: rank 0 has 5, .* 4",
+        r"fully_shard: parameter 3 differs between ranks:\n  rank 0: '1\.bias'.*\n"
+        r"  ranks 1, 2: none\nrank 0 has 4, ranks 1, 2 have 3 parameters",
     ),
 }
 
@@ -120,7 +120,9 @@ SETTINGS = {
 def test_other_settings_are_an_error(rank):
     errors = []
     for name, values in SETTINGS.items():
-        with pytest.raises(ValueError, match=r"sharded parameter [01] differs") as caught:
+        with pytest.raises(
+            ValueError, match=r"fully_shard: .* differs between ranks:\n  rank 0: "
+        ) as caught:
             brigade.fully_shard(nn.Linear(4, 4), **{name: values[rank]})
         errors.append((name, str(caught.value)))
     _expect_exact_steps(rank, 1)
@@ -131,7 +133,7 @@ def test_other_settings_are_an_error(rank):
 def test_other_meshes_are_an_error(rank):
     rows = dist.device_mesh.init_device_mesh("cpu", (2, 2))
     all_ranks = dist.device_mesh.DeviceMesh.from_group(dist.group.WORLD, "cpu")
-    words = r"sharded parameter 0 differs: rank 0 .* num_shards 2,.* ranks 1-3 .* num_shards 4,"
+    words = r"option num_shards differs between ranks:\n  rank 0: 2\n  ranks 1-3: 4\n"
     with pytest.raises(ValueError, match=words) as caught:
         brigade.fully_shard(nn.Linear(4, 4), mesh=rows if rank == 0 else all_ranks)
     _expect_exact_steps(rank, 1)
@@ -144,7 +146,7 @@ def test_equal_units_in_another_order_are_an_error(rank):
     for index in ((0, 1, 2), (2, 1, 0))[rank]:
         brigade.fully_shard(model.blocks[index])
     brigade.fully_shard(model)
-    with pytest.raises(ValueError, match=r"rank 0 has 'blocks\.0', rank 1 has 'blocks\.2'"):
+    with pytest.raises(ValueError, match=r"rank 0: 'blocks\.0'\n  rank 1: 'blocks\.2'"):
         model(batch_of(rank, 0))
 
 

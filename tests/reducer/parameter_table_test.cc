@@ -47,9 +47,9 @@ TEST(ParameterTableTest, DescribesParametersForComparison) {
                                at::ones({1}, at::kHalf).requires_grad_()}},
                              {"w", "b"}, {true, false});
   EXPECT_THAT(table.describe_all(),
-              ElementsAre("'w' Float [3, 2] strides [1, 3] on cpu, kind 0, "
-                          "sparse gradient",
-                          "'b' Half [1] strides [1] on cpu, kind 1"));
+              ElementsAre("0 ('w'): float32, shape [3, 2], strides [1, 3], on "
+                          "cpu, kind 0, sparse gradient",
+                          "1 ('b'): float16, shape [1], on cpu, kind 1"));
 }
 
 TEST(ParameterTableTest, NumbersKindsByDtypeAndDevice) {
@@ -97,8 +97,8 @@ TEST(ParameterTableTest, RejectsReplicasThatDiffer) {
         [&] { ParameterTable(std::move(replicas), {}, {}); });
   };
   EXPECT_EQ(text({{tensor(2)}, {tensor(3)}}),
-            "parameter 0 of replica 1 must match that of replica 0, Float [2] "
-            "strides [1] on cpu; found Float [3] strides [1] on cpu");
+            "parameter 0 of replica 1 must match that of replica 0, float32, "
+            "shape [2], on cpu; found float32, shape [3], on cpu");
   EXPECT_EQ(text({{tensor(2)}, {}}),
             "replica 1 must have the 1 parameters of replica 0, it has 0");
   EXPECT_EQ(text({{shared}, {shared}}),

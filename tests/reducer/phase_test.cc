@@ -273,7 +273,7 @@ TEST_F(PhaseTest, ABackwardThatThrowsBeforeItsGradientsSendsItsError) {
   EXPECT_THROW(step_reaching([] { throw UserError("the end"); }), UserError);
   EXPECT_EQ(num_aborted(), 1);
   EXPECT_THAT(take_statuses(),
-              ElementsAre(HasSubstr("an exception ended backward")));
+              ElementsAre(HasSubstr("its backward raised an exception")));
   model_.loss(0).backward();  // outside of an iteration
   EXPECT_EQ(reducer().statistics().begun, 1);
 }
