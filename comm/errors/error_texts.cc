@@ -2,6 +2,8 @@
 
 #include <c10/util/Exception.h>
 
+#include "absl/strings/str_format.h"
+
 namespace brigade {
 
 std::string message_of(const std::exception_ptr& error) {
@@ -33,7 +35,7 @@ std::string describe_ranks(std::span<const int> ranks) {
 }
 
 std::string describe_seconds(std::chrono::milliseconds time) {
-  return absl::StrCat(static_cast<double>(time.count()) / 1000.0, " s");
+  return absl::StrFormat("%.1f s", static_cast<double>(time.count()) / 1000.0);
 }
 
 std::string describe_tensor(std::string_view name, const at::Tensor& tensor) {

@@ -28,7 +28,7 @@ std::string message_of(const std::exception_ptr& error);
 // "rank 3", "ranks 0, 2, 5-9".
 std::string describe_ranks(std::span<const int> ranks);
 
-// "0.25 s"
+// "0.3 s"
 std::string describe_seconds(std::chrono::milliseconds time);
 
 // "'head.bias' Float [10] strides [1] on cpu"; an empty name is omitted. The

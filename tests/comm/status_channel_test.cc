@@ -148,7 +148,7 @@ TEST(StatusChannelTest, NamesAMissingRankAtTheTimeout) {
             peer_error([&] { exchange(channel, {.iteration = 7}); }),
             AllOf(HasSubstr("rank 0, which began iteration 7"),
                   HasSubstr("rank 0 answered a liveness probe, rank 1 did not "
-                            "within 3 s.")));
+                            "within 3.0 s.")));
         over.count_down();
       },
       std::chrono::milliseconds(1500));
