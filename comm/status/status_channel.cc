@@ -9,6 +9,7 @@
 
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_join.h"
+#include "brigade/comm/errors/error_texts.h"
 #include "brigade/comm/errors/peer_error.h"
 #include "brigade/comm/group/group_collectives.h"
 #include "brigade/comm/group/group_info.h"
@@ -33,8 +34,8 @@ std::string describe_leavers(const LivenessProbe& probe) {
   for (size_t rank = 0; rank < probe.answers.size(); ++rank) {
     const int64_t answer = probe.answers[rank].value_or(0);
     if (answer >= 0) continue;
-    parts.push_back(absl::StrCat("rank ", rank, " has left after iteration ",
-                                 left_after(answer)));
+    parts.push_back(absl::StrCat("rank ", rank, " has left after ",
+                                 describe_iteration(left_after(answer))));
   }
   return absl::StrJoin(parts, ", ");
 }
