@@ -72,14 +72,12 @@ SegmentedModel::SegmentedModel(std::vector<ShardedUnit>&& units,
   used_in_forward_.assign(parameters_.size(), 0);
   used_.assign(parameters_.size(), 0);
   make_hooks();
-  stall_watch_ = StallWatch::start(
-      group_, exchange_.channel().store_prefix(),
-      {.engine = "fully_shard", .unit = "all-gather"}, progress_,
-      [progress = progress_] {
-        return absl::StrCat("is in forward or backward ",
-                            progress->iteration.load(), ", after ",
-                            progress->launched.load(), " all-gathers");
-      });
+  stall_watch_ =
+      StallWatch::start(group_, exchange_.channel().store_prefix(),
+                        {.engine = "fully_shard",
+                         .unit = "all-gather",
+                         .without_data = "step_without_data()"},
+                        progress_, [this] { return describe_progress(); });
 }
 
 SegmentedModel::~SegmentedModel() {
@@ -101,6 +99,16 @@ SegmentedModel::~SegmentedModel() {
   hooks_.reset();
   run_.reset();
   release_memory();
+}
+
+std::string SegmentedModel::describe_progress() const {
+  const std::unique_lock lock(mutex_, std::try_to_lock);
+  const std::string place = describe_iteration(progress_->iteration);
+  if (lock.owns_lock() && !is_open()) {
+    return absl::StrCat("has begun no forward or backward since ", place);
+  }
+  return absl::StrCat("is in ", place, " (", progress_->launched.load(),
+                      " all-gathers launched)");
 }
 
 void SegmentedModel::release_memory() noexcept {

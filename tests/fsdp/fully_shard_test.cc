@@ -8,6 +8,7 @@
 #include <torch/torch.h>
 
 #include <algorithm>
+#include <chrono>
 #include <map>
 #include <sstream>
 #include <string>
@@ -635,6 +636,30 @@ TEST(FullyShardTest, BuffersHaveThePlannedSize) {
     expect_planned_buffers({256, 256, 256, 256, 256, 256}, of, false);
     expect_planned_buffers({256, 512, 128, 768, 256, 384}, of, true);
   }
+}
+
+TEST(FullyShardTest, ALateRankAnswersBetweenItsSteps) {
+  run_ranks(2, [](const Group& group) {
+    Net net = with_values(Net(), 1);
+    const auto model = fully_shard(*net, group);
+    model->set_stall_report_after(std::chrono::milliseconds(40));
+    const auto run = [&] { return net->forward(random({3, 6}, 1)); };
+    model->forward(run).sum().backward();
+    std::string answer;  // of rank 1 to the waiting rank
+    const auto now = std::chrono::steady_clock::now;
+    const auto end = now() + std::chrono::seconds(10);
+    while (group->getRank() == 1 && now() < end &&
+           answer.find("since the backward of step 1") == std::string::npos) {
+      for (int channel = 1; channel < 9; ++channel) {
+        const std::string key =
+            c10::str("brigade/status/", channel, "/progress/answer/1");
+        auto& store = *group->getStore();
+        if (store.check({key})) answer = store.get_to_str(key);
+      }
+    }
+    EXPECT_TRUE(group->getRank() == 0 || now() < end) << answer;
+    model->forward(run).sum().backward();
+  });
 }
 
 TEST(FullyShardTest, ErrorsNameTheMistake) {
