@@ -121,6 +121,7 @@ class FlatShard {
   bool is_whole_here() const {
     return context_.num_ranks == 1 && context_.compute_dtype == dtype();
   }
+  int64_t shard_bytes() const { return static_cast<int64_t>(shard_.nbytes()); }
   void rename(size_t parameter, std::string name);
   // Makes the parameters those of `unit` of `owner`.
   void belong_to(ParameterOwner* owner, std::shared_ptr<ShardGroup> group,

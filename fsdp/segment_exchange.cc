@@ -20,11 +20,6 @@ constexpr size_t kBitsPerStatus = sizeof(StatusText) * 8;
 // The other half of the limit is for awaited rounds.
 constexpr size_t kMaxUnconfirmed = kMaxStatusesInFlight / 2;
 
-// By SegmentKind.
-constexpr const char* kNames[] = {"forward",
-                                  "backward without gradient synchronization",
-                                  "backward", "step without data"};
-
 void throw_if_ranks_differ(const absl::Status& status) {
   if (!status.ok()) {
     throw_peer_failure("fully_shard: " + std::string(status.message()));
@@ -117,7 +112,9 @@ SegmentExchange::SegmentExchange(
     : channel_(group),
       num_units_(num_units),
       num_parameters_(num_parameters),
-      progress_(std::move(progress)) {}
+      progress_(std::move(progress)) {
+  progress_->iteration = iteration_;
+}
 
 std::vector<RankStatus> SegmentExchange::await(
     const RankStatus& own, std::optional<std::chrono::milliseconds> timeout) {
@@ -131,15 +128,16 @@ std::vector<RankStatus> SegmentExchange::await(
 }
 
 OpeningMessage SegmentExchange::open(const OpeningMessage& own, bool awaits) {
-  const RankStatus sent = channel_.exchange(
-      {.kind = StatusKind::kBegin,
-       .iteration = num_opened_ + 1,
-       .unit = static_cast<int64_t>(own.kind),
-       .fingerprint = own.settings,
-       .launched = own.slices,
-       .proposal = own.tag,
-       .order = own.schedule,
-       .text = status_text(kNames[static_cast<size_t>(own.kind)])});
+  const int64_t step = num_steps_ + 1;
+  progress_->iteration = iteration_of(own.kind, step);
+  const RankStatus sent =
+      channel_.exchange({.kind = StatusKind::kBegin,
+                         .iteration = progress_->iteration,
+                         .unit = static_cast<int64_t>(own.kind),
+                         .fingerprint = own.settings,
+                         .launched = own.slices,
+                         .proposal = own.tag,
+                         .order = own.schedule});
   OpeningMessage opened = own;
   if (awaits || own.schedule == 0) {
     confirm();
@@ -147,9 +145,10 @@ OpeningMessage SegmentExchange::open(const OpeningMessage& own, bool awaits) {
   } else {
     unconfirmed_.push_back({sent});
   }
-  ++num_opened_;
   kind_ = opened.kind;
-  progress_->iteration = num_opened_;
+  step_ = step;
+  iteration_ = iteration_of(kind_, step);
+  progress_->iteration = iteration_;
   return opened;
 }
 
@@ -167,7 +166,7 @@ bool SegmentExchange::may_end_unconfirmed() const {
 SegmentExchange::Sent SegmentExchange::send(const RoundMessage& own,
                                             uint64_t state) {
   RankStatus head = {.kind = StatusKind::kEnd,
-                     .iteration = num_opened_,
+                     .iteration = iteration_,
                      .unit = own.need ? static_cast<int64_t>(*own.need) : -1,
                      .proposal = state,
                      .order = own.accumulations};
@@ -233,10 +232,17 @@ RoundAnswers SegmentExchange::round(
   if (answers.has_unconfirmed_end && answers.error.empty()) {
     require_all_ended(answers.by_rank);
   }
+  note_end(std::ranges::all_of(answers.by_rank, &RoundMessage::has_ended));
   return answers;
 }
 
+// Another round of the segment may follow.
+void SegmentExchange::note_end(bool has_ended) {
+  if (kind_ == SegmentKind::kBackward) num_steps_ = step_ - (has_ended ? 0 : 1);
+}
+
 void SegmentExchange::end_unconfirmed(const RoundMessage& own) {
+  note_end(true);
   unconfirmed_.push_back(send(own, kEndedUnconfirmed));
   size_t num_sent = 0;
   for (const Sent& sent : unconfirmed_) num_sent += sent.size();
@@ -275,10 +281,14 @@ void SegmentExchange::confirm_oldest() {
 }
 
 std::vector<RankStatus> SegmentExchange::exchange_and_await(RankStatus own) {
-  own.iteration = num_opened_;
+  const int64_t step = iteration_of(SegmentKind::kWithoutData, num_steps_ + 1);
+  own.iteration = own.kind == StatusKind::kFailed ? step : iteration_;
   own = channel_.exchange(own);
+  progress_->iteration = step;
   confirm();
-  return await(own);
+  std::vector<RankStatus> by_rank = await(own);
+  progress_->iteration = iteration_;
+  return by_rank;
 }
 
 std::vector<int64_t> SegmentExchange::compare(const std::string& text,

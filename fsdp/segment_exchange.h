@@ -17,18 +17,12 @@
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 #include <vector>
 
+#include "brigade/comm/errors/error_texts.h"
 #include "brigade/comm/status/status_channel.h"
 #include "brigade/fsdp/schedule.h"
 #include "brigade/observing/stall_watch.h"
 
 namespace brigade {
-
-enum class SegmentKind : int8_t {
-  kForward,
-  kLocalBackward,  // gradients stay on the rank
-  kBackward,       // gradients are reduced
-  kWithoutData,    // the peers' kind, on a rank without data
-};
 
 struct OpeningMessage {
   SegmentKind kind = SegmentKind::kForward;
@@ -96,6 +90,7 @@ class SegmentExchange {
  private:
   using Sent = std::vector<RankStatus>;
 
+  void note_end(bool has_ended);
   void confirm_oldest();
   size_t num_chunks() const;
   std::vector<RankStatus> exchange_and_await(RankStatus own);
@@ -111,10 +106,13 @@ class SegmentExchange {
   const size_t num_units_;
   const size_t num_parameters_;
   const std::shared_ptr<Progress> progress_;
-  int64_t num_opened_ = 0;
+  int64_t num_steps_ = 0;  // reduced backwards that ended on all ranks
   bool is_broken_ = false;
-  SegmentKind kind_ = SegmentKind::kForward;  // of the open segment
-  std::deque<Sent> unconfirmed_;              // openings and rounds
+  // Of the last segment.
+  SegmentKind kind_ = SegmentKind::kForward;
+  int64_t step_ = 0;
+  int64_t iteration_ = iteration_of(kind_, step_);
+  std::deque<Sent> unconfirmed_;  // openings and rounds
 };
 
 }  // namespace brigade

@@ -14,6 +14,7 @@
 #include <utility>
 
 #include "absl/strings/str_cat.h"
+#include "absl/strings/str_format.h"
 #include "absl/strings/str_join.h"
 #include "brigade/comm/errors/error_texts.h"
 #include "brigade/fsdp/flat_shard.h"
@@ -22,16 +23,53 @@
 namespace brigade {
 namespace {
 
-std::string mebibytes(int64_t bytes) {
-  return absl::StrCat(static_cast<double>(bytes * 100 / (1 << 20)) / 100,
-                      " MiB");
+std::string describe_bytes(int64_t bytes) {
+  const double mebibytes = static_cast<double>(bytes) / (1 << 20);
+  return mebibytes < 0.1 ? absl::StrFormat("%.2f KiB", mebibytes * 1024)
+                         : absl::StrFormat("%.2f MiB", mebibytes);
 }
 
-std::string describe(const BufferPlan& plan) {
+// "Float", "Float as BFloat16": in memory, and in forward and backward.
+std::string describe_dtypes(const ShardedUnit& unit) {
   return absl::StrJoin(
-      plan.num_buffers, " + ", [](std::string* text, const auto& buffers) {
-        absl::StrAppend(text, buffers.second, " of ", mebibytes(buffers.first));
+      unit.flats, ", ", [](std::string* text, const auto& flat) {
+        const at::ScalarType used = flat->context().compute_dtype;
+        absl::StrAppend(text, c10::toString(flat->dtype()));
+        if (used == flat->dtype()) return;
+        absl::StrAppend(text, " as ", c10::toString(used));
       });
+}
+
+std::string describe_after_forward(const ShardedUnit& unit) {
+  const UnitSettings& settings = unit.settings;
+  return absl::StrCat(
+      settings.reshard_after_forward ? "reshard" : "stays unsharded",
+      settings.keeps_slices()
+          ? absl::StrCat(" to slices over ", *settings.reshard_to, " ranks")
+          : "",
+      unit.mesh ? absl::StrCat(", over ", describe(*unit.mesh)) : "");
+}
+
+// Appends the entries, in lines of at most 80 characters.
+void append_schedule(std::string& text, const Schedule& schedule) {
+  constexpr size_t kLongest = 80;
+  size_t begin = text.rfind('\n') + 1;  // of the line
+  const ScheduleEntry* last = nullptr;
+  for (const ScheduleEntry& entry : schedule) {
+    const bool continues = last != nullptr && last->kind == entry.kind;
+    const char* const kind = entry.kind == ScheduleEntry::Kind::kAllGather
+                                 ? "all-gather "
+                                 : "reduce-scatter ";
+    const std::string word = absl::StrCat(continues ? "" : kind, entry.unit);
+    if (last != nullptr) text += continues ? "," : ";";
+    if (text.size() + word.size() + 2 > begin + kLongest) {
+      begin = text.size() + 1;
+      text += "\n ";
+    }
+    absl::StrAppend(&text, " ", word);
+    last = &entry;
+  }
+  text += "\n";
 }
 
 size_t count_parameters(const std::vector<ShardedUnit>& units) {
@@ -72,14 +110,12 @@ SegmentedModel::SegmentedModel(std::vector<ShardedUnit>&& units,
   used_in_forward_.assign(parameters_.size(), 0);
   used_.assign(parameters_.size(), 0);
   make_hooks();
-  stall_watch_ = StallWatch::start(
-      group_, exchange_.channel().store_prefix(),
-      {.engine = "fully_shard", .unit = "all-gather"}, progress_,
-      [progress = progress_] {
-        return absl::StrCat("is in forward or backward ",
-                            progress->iteration.load(), ", after ",
-                            progress->launched.load(), " all-gathers");
-      });
+  stall_watch_ =
+      StallWatch::start(group_, exchange_.channel().store_prefix(),
+                        {.engine = "fully_shard",
+                         .unit = "all-gather",
+                         .without_data = "step_without_data()"},
+                        progress_, [this] { return describe_progress(); });
 }
 
 SegmentedModel::~SegmentedModel() {
@@ -101,6 +137,16 @@ SegmentedModel::~SegmentedModel() {
   hooks_.reset();
   run_.reset();
   release_memory();
+}
+
+std::string SegmentedModel::describe_progress() const {
+  const std::unique_lock lock(mutex_, std::try_to_lock);
+  const std::string place = describe_iteration(progress_->iteration);
+  if (lock.owns_lock() && !is_open()) {
+    return absl::StrCat("has begun no forward or backward since ", place);
+  }
+  return absl::StrCat("is in ", place, " (", progress_->launched.load(),
+                      " all-gathers launched)");
 }
 
 void SegmentedModel::release_memory() noexcept {
@@ -476,9 +522,10 @@ ShardedModelStatistics SegmentedModel::statistics() const {
   all.peak_buffer_bytes = memory_.peak_bytes();
   for (const ShardedUnit& unit : units_) {
     for (const auto& flat : unit.flats) {
-      const auto size = static_cast<int64_t>(c10::elementSize(flat->dtype()));
-      all.shard_bytes += flat->layout().shard_numel() * size;
-      all.padding_bytes += flat->layout().padding_numel() * size;
+      all.shard_bytes += flat->shard_bytes();
+      all.padding_bytes +=
+          flat->layout().padding_numel() *
+          static_cast<int64_t>(c10::elementSize(flat->dtype()));
     }
   }
   return all;
@@ -552,55 +599,51 @@ PlannedSegment SegmentedModel::planned_segment(SegmentKind kind) const {
 
 std::string SegmentedModel::explain() const {
   const std::lock_guard lock(mutex_);
-  std::string text =
-      absl::StrCat(units_.size(), " units on ", group_->getSize(), " ranks\n");
-  for (size_t i = 0; i < units_.size(); ++i) {
-    const ShardedUnit& unit = units_[i];
-    absl::StrAppend(
-        &text, "unit ", i, " '", unit.name, "': ", unit.parameters.size(),
-        " parameters, unsharded ", mebibytes(unit.whole_bytes()),
-        ", gradients ", mebibytes(unit.gradient_bytes()), ", ",
-        unit.settings.reshard_after_forward
-            ? "resharded after forward"
-            : "unsharded from forward to backward",
-        unit.settings.keeps_slices()
-            ? absl::StrCat(" to slices over ", *unit.settings.reshard_to,
-                           " ranks")
-            : "",
-        unit.mesh ? absl::StrCat(", over ", describe(*unit.mesh)) : "", "\n");
+  size_t width = 6;
+  for (const ShardedUnit& unit : units_) {
+    width = std::max(width, unit.name.size());
+  }
+  constexpr char kRow[] = "%4s  %-*s%12s%12s%12s%12s  %-8s  %s\n";
+  std::string text = absl::StrCat("units: ", units_.size(),
+                                  ", ranks: ", group_->getSize(), "\n");
+  absl::StrAppendFormat(&text, kRow, "unit", width, "name", "parameters",
+                        "shard", "unsharded", "gradients", "dtype",
+                        "after forward");
+  std::vector<UnitBytes> bytes;
+  for (const ShardedUnit& unit : units_) {
+    int64_t shard = 0;
+    for (const auto& flat : unit.flats) shard += flat->shard_bytes();
+    absl::StrAppendFormat(&text, kRow, absl::StrCat(bytes.size()), width,
+                          unit.name.empty() ? "(root)" : unit.name,
+                          absl::StrCat(unit.parameters.size()),
+                          describe_bytes(shard),
+                          describe_bytes(unit.whole_bytes()),
+                          describe_bytes(unit.gradient_bytes()),
+                          describe_dtypes(unit), describe_after_forward(unit));
+    bytes.push_back(
+        {.unsharded = unit.whole_bytes(), .gradients = unit.gradient_bytes()});
   }
   std::vector<PlannedSegment> step;
   for (const SegmentKind kind :
        {SegmentKind::kForward, SegmentKind::kBackward}) {
     step.push_back(planned_segment(kind));
-    absl::StrAppend(&text,
-                    kind == SegmentKind::kForward ? "forward" : "backward",
-                    step_.contains(kind) ? ":" : ", not recorded yet:");
-    for (const ScheduleEntry& entry : step.back().schedule) {
-      absl::StrAppend(&text,
-                      entry.kind == ScheduleEntry::Kind::kAllGather
-                          ? " all-gather "
-                          : " reduce-scatter ",
-                      entry.unit);
-    }
-    absl::StrAppend(&text, "\n");
+    absl::StrAppend(
+        &text, kind == SegmentKind::kForward ? "forward" : "backward",
+        step_.contains(kind) ? ":"
+                             : " (expected; recorded in the first step):");
+    append_schedule(text, step.back().schedule);
   }
-  std::vector<UnitBytes> bytes;
-  for (const ShardedUnit& unit : units_) {
-    bytes.push_back(
-        {.unsharded = unit.whole_bytes(), .gradients = unit.gradient_bytes()});
-  }
-  const auto plan_of = [&](size_t num_segments) {
-    return plan_buffers(std::span(step).first(num_segments), bytes,
-                        max_reducing_);
+  const BufferPlan plan = plan_buffers(step, bytes, max_reducing_);
+  const auto append_buffers = [](std::string* to, const auto& buffers) {
+    absl::StrAppend(to, buffers.second, " of ", describe_bytes(buffers.first));
   };
-  const BufferPlan plan = plan_of(2);
-  absl::StrAppend(&text, "planned buffers: forward ", describe(plan_of(1)),
-                  "; step ", describe(plan), ", at most ",
-                  plan.num_for_gradients, " at once for gradients, ",
-                  mebibytes(plan.bytes), " in all\n");
-  absl::StrAppend(&text, "buffers in use: ", mebibytes(memory_.total_bytes()),
-                  ", at most ", mebibytes(memory_.peak_bytes()), "\n");
+  absl::StrAppend(&text, "unsharded buffers: planned ",
+                  absl::StrJoin(plan.num_buffers, " + ", append_buffers), " = ",
+                  describe_bytes(plan.bytes), " (at most ",
+                  plan.num_for_gradients,
+                  " at once for gradients),\n  allocated now ",
+                  describe_bytes(memory_.total_bytes()), ", peak ",
+                  describe_bytes(memory_.peak_bytes()), "\n");
   return text;
 }
 

@@ -175,6 +175,8 @@ class SegmentedModel final : public ShardedModel, public ParameterOwner {
   void end_backward();
   void deliver(std::vector<at::Tensor>& hooked);
   void close_groups() noexcept;
+  // Called by the stall watch's thread. Never blocks on mutex_.
+  std::string describe_progress() const;
   void release_memory() noexcept;
   bool reduces(const ShardedUnit& unit) const {
     return synchronizes() && unit.settings.synchronizes && unit.is_trained();

@@ -337,7 +337,8 @@ class ShardedModel {
   // False after a failure that closed the process groups.
   virtual bool can_continue() const = 0;
   virtual ShardedModelStatistics statistics() const = 0;
-  // Returns a description of units, schedules and buffers.
+  // Returns a description of units, schedules and buffers. Evaluation and
+  // unshard() may allocate more than the planned buffers.
   virtual std::string explain() const = 0;
   // Returns the last sampled step; the first ten and every n-th are sampled.
   virtual ShardingTimeline timeline() const = 0;

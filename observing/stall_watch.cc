@@ -14,7 +14,6 @@
 #include <vector>
 
 #include "absl/strings/str_cat.h"
-#include "absl/strings/str_join.h"
 #include "brigade/comm/errors/error_texts.h"
 #include "brigade/comm/group/group_info.h"
 
@@ -105,14 +104,14 @@ void StallWatch::Check::answer(Time now, bool is_waiting) {
                .iteration = progress_->iteration,
                .launched = progress_->launched,
                .is_waiting = is_waiting,
-               .activity = absl::StrCat(activity_, " (no change for ",
+               .activity = absl::StrCat(activity_, " (no progress for ",
                                         since(activity_since_, now), ")")}));
 }
 
 std::string StallWatch::Check::report(Time now) {
   const int64_t iteration = progress_->iteration;
   const int64_t launched = progress_->launched;
-  std::vector<std::string> elsewhere;
+  std::vector<std::string> late;
   std::vector<int> silent;
   for (int rank = 0; rank < channel_.world_size; ++rank) {
     if (rank == channel_.rank) continue;
@@ -125,40 +124,41 @@ std::string StallWatch::Check::report(Time now) {
     if (answer.question < question_) {
       silent.push_back(rank);
     } else if (is_elsewhere) {
-      elsewhere.push_back(absl::StrCat("rank ", rank, " ", answer.activity));
+      late.push_back(absl::StrCat("rank ", rank, " ", answer.activity));
     }
-  }
-  std::vector<std::string> parts;
-  if (!elsewhere.empty()) {
-    parts.push_back(shortened_list(
-        elsewhere.size(), [&](size_t i) { return elsewhere[i]; }, "; "));
-  }
-  if (!silent.empty()) {
-    parts.push_back(
-        absl::StrCat("no answer from ", describe_ranks(silent),
-                     ", which may be stopped, dead or blocked in the store"));
-  }
-  if (parts.empty()) {
-    parts.push_back(
-        "all have made the same progress and wait: the communication itself is "
-        "slow or stuck");
   }
   const int64_t num_units = progress_->num_units;
   const std::string* const awaited = progress_->awaited;
-  std::string object;
-  if (awaited != nullptr) {
-    object =
-        absl::StrCat(", for ",
-                     awaited->empty() ? "the outermost unit"
-                                      : absl::StrCat("unit '", *awaited, "'"),
-                     ",");
+  std::string text = absl::StrCat(
+      names_.engine, ": rank ", channel_.rank, " has waited ",
+      since(since_, now), " for its peers",
+      awaited == nullptr ? ""
+      : awaited->empty() ? ", for the root unit,"
+                         : absl::StrCat(", for unit '", *awaited, "',"),
+      " in ", describe_iteration(iteration), " (", launched,
+      num_units > 0 ? absl::StrCat(" of ", num_units) : "", " ", names_.unit,
+      "s launched).\n");
+  if (late.empty() && silent.empty()) {
+    return text +
+           "All ranks have made the same progress and wait: the communication "
+           "itself is slow or stuck.";
+  }
+  if (!late.empty()) {
+    absl::StrAppend(&text, "Late: ",
+                    shortened_list(
+                        late.size(), [&](size_t i) { return late[i]; }, "; "),
+                    ".\n");
+  }
+  if (!silent.empty()) {
+    absl::StrAppend(&text, "No answer from ", describe_ranks(silent),
+                    ", which may be stopped, dead or blocked in the store, or "
+                    "may have destroyed its model.\n");
   }
   return absl::StrCat(
-      names_.engine, ": rank ", channel_.rank, " has waited ",
-      since(since_, now), " for its peers", object, " in iteration ", iteration,
-      ", ", launched, num_units > 0 ? absl::StrCat(" of ", num_units) : "", " ",
-      names_.unit, "s launched.\nOther ranks: ", absl::StrJoin(parts, "; "),
-      ".");
+      text,
+      "Look at the stacks of these ranks (py-spy dump, gdb). If "
+      "ranks have different numbers of batches, use ",
+      names_.without_data, ".");
 }
 
 std::string StallWatch::Check::answer_key(int rank) const {

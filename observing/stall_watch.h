@@ -30,7 +30,7 @@ namespace brigade {
 // Thread safety: one writer at a time, any readers. A reader may see changes of
 // different fields in any order.
 struct Progress {
-  std::atomic<int64_t> iteration = 0;  // last prepared
+  std::atomic<int64_t> iteration = 0;  // last prepared, or iteration_of()
   std::atomic<int64_t> launched = 0;   // units in this iteration
   std::atomic<int64_t> num_units = 0;
   std::atomic<int64_t> num_waits = 0;  // waits for peers, begun so far
@@ -74,8 +74,9 @@ class StallWatch {
 
   // Words in reports.
   struct Names {
-    std::string engine;  // "Reducer"
-    std::string unit;    // "bucket"
+    std::string engine;        // "Reducer"
+    std::string unit;          // "bucket"
+    std::string without_data;  // remedy for a rank with fewer batches: "join()"
   };
 
   // Returns null if the group has no peers or no store. Reports after half of

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <string_view>
+#include <utility>
 
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_format.h"
@@ -23,8 +24,15 @@ std::string time_of(int64_t time_ns, int64_t begin_ns) {
 }
 
 // Indexed by GatheredIn.
-constexpr std::string_view kGathers[] = {"gather forward", "gather backward",
-                                         "gather"};
+constexpr std::string_view kGathers[] = {"all-gather, forward",
+                                         "all-gather, backward", "all-gather"};
+
+std::string none_sampled(std::string_view noun, std::string_view setter) {
+  return absl::StrFormat(
+      "no %s has been sampled; by default the first %d and then every %dth are "
+      "(%s)\n",
+      noun, kAlwaysSampled, kDefaultSampleRate, setter);
+}
 
 }  // namespace
 
@@ -55,17 +63,23 @@ TimelineSummary summarize(const Timeline& timeline) {
 }
 
 std::string describe(const Timeline& timeline) {
-  if (timeline.iteration == 0) return "no iteration has been sampled\n";
+  if (timeline.iteration == 0) {
+    return none_sampled("iteration",
+                        "_set_ddp_runtime_logging_sample_rate(), in C++ "
+                        "set_timeline_sample_rate()");
+  }
   const TimelineSummary summary = summarize(timeline);
   std::string text = absl::StrFormat(
-      "iteration %d, ms: forward %.3f, backward %.3f, communication %.3f "
-      "(overlapped %.3f, exposed %.3f), finalize %.3f\n",
+      "iteration %d: forward %.3f ms, backward %.3f ms, finalize (after "
+      "backward) %.3f ms\n"
+      "communication %.3f ms: %.3f overlapped with backward, %.3f exposed\n"
+      "bucket   packed at launched at complete at     exposed   (ms; 0 = "
+      "backward begins)\n",
       timeline.iteration, ms(summary.forward_compute_ns),
-      ms(summary.backward_compute_ns), ms(summary.backward_comm_ns),
-      ms(summary.overlap_ns), ms(summary.exposed_ns),
-      ms(span_ns(timeline.backward_end_ns, timeline.finalize_end_ns)));
-  absl::StrAppendFormat(&text, "%6s%12s%12s%12s%12s\n", "bucket", "packed",
-                        "launched", "complete", "exposed");
+      ms(summary.backward_compute_ns),
+      ms(span_ns(timeline.backward_end_ns, timeline.finalize_end_ns)),
+      ms(summary.backward_comm_ns), ms(summary.overlap_ns),
+      ms(summary.exposed_ns));
   const int64_t begin_ns = timeline.backward_begin_ns;
   for (size_t b = 0; b < timeline.units.size(); ++b) {
     const UnitTimes& unit = timeline.units[b];
@@ -94,32 +108,52 @@ int64_t ShardingTimeline::exposed_ns(size_t reduction) const {
 }
 
 std::string describe(const ShardingTimeline& timeline) {
-  if (timeline.iteration == 0) return "no iteration has been sampled\n";
-  std::string text = absl::StrFormat(
-      "iteration %d, ms: forward %.3f, backward %.3f, finalize %.3f\n"
-      "%-16s%12s%12s%12s%12s  unit\n",
-      timeline.iteration,
-      ms(span_ns(timeline.forward_begin_ns, timeline.forward_end_ns)),
-      ms(span_ns(timeline.backward_begin_ns, timeline.backward_end_ns)),
-      ms(span_ns(timeline.backward_end_ns, timeline.finalize_end_ns)), "",
-      "launched", "complete", "overlapped", "exposed");
-  const auto append = [&](std::string_view name, const auto& times,
-                          int64_t exposed_ns) {
-    const int64_t begin_ns = timeline.forward_begin_ns;
-    absl::StrAppendFormat(
-        &text, "%-16s%12s%12s%12.3f%12.3f  '%s'\n", name,
-        time_of(times.launch_ns, begin_ns),
-        time_of(times.complete_ns, begin_ns),
-        ms(span_ns(times.launch_ns, times.complete_ns) - exposed_ns),
-        ms(exposed_ns), times.unit);
+  if (timeline.iteration == 0) {
+    return none_sampled("step", "set_timeline_sample_rate()");
+  }
+  struct Total {
+    int64_t exposed_ns = 0;
+    int64_t all_ns = 0;
   };
+  const int64_t begin_ns = timeline.forward_begin_ns;
+  std::vector<std::pair<int64_t, std::string>> lines;  // by launch_ns
+  const auto append = [&](Total& total, std::string_view name,
+                          const auto& times, int64_t exposed_ns) {
+    const int64_t all_ns = span_ns(times.launch_ns, times.complete_ns);
+    total.exposed_ns += exposed_ns;
+    total.all_ns += all_ns;
+    lines.emplace_back(
+        times.launch_ns,
+        absl::StrFormat("%-20s%11s%11s%12.3f%11.3f  %s\n", name,
+                        time_of(times.launch_ns, begin_ns),
+                        time_of(times.complete_ns, begin_ns),
+                        ms(all_ns - exposed_ns), ms(exposed_ns),
+                        times.unit.empty() ? "(root)" : times.unit));
+  };
+  Total gathers, reductions;
   for (const GatherTimes& gather : timeline.gathers) {
-    append(kGathers[static_cast<size_t>(gather.pass)], gather,
+    append(gathers, kGathers[static_cast<size_t>(gather.pass)], gather,
            gather.exposed_ns());
   }
   for (size_t i = 0; i < timeline.reductions.size(); ++i) {
-    append("reduction", timeline.reductions[i], timeline.exposed_ns(i));
+    append(reductions, "reduce-scatter", timeline.reductions[i],
+           timeline.exposed_ns(i));
   }
+  std::ranges::stable_sort(lines, {}, &decltype(lines)::value_type::first);
+  std::string text = absl::StrFormat(
+      "step %d: forward 0 to %s ms, backward %s to %s, finalize (after "
+      "backward) %.3f\n"
+      "all-gathers: exposed %.3f of %.3f ms; reduce-scatters: exposed %.3f of "
+      "%.3f ms\n"
+      "collective             launched   complete  overlapped    exposed  unit"
+      "   (ms; 0 = forward begins)\n",
+      timeline.iteration, time_of(timeline.forward_end_ns, begin_ns),
+      time_of(timeline.backward_begin_ns, begin_ns),
+      time_of(timeline.backward_end_ns, begin_ns),
+      ms(span_ns(timeline.backward_end_ns, timeline.finalize_end_ns)),
+      ms(gathers.exposed_ns), ms(gathers.all_ns), ms(reductions.exposed_ns),
+      ms(reductions.all_ns));
+  for (const auto& [launch_ns, line] : lines) text += line;
   return text;
 }
 

@@ -22,6 +22,11 @@
 
 namespace brigade {
 
+// The first iterations are sampled at any rate but 0. Source: torch's DDP
+// logging.
+constexpr int64_t kAlwaysSampled = 10;
+constexpr int64_t kDefaultSampleRate = 100;
+
 struct ReducerStatistics {
   int64_t prepared = 0;          // calls of prepare_for_backward
   int64_t begun = 0;             // iterations, on the furthest rank
@@ -121,8 +126,8 @@ struct ShardingTimeline {
   int64_t exposed_ns(size_t reduction) const;
 };
 
-// Returns a table with one line per gather and reduction, in ms since the begin
-// of forward.
+// Returns a table with one line per collective, in ms since the begin of
+// forward.
 std::string describe(const ShardingTimeline& timeline);
 
 }  // namespace brigade

@@ -196,8 +196,9 @@ struct ShardingRecorder::Completion {
 
 void ShardingRecorder::set_sample_rate(int64_t sample_rate) {
   TORCH_CHECK_VALUE(sample_rate >= 0,
-                    "timeline: expected a sample rate >= 0, found ",
-                    sample_rate, ".\nGive 0 to sample no step.");
+                    "set_timeline_sample_rate: expected a sample rate >= 0, "
+                    "found ",
+                    sample_rate, ".\nPass 0 to turn sampling off.");
   sample_rate_ = sample_rate;
 }
 

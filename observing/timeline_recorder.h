@@ -67,11 +67,6 @@ class DeviceTimes {
 // into separate state, which may outlive this object.
 class TimelineRecorder {
  public:
-  // The first iterations are sampled at any rate but 0. Source: torch's DDP
-  // logging.
-  static constexpr int64_t kAlwaysSampled = 10;
-  static constexpr int64_t kDefaultSampleRate = 100;
-
   static bool is_sampled(int64_t iteration, int64_t sample_rate) {
     return sample_rate > 0 &&
            (iteration <= kAlwaysSampled || iteration % sample_rate == 0);
@@ -181,7 +176,7 @@ class ShardingRecorder {
   GatherTimes times_of(const Launch& launch) const;
 
   const c10::Device device_;
-  int64_t sample_rate_ = TimelineRecorder::kDefaultSampleRate;
+  int64_t sample_rate_ = kDefaultSampleRate;
   int64_t num_steps_ = 0;  // complete ones
   bool is_in_step_ = false;
   bool is_sampling_ = false;

@@ -19,7 +19,6 @@
 
 #include "brigade/comm_hooks/comm_hooks.h"
 #include "brigade/observing/timeline.h"
-#include "brigade/observing/timeline_recorder.h"
 #include "brigade/python_bindings/python_hooks.h"
 #include "brigade/python_bindings/registrations.h"
 #include "brigade/python_bindings/torch_reducer.h"
@@ -139,8 +138,8 @@ using Times = std::tuple<int64_t, Numbers, Numbers, std::vector<size_t>>;
 // Returns nullopt if the last iteration was not sampled.
 std::optional<Times> times_of(const TorchReducer& reducer) {
   const int64_t last = reducer.statistics().prepared;
-  if (last == 0 || (last > TimelineRecorder::kAlwaysSampled &&
-                    last % reducer.logging_sample_rate() != 0)) {
+  if (last == 0 ||
+      (last > kAlwaysSampled && last % reducer.logging_sample_rate() != 0)) {
     return std::nullopt;
   }
   const Timeline timeline = reducer.timeline();

@@ -90,12 +90,13 @@ void Engine::connect() {
 
 void Engine::connect_ranks() {
   peers_.connect();
-  stall_watch_ = StallWatch::start(policy_.group(), peers_.store_prefix(),
-                                   {.engine = "Reducer", .unit = "bucket"},
-                                   observations_.progress, [this] {
-                                     warn_of_missing_late();
-                                     return describe_progress();
-                                   });
+  stall_watch_ = StallWatch::start(
+      policy_.group(), peers_.store_prefix(),
+      {.engine = "Reducer", .unit = "bucket", .without_data = "join()"},
+      observations_.progress, [this] {
+        warn_of_missing_late();
+        return describe_progress();
+      });
   if (!stall_watch_) return;
   if (stall_report_after_) stall_watch_->set_report_after(*stall_report_after_);
   stall_watch_->set_handler(std::exchange(stall_handler_, nullptr));
@@ -656,11 +657,12 @@ std::string Engine::describe_progress() const {
                                               : " and is inside a hook");
   }
   if (!iteration_) {
-    return absl::StrCat("has prepared no backward since iteration ",
-                        observations_.counts.begun);
+    return absl::StrCat("has not finished the forward of iteration ",
+                        observations_.counts.begun + 1);
   }
   if (!iteration_->has_begun()) {
-    return absl::StrCat("has prepared iteration ", iteration_->number,
+    return absl::StrCat("has finished the forward of iteration ",
+                        iteration_->number,
                         ", whose backward has reached no parameter");
   }
   std::string words =

@@ -2,7 +2,17 @@
 
 #include <c10/util/Exception.h>
 
+#include <array>
+
+#include "absl/strings/str_format.h"
+
 namespace brigade {
+namespace {
+
+constexpr int64_t kStepsOfKind = int64_t{1} << 56;
+constexpr int64_t kFirstSegment = 4 * kStepsOfKind;
+
+}  // namespace
 
 std::string message_of(const std::exception_ptr& error) {
   try {
@@ -37,7 +47,22 @@ std::string counted(size_t count, std::string_view noun) {
 }
 
 std::string describe_seconds(std::chrono::milliseconds time) {
-  return absl::StrCat(static_cast<double>(time.count()) / 1000.0, " s");
+  return absl::StrFormat("%.1f s", static_cast<double>(time.count()) / 1000.0);
+}
+
+int64_t iteration_of(SegmentKind kind, int64_t step) {
+  return kFirstSegment + static_cast<int64_t>(kind) * kStepsOfKind + step;
+}
+
+std::string describe_iteration(int64_t iteration) {
+  constexpr std::array kParts = {
+      "the forward of ", "the backward without gradient synchronization of ",
+      "the backward of ", ""};
+  if (iteration < kFirstSegment) return absl::StrCat("iteration ", iteration);
+  const int64_t step = iteration % kStepsOfKind;
+  if (step == 0) return "construction";
+  return absl::StrCat(kParts.at(iteration / kStepsOfKind % kParts.size()),
+                      "step ", step);
 }
 
 std::string describe_dtype(at::ScalarType dtype) {

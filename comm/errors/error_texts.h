@@ -1,4 +1,4 @@
-// Parts of error messages: an exception's text, rank lists, tensor
+// Parts of error messages: an exception's text, rank lists, iterations, tensor
 // descriptions, shortened lists.
 //
 // Thread safety: pure functions.
@@ -11,6 +11,7 @@
 #include <algorithm>
 #include <chrono>
 #include <cstddef>
+#include <cstdint>
 #include <exception>
 #include <span>
 #include <string>
@@ -31,11 +32,27 @@ std::string describe_ranks(std::span<const int> ranks);
 // "1 bucket", "2 buckets"
 std::string counted(size_t count, std::string_view noun);
 
-// "0.25 s"
-std::string describe_seconds(std::chrono::milliseconds time);
-
 // "float32"
 std::string describe_dtype(at::ScalarType dtype);
+
+// "0.3 s"
+std::string describe_seconds(std::chrono::milliseconds time);
+
+// Kind of a segment, a forward or backward of a sharded model.
+enum class SegmentKind : int8_t {
+  kForward,
+  kLocalBackward,  // gradients stay on the rank
+  kBackward,       // gradients are reduced, which ends a step
+  kWithoutData,    // the peers' kind, on a rank without data
+};
+
+// Returns the number by which statuses and stall reports name a segment, where
+// a reducer has the number of an iteration. Step 0: before the first one.
+int64_t iteration_of(SegmentKind kind, int64_t step);
+
+// "iteration 7"; for a segment "the backward of step 7", or "step 7" if the
+// kind is unknown.
+std::string describe_iteration(int64_t iteration);
 
 // "'head.bias': float32, shape [10], on cpu", and the strides of a tensor that
 // is not contiguous; an empty name is omitted. The device has no index, because

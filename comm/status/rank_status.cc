@@ -87,14 +87,14 @@ std::string_view words_of(const StatusText& text) {
 
 std::string describe_leaver(int rank, int64_t iteration) {
   return absl::StrCat(
-      "rank ", rank, " destroyed its model after iteration ", iteration,
+      "rank ", rank, " destroyed its model after ",
+      describe_iteration(iteration),
       ".\nIf it had fewer batches, use join(), or step_without_data() of a "
       "sharded model; otherwise see its log.");
 }
 
 std::string describe_status(const RankStatus& rank_status) {
-  const std::string iteration =
-      absl::StrCat("iteration ", rank_status.iteration);
+  const std::string iteration = describe_iteration(rank_status.iteration);
   const std::string words(words_of(rank_status.text));
   switch (rank_status.kind) {
     case StatusKind::kBegin:
@@ -160,7 +160,7 @@ absl::Status check_statuses(std::span<const RankStatus> by_rank) {
         ".\nRun the same number of forwards and backwards on every rank, and "
         "forwards without backward under no_grad."));
   }
-  const std::string iteration = absl::StrCat("iteration ", first.iteration);
+  const std::string iteration = describe_iteration(first.iteration);
   if (!all_equal(by_rank, &RankStatus::fingerprint)) {
     const auto question = [](const RankStatus& s) {
       return std::string(s.kind == StatusKind::kAsk ? words_of(s.text) : "");

@@ -44,8 +44,8 @@ struct RankStatus {
   // 1: if ranks disagree, the sender launches zeros for the collectives of the
   // iteration that only its peers have launched.
   int32_t launches_later = 0;
-  int64_t sequence = 0;  // number of the exchange; set by the channel
-  int64_t iteration = 0;
+  int64_t sequence = 0;   // number of the exchange; set by the channel
+  int64_t iteration = 0;  // or iteration_of() a segment (error_texts.h)
   // kFailed: the bucket or unit that failed. In a segment of sharded training:
   // the unit that the sender needs, or the action that begins. -1: none.
   int64_t unit = -1;

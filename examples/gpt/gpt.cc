@@ -61,9 +61,8 @@ int run(const Options& options) {
   const bool is_logging = group->getRank() == 0;
   Training training(group, corpus, options.training);
   if (is_logging) {
-    fmt::print("{} characters, vocabulary of {}; {} ranks, {}",
-               corpus.num_characters(), corpus.vocabulary_size(),
-               group->getSize(), training.model().explain());
+    fmt::print("{} characters, vocabulary of {}\n{}", corpus.num_characters(),
+               corpus.vocabulary_size(), training.model().explain());
     std::fflush(stdout);
   }
 

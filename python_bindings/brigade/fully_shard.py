@@ -396,7 +396,7 @@ class FSDPModule(_TorchFSDPModule):
     def explain(self) -> str:
         """Returns a text of the units, their bytes, and a step's schedules and buffers.
 
-        Makes the root.
+        Evaluation and unshard() may allocate more than the planned buffers. Makes the root.
         """
         return self._root().native.explain()
 
@@ -405,7 +405,7 @@ class FSDPModule(_TorchFSDPModule):
         return self._root().native.statistics()
 
     def sharding_timeline(self) -> _C.ShardingTimeline:
-        """Returns the times of all-gathers and reductions in the last sampled step.
+        """Returns the times of all-gathers and reduce-scatters in the last sampled step.
 
         Steps 1 to 10 and every 100th step are sampled; see set_timeline_sample_rate(). print()
         shows a table.

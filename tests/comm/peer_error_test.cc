@@ -57,7 +57,7 @@ TEST(LivenessProbeTest, NamesTheRankThatDoesNotAnswer) {
     EXPECT_THAT(probe.answers, ElementsAre(7, std::nullopt, 7));
     EXPECT_EQ(
         probe.describe(),
-        "ranks 0, 2 answered a liveness probe, rank 1 did not within 0.05 s");
+        "ranks 0, 2 answered a liveness probe, rank 1 did not within 0.1 s");
     EXPECT_EQ(probe.store_error, "");
   });
 }
@@ -211,7 +211,7 @@ TEST(PeerErrorTest, AddsTheLivenessProbe) {
   EXPECT_EQ(thrown_for<PeerError>(
                 std::make_exception_ptr(std::runtime_error("reset")), &probe),
             "bucket 3: reset. rank 0 answered a liveness probe, rank 1 did not "
-            "within 2 s.");
+            "within 2.0 s.");
 }
 
 TEST(PeerErrorTest, PassesPeerErrorsAndLocalErrorsUnchanged) {

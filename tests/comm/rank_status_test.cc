@@ -4,6 +4,7 @@
 #include <string_view>
 #include <vector>
 
+#include "brigade/comm/errors/error_texts.h"
 #include "gmock/gmock.h"
 #include "gtest/gtest.h"
 
@@ -63,6 +64,20 @@ TEST(DescribeStatusTest, NamesTheActionOfARank) {
                        .unit = 2,
                        .text = status_text("division by zero")}),
             "failed in iteration 7 at launch 2: division by zero");
+}
+
+TEST(DescribeStatusTest, NamesTheSegmentOfAStep) {
+  const auto ended = [](SegmentKind kind, int64_t step) {
+    return described(
+        {.kind = StatusKind::kEnd, .iteration = iteration_of(kind, step)});
+  };
+  EXPECT_EQ(ended(SegmentKind::kForward, 1), "ended the forward of step 1");
+  EXPECT_EQ(ended(SegmentKind::kLocalBackward, 2),
+            "ended the backward without gradient synchronization of step 2");
+  EXPECT_EQ(ended(SegmentKind::kBackward, 1 << 30),
+            "ended the backward of step 1073741824");
+  EXPECT_EQ(ended(SegmentKind::kWithoutData, 3), "ended step 3");
+  EXPECT_EQ(ended(SegmentKind::kForward, 0), "ended construction");
 }
 
 TEST(DescribeStatusTest, HandlesAnUnknownKind) {

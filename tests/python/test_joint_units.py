@@ -1,6 +1,7 @@
 """Several modules that are sharded as one unit."""
 
 import copy
+import re
 
 import pytest
 import torch
@@ -73,7 +74,7 @@ def test_a_joint_unit_is_unsharded_from_the_first_to_the_last_forward(rank):
         assert not is_unsharded(model.embed.weight)
         model(_tokens(rank, 0), to_the_end=False)
     assert model.sharding_statistics()["buffer_bytes"] == before
-    assert "'embed, norm, head': 3 parameters" in model.explain()
+    assert re.search(r" embed, norm, head +3 ", model.explain())
 
 
 @on_ranks()
@@ -96,7 +97,7 @@ def test_a_joint_root_unit(rank):
         held[rank] = shard.grad.to_local().sum()
         dist.all_reduce(held)
         assert held.sum() == whole.grad.sum()
-    assert "'[0], [1]': 4 parameters" in modules[0].explain()
+    assert re.search(r" \[0\], \[1\] +4 ", modules[0].explain())
 
 
 @on_ranks(1)

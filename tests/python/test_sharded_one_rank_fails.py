@@ -126,8 +126,8 @@ def test_a_backward_that_one_rank_skips(rank, world_size):
         pair.expect_step(step)
     expect_equal_on_ranks(str(caught.value))
     others = "rank 1" if world_size == 2 else "ranks 1, 2"
-    assert "rank 0 began iteration 4 (forward)" in str(caught.value)
-    assert f"{others} began iteration 4 (backward)" in str(caught.value)
+    assert "rank 0 began the forward of step 2" in str(caught.value)
+    assert f"{others} began the backward of step 2" in str(caught.value)
 
 
 @on_ranks()

@@ -25,8 +25,8 @@ def test_the_timeline_has_a_steps_gathers_and_reductions(rank):
         assert timeline.backward_begin_ns <= reduction.launch_ns < reduction.complete_ns
         assert 0 <= timeline.exposed_ns(i) <= reduction.complete_ns - reduction.launch_ns
     table = str(timeline)
-    assert table.startswith("iteration 3, ms: forward ")
-    assert table.count("'blocks.1'") == 3
+    assert table.startswith("step 3: forward 0 to ")
+    assert table.count("  blocks.1\n") == 3
 
     model.set_timeline_sample_rate(0)
     model(batch_of(rank, 3)).square().mean().backward()

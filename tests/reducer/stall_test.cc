@@ -14,6 +14,7 @@
 #include <vector>
 
 #include "absl/strings/str_cat.h"
+#include "brigade/comm/errors/error_texts.h"
 #include "brigade/comm_hooks/comm_hooks.h"
 #include "brigade/observing/stall_watch.h"
 #include "brigade/reducer/reducer.h"
@@ -36,7 +37,8 @@ using testing::ToyModel;
 
 using Group = c10::intrusive_ptr<c10d::ProcessGroup>;
 
-const StallWatch::Names kNames = {.engine = "Reducer", .unit = "bucket"};
+const StallWatch::Names kNames = {
+    .engine = "Reducer", .unit = "bucket", .without_data = "join()"};
 
 // ---- StallWatch::Check: ranks of one store, with a clock of the test
 
@@ -124,10 +126,11 @@ TEST_F(StallCheckTest, NamesTheLateRankAndItsProgress) {
     EXPECT_THAT(
         stall_of_rank_0({1, 2}, begin_ms),
         Optional(AllOf(
-            HasSubstr("rank 0 has waited 1 s for its peers "
-                      "in iteration 17, "),
-            HasSubstr(" of 5 buckets launched"), HasSubstr("rank 1 " + name),
-            HasSubstr("(no change for 1 s)"), Not(HasSubstr("rank 2")))));
+            HasSubstr("rank 0 has waited 1.0 s for its peers "
+                      "in iteration 17 ("),
+            HasSubstr(" of 5 buckets launched)"),
+            HasSubstr("Late: rank 1 " + name + " (no progress for 1.0 s).\n"),
+            HasSubstr("use join()"), Not(HasSubstr("rank 2")))));
     for (int rank = 0; rank < kWorldSize; ++rank) end_to_wait(rank);
     for (int rank = 0; rank < kWorldSize; ++rank) check(rank, begin_ms + 1500);
     begin_ms += 2000;
@@ -143,9 +146,9 @@ TEST_F(StallCheckTest, SaysHowLongALateRankHasNotChanged) {
     ranks_[2]->words = time_ms < 750 ? "works" : "works on";
     check(2, time_ms);
   }
-  check(2, 900);
+  check(2, 950);
   EXPECT_THAT(check(0, 1000),
-              Optional(HasSubstr("rank 2 works on (no change for 0.15 s)")));
+              Optional(HasSubstr("rank 2 works on (no progress for 0.2 s)")));
 }
 
 TEST_F(StallCheckTest, NamesRanksThatDoNotAnswer) {
@@ -153,22 +156,22 @@ TEST_F(StallCheckTest, NamesRanksThatDoNotAnswer) {
   set_place(1, 2, 1);
   begin_to_wait(0);
   EXPECT_THAT(stall_of_rank_0({1}),
-              Optional(HasSubstr("no answer from rank 2")));
+              Optional(HasSubstr("No answer from rank 2")));
   // An answer to an earlier question does not count.
   check(2, 1500);
   check(2, 1750);
   begin_to_wait(0);
   EXPECT_THAT(stall_of_rank_0({1}, 2000),
-              Optional(HasSubstr("no answer from rank 2")));
+              Optional(HasSubstr("No answer from rank 2")));
 }
 
 TEST_F(StallCheckTest, NamesTheUnitThatIsAwaited) {
   const std::string unit = "blocks.1", outermost;
-  set_place(0, 2, 1);
+  set_place(0, iteration_of(SegmentKind::kForward, 6), 1);
   int begin_ms = 0;
   for (const auto& [awaited, text] :
-       {std::pair{&unit, "for unit 'blocks.1', in iteration 2"},
-        std::pair{&outermost, "for the outermost unit, in"}}) {
+       {std::pair{&unit, "for unit 'blocks.1', in the forward of step 6"},
+        std::pair{&outermost, "for the root unit, in"}}) {
     const WaitForPeers waiting(*ranks_[0]->progress, awaited);
     EXPECT_THAT(stall_of_rank_0({}, begin_ms), Optional(HasSubstr(text)));
     begin_ms += 2000;
@@ -184,7 +187,7 @@ TEST_F(StallCheckTest, ReportsEqualProgressOfAllRanks) {
     for (int rank = 0; rank < kWorldSize; ++rank) check(rank, time_ms);
   }
   EXPECT_THAT(check(0, 1000),
-              Optional(HasSubstr("all have made the same progress")));
+              Optional(HasSubstr("All ranks have made the same progress")));
 }
 
 TEST_F(StallCheckTest, ReportsEachStallAnew) {
@@ -361,8 +364,8 @@ TEST(StallWatchTest, ReportsAWaitForABucketAfterTheLastExchange) {
     });
     step(reducer, model.loss(group->getRank()));
   });
-  EXPECT_THAT(reported, HasSubstr("for its peers in iteration 1, 1 of 1 "
-                                  "buckets launched"));
+  EXPECT_THAT(reported, HasSubstr("for its peers in iteration 1 (1 of 1 "
+                                  "buckets launched)"));
 }
 
 TEST(StallWatchTest, NamesTheRankThatHasNotBegunItsBackward) {
@@ -384,7 +387,7 @@ TEST(StallWatchTest, NamesTheRankThatHasNotBegunItsBackward) {
   EXPECT_THAT(reported.get(),
               AllOf(HasSubstr("rank 0 has waited"),
                     HasSubstr("1 of 1 buckets launched"), HasSubstr("rank 1"),
-                    Not(HasSubstr("all have made"))));
+                    Not(HasSubstr("All ranks"))));
 }
 
 }  // namespace

@@ -17,6 +17,7 @@ using ::testing::ElementsAre;
 using ::testing::HasSubstr;
 using ::testing::Not;
 using testing::run_ranks;
+using ::testing::StartsWith;
 using testing::step;
 using testing::ToyModel;
 using ::testing::UnorderedElementsAre;
@@ -49,7 +50,9 @@ TEST(TimelineSummaryTest, SplitsCommunicationIntoOverlapAndExposed) {
 }
 
 TEST(TimelineSummaryTest, IsPrintedAsATable) {
-  EXPECT_EQ(describe(Timeline{}), "no iteration has been sampled\n");
+  EXPECT_THAT(describe(Timeline{}),
+              StartsWith("no iteration has been sampled; by default the first "
+                         "10 and then every 100th are"));
   EXPECT_EQ(
       describe({.iteration = 12,
                 .forward_begin_ns = 1'000'000,
@@ -62,11 +65,46 @@ TEST(TimelineSummaryTest, IsPrintedAsATable) {
                            .launch_ns = 5'500'000,
                            .complete_ns = 12'000'000},
                           {}}}),
-      "iteration 12, ms: forward 2.500, backward 6.000, communication 6.500 "
-      "(overlapped 4.500, exposed 2.000), finalize 2.250\n"
-      "bucket      packed    launched    complete     exposed\n"
+      "iteration 12: forward 2.500 ms, backward 6.000 ms, finalize (after "
+      "backward) 2.250 ms\n"
+      "communication 6.500 ms: 4.500 overlapped with backward, 2.000 exposed\n"
+      "bucket   packed at launched at complete at     exposed   (ms; 0 = "
+      "backward begins)\n"
       "     0       1.250       1.500       8.000       2.000\n"
       "     1           -           -           -       0.000\n");
+}
+
+TEST(ShardingTimelineTest, IsPrintedAsATableInTheOrderOfTheLaunches) {
+  EXPECT_EQ(
+      describe({.iteration = 7,
+                .forward_begin_ns = 1'000'000,
+                .forward_end_ns = 4'000'000,
+                .backward_begin_ns = 5'000'000,
+                .backward_end_ns = 9'000'000,
+                .finalize_end_ns = 11'000'000,
+                .gathers = {{.pass = GatheredIn::kForward,
+                             .launch_ns = 1'500'000,
+                             .complete_ns = 3'500'000,
+                             .needed_ns = 3'000'000,
+                             .unsharded_ns = 3'500'000},
+                            {.unit = "blocks.0",
+                             .pass = GatheredIn::kBackward,
+                             .launch_ns = 8'500'000,
+                             .complete_ns = 9'000'000}},
+                .reductions = {{.launch_ns = 8'000'000,
+                                .complete_ns = 11'000'000}}}),
+      "step 7: forward 0 to 3.000 ms, backward 4.000 to 8.000, finalize (after "
+      "backward) 2.000\n"
+      "all-gathers: exposed 0.500 of 2.500 ms; reduce-scatters: exposed 2.000 "
+      "of 3.000 ms\n"
+      "collective             launched   complete  overlapped    exposed  unit"
+      "   (ms; 0 = forward begins)\n"
+      "all-gather, forward       0.500      2.500       1.500      0.500  "
+      "(root)\n"
+      "reduce-scatter            7.000     10.000       1.000      2.000  "
+      "(root)\n"
+      "all-gather, backward      7.500      8.000       0.500      0.000  "
+      "blocks.0\n");
 }
 
 // ---- Recorder

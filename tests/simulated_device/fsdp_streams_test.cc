@@ -405,11 +405,17 @@ class ShardedRunAheadTest : public simulated::StreamTest,
   // Records the schedules.
   ShardedRunAheadTest() { train(training_, 2); }
 
-  // Changes rank 1's status at the end of `segment`, a forward or backward.
-  void answer(int64_t segment, const std::function<void(RankStatus&)>& change) {
+  // Whether a status ends the forward or backward of the third step.
+  static bool ends(const RankStatus& own, SegmentKind segment) {
+    return own.kind == StatusKind::kEnd &&
+           own.iteration == iteration_of(segment, 3);
+  }
+  // Changes rank 1's status at the end of the next step's forward or backward.
+  void answer(SegmentKind segment,
+              const std::function<void(RankStatus&)>& change) {
     training_.recording().answer_statuses_with([=](const RankStatus& own) {
       std::vector<RankStatus> by_rank(testing::kWorldSize, own);
-      if (own.kind == StatusKind::kEnd && own.iteration == segment) {
+      if (ends(own, segment)) {
         change(by_rank[1]);
       }
       return by_rank;
@@ -443,7 +449,7 @@ TEST_P(ShardedRunAheadTest, TheHostDoesNotWaitForTheDevice) {
 }
 
 TEST_P(ShardedRunAheadTest, APeersFailureIsReportedWithinTheLimit) {
-  answer(/*segment=*/6, [](RankStatus& status) {  // backward of the next step
+  answer(SegmentKind::kBackward, [](RankStatus& status) {
     status.kind = StatusKind::kFailed;
     status.text = status_text("no memory");
   });
@@ -454,7 +460,7 @@ TEST_P(ShardedRunAheadTest, APeersFailureIsReportedWithinTheLimit) {
 }
 
 TEST_P(ShardedRunAheadTest, EvaluationAwaitsStatuses) {
-  answer(/*segment=*/6,
+  answer(SegmentKind::kBackward,
          [](RankStatus& status) { status.kind = StatusKind::kFailed; });
   const auto step_and_evaluate = [&] {
     train(training_, 1);
@@ -472,7 +478,7 @@ TEST_P(ShardedRunAheadTest, DestructionReportsALateFailure) {
   train(*training, 2);
   training->recording().answer_statuses_with([](const RankStatus& own) {
     std::vector<RankStatus> by_rank(testing::kWorldSize, own);
-    if (own.kind == StatusKind::kEnd && own.iteration == 6) {
+    if (ends(own, SegmentKind::kBackward)) {
       by_rank[1].kind = StatusKind::kFailed;
       by_rank[1].text = status_text("no memory");
     }
@@ -497,7 +503,7 @@ TEST_P(ShardedRunAheadTest, CallsBetweenStepsAwaitStatuses) {
     train(training, 2);
     training.recording().answer_statuses_with([](const RankStatus& own) {
       std::vector<RankStatus> by_rank(testing::kWorldSize, own);
-      if (own.kind == StatusKind::kEnd && own.iteration == 6) {
+      if (ends(own, SegmentKind::kBackward)) {
         by_rank[1].kind = StatusKind::kFailed;
       }
       return by_rank;
@@ -516,7 +522,7 @@ TEST_P(ShardedRunAheadTest, CallsBetweenStepsAwaitStatuses) {
 // The peer needs a unit that is not in the schedule, and waits for a round.
 TEST_P(ShardedRunAheadTest, APeersUnscheduledNeedIsReportedWithinTheLimit) {
   if (GetParam() == 0) GTEST_SKIP() << "ranks gather it";
-  answer(/*segment=*/5, [](RankStatus& status) {
+  answer(SegmentKind::kForward, [](RankStatus& status) {
     status.unit = 1;
     status.proposal = 0;
   });
