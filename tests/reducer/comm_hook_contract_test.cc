@@ -327,7 +327,7 @@ TEST(CommHookContractTest, AHookThatMayKeepBuffersGetsNewBuckets) {
 // A sum and an average would give other gradients on each rank.
 TEST(CommHookContractTest, UnnamedHooksOfDifferentTypesAreAnError) {
   run_ranks(2, [](const Group& group) {
-    const ToyModel model({{2}});
+    const ToyModel model({{2}, {3}});
     const CommHookPtr sum = make_comm_hook(
         [](c10d::GradBucket& bucket) { return completed(bucket.getBuffer()); });
     const CommHookPtr average = make_comm_hook([](c10d::GradBucket& bucket) {
