@@ -65,6 +65,21 @@ def _boxes_of(shape: tuple[int, ...], begin: int, end: int) -> tuple[_Box, ...]:
 # ---- Tensors.
 
 
+class _FullTensor(torch.autograd.Function):
+    """full_tensor() of a sharded tensor, without a gradient: no backward would reduce it."""
+
+    @staticmethod
+    def forward(ctx: Any, shard: TensorShard) -> torch.Tensor:
+        return _C.full_tensor(shard)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> None:
+        raise RuntimeError(
+            "full_tensor() is not recorded by autograd.\nUse the parameter inside of forward, or "
+            "call full_tensor() under torch.no_grad()."
+        )
+
+
 class TensorShard(torch.Tensor):
     """A sharded tensor: a gradient, an optimizer's state, or the result of operators on shards.
 
@@ -90,12 +105,15 @@ class TensorShard(torch.Tensor):
         return _C.local_of(self)
 
     def full_tensor(self) -> torch.Tensor:
-        """Returns a copy of the unsharded tensor. Collective over the ranks that share it."""
+        """Returns a copy of the unsharded tensor. Collective over the ranks that share it.
+
+        The copy of a tensor that requires gradients raises RuntimeError in backward.
+        """
         if self.is_meta:
             return torch.empty_strided(
                 self.shape, self.stride(), dtype=self.dtype, device=self.device
             )
-        return _C.full_tensor(self)
+        return _FullTensor.apply(self)
 
     @property
     def device_mesh(self) -> Any:
