@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import collections
 import itertools
+import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
@@ -121,6 +122,7 @@ class Unit:
         self.policy = policy
         self.reshard_after_forward = reshard_after_forward
         self.root: Root | None = None
+        self.root_lock = threading.RLock()  # collectives of make_root() release the GIL
         self.creation_index = next(_creation_order)
         self.path = ""  # of the modules in the outermost one
         self.max_input_buffers: int | None = None  # the root uses the minimum of all units
@@ -228,7 +230,11 @@ class Unit:
 
     def require_root(self) -> Root:
         """Returns the root. Makes it, collectively, if there is none."""
-        return self.root or make_root(self.outermost())
+        if self.root is None:
+            outermost = self.outermost()
+            with outermost.root_lock:
+                return self.root or make_root(outermost)
+        return self.root
 
     def has_parameters(self) -> bool:
         return any(True for module in self.modules() for _ in module.parameters())
