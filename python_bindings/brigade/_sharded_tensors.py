@@ -295,6 +295,33 @@ def as_shard(
     return tensor
 
 
+@torch.no_grad()
+def write_shard(parameter: TensorShard, value: torch.Tensor) -> None:
+    """Writes this rank's shard of a sharded, DTensor or full value. Collective for a DTensor.
+
+    Inside of whole_parameters() it writes the unsharded parameter; then also collective for a
+    sharded value.
+    """
+    if value is parameter:
+        return
+    root = parameter._unit().root
+    is_unsharded = root is not None and root.is_unsharded
+    if is_unsharded and not root.keeps_writes:
+        raise RuntimeError(
+            "fully_shard: load_state_dict() inside of whole_parameters() would be lost.\nUse "
+            "whole_parameters(writes=True), or load outside of it."
+        )
+    if is_unsharded and _C.is_sharded(value) and _C.alias_key(value) == _C.alias_key(parameter):
+        return
+    if is_unsharded or not _C.is_sharded(value):
+        full = value.full_tensor() if hasattr(value, "full_tensor") else value
+        value = full if is_unsharded else _C.shard_like(full, parameter)
+    if parameter.is_meta and not value.is_meta:
+        _C.set_shard(parameter, value.detach().to(parameter.dtype))
+    else:
+        parameter.copy_(value)
+
+
 @functools.cache
 def parameter_class(own: type[nn.Parameter]) -> type[ShardedParameter]:
     """Returns the class of a sharded parameter whose class was `own`; keeps its methods."""

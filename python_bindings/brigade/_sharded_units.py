@@ -35,7 +35,7 @@ from brigade._prepare_parameters import (
     require_read_only,
     require_untied,
 )
-from brigade._sharded_tensors import TensorShard, as_shard, parameter_class
+from brigade._sharded_tensors import TensorShard, as_shard, parameter_class, write_shard
 from brigade._tensor_trees import cast_floating, map_tensors, move_to, tensors_in
 
 _UNIT = "_brigade_unit"
@@ -402,6 +402,9 @@ def _await_statuses(module: nn.Module, *_: Any) -> None:
 
 def _write_shards(module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
     """Load-state-dict pre-hook: writes this rank's shards, and puts the parameters into `state`."""
+    unit = unit_of(module)
+    if unit.root is not None and unit in unit.root.manually_unsharded:
+        unit.reshard(writes=False)
     for path, child in own_modules(module):
         for name, parameter in child._parameters.items():
             key = prefix + path + name
@@ -411,20 +414,6 @@ def _write_shards(module: nn.Module, state: dict[str, Any], prefix: str, *_: Any
             if value.shape == parameter.shape:
                 write_shard(parameter, value)
                 state[key] = parameter
-
-
-@torch.no_grad()
-def write_shard(parameter: TensorShard, value: torch.Tensor) -> None:
-    """Writes this rank's shard of a sharded, DTensor or full value. Collective for a DTensor."""
-    if value is parameter:
-        return
-    if not _C.is_sharded(value):
-        full = value.full_tensor() if hasattr(value, "full_tensor") else value
-        value = _C.shard_like(full, parameter)
-    if parameter.is_meta and not value.is_meta:
-        _C.set_shard(parameter, value.detach().to(parameter.dtype))
-    else:
-        parameter.copy_(value)
 
 
 # ---- Module.to() and similar methods, which call _apply().
@@ -510,7 +499,7 @@ class Root:
             _parents_and_meshes(outermost, units),
         )
         self.device = next(p.device for unit in units for p in unit.parameters)
-        self.is_unsharded = False
+        self.is_unsharded = self.keeps_writes = False
         self.manually_unsharded: set[Unit] = set()
         self.native.set_synchronizes(not outermost.manual_finalization)
         for index, unit in enumerate(units):
@@ -562,7 +551,7 @@ class Root:
         for unit in self.units:
             unit.slots.require_unchanged()
         self.native.unshard(range(len(self.units)), writes)
-        self.is_unsharded = True
+        self.is_unsharded, self.keeps_writes = True, writes
 
     def reshard(self, drops_writes: bool) -> None:
         self.is_unsharded = False
