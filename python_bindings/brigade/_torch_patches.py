@@ -68,6 +68,8 @@ def patch_torch() -> None:
         *((owner, "_has_dtensor_modules", _has_sharded_tensors) for owner in _lightning()),
     ):
         setattr(owner, name, _patched(getattr(owner, name), patch))
+    # Compiled optimizers would read a shard's memory; this makes their steps graph breaks.
+    torch._dynamo.trace_rules.add("torch.optim")
     torch.nn.utils.get_total_norm = clip._get_total_norm
 
 
