@@ -306,8 +306,7 @@ class Unit:
 
     def unshard(self) -> None:
         """Unshards this unit, without those inside of it. Collective."""
-        root = self.require_root()
-        if self.native is None or root.is_unsharded:
+        if self.native is None or (root := self.require_root()).is_unsharded:
             return
         self.slots.require_unchanged()
         if not self.is_in_pass():
