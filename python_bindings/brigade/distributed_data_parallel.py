@@ -867,6 +867,7 @@ class DistributedDataParallel(_TorchDistributedDataParallel):
             ValueError: The type annotations of `hook` are not those above.
             DistBackendError: A peer failed.
             RuntimeError: A hook is registered already, or the ranks' hooks differ.
+            NotImplementedError: optimize_ddp="python_reducer", whose all-reduces call no hook.
 
         For example:
 
@@ -879,11 +880,21 @@ class DistributedDataParallel(_TorchDistributedDataParallel):
         """
         with self._logging_errors():
             _checks.require_comm_hook(hook)
+            self._require_calls_of_hooks()
             self.reducer._register_comm_hook(state, hook)
         self.logger._set_comm_hook_name(_checks.hook_name(hook))
         self._comm_hooks.append((hook, state))
 
+    def _require_calls_of_hooks(self) -> None:
+        if self._use_python_reducer:
+            raise NotImplementedError(
+                "DistributedDataParallel: a comm hook can't be registered with "
+                'torch._dynamo.config.optimize_ddp="python_reducer": compiled all-reduces do not '
+                "call it.\nLeave out the hook, or set another optimize_ddp before wrapping."
+            )
+
     def _register_builtin_comm_hook(self, comm_hook_type: dist.BuiltinCommHookType) -> None:
+        self._require_calls_of_hooks()
         self.reducer._register_builtin_comm_hook(comm_hook_type)
         self.logger._set_comm_hook_name(str(comm_hook_type))
 
