@@ -24,6 +24,7 @@ import torch.nn.parallel.distributed
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from brigade import _checks
+from brigade._sharded_units import unit_of
 from brigade.distributed_data_parallel import DistributedDataParallel
 from brigade.fully_shard import (
     FSDPModule,
@@ -203,6 +204,9 @@ def _shard(module: Any, **kwargs: Any) -> Any:
     if mesh is None and dist.is_initialized():
         kwargs["mesh"] = _default_mesh(submodules)
     return fully_shard(module, **kwargs)
+
+
+_shard.state = lambda module: unit_of(module) or _torchs["fully_shard"].state(module)
 
 
 @functools.cache

@@ -65,6 +65,21 @@ def _boxes_of(shape: tuple[int, ...], begin: int, end: int) -> tuple[_Box, ...]:
 # ---- Tensors.
 
 
+class _FullTensor(torch.autograd.Function):
+    """full_tensor() of a sharded tensor, without a gradient: no backward would reduce it."""
+
+    @staticmethod
+    def forward(ctx: Any, shard: TensorShard) -> torch.Tensor:
+        return _C.full_tensor(shard)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> None:
+        raise RuntimeError(
+            "full_tensor() is not recorded by autograd.\nUse the parameter inside of forward, or "
+            "call full_tensor() under torch.no_grad()."
+        )
+
+
 class TensorShard(torch.Tensor):
     """A sharded tensor: a gradient, an optimizer's state, or the result of operators on shards.
 
@@ -90,12 +105,15 @@ class TensorShard(torch.Tensor):
         return _C.local_of(self)
 
     def full_tensor(self) -> torch.Tensor:
-        """Returns a copy of the unsharded tensor. Collective over the ranks that share it."""
+        """Returns a copy of the unsharded tensor. Collective over the ranks that share it.
+
+        The copy of a tensor that requires gradients raises RuntimeError in backward.
+        """
         if self.is_meta:
             return torch.empty_strided(
                 self.shape, self.stride(), dtype=self.dtype, device=self.device
             )
-        return _C.full_tensor(self)
+        return _FullTensor.apply(self)
 
     @property
     def device_mesh(self) -> Any:
@@ -275,6 +293,33 @@ def as_shard(
     if reference is not None:
         tensor._brigade_unit = reference
     return tensor
+
+
+@torch.no_grad()
+def write_shard(parameter: TensorShard, value: torch.Tensor) -> None:
+    """Writes this rank's shard of a sharded, DTensor or full value. Collective for a DTensor.
+
+    Inside of whole_parameters() it writes the unsharded parameter; then also collective for a
+    sharded value.
+    """
+    if value is parameter:
+        return
+    root = parameter._unit().root
+    is_unsharded = root is not None and root.is_unsharded
+    if is_unsharded and not root.keeps_writes:
+        raise RuntimeError(
+            "fully_shard: load_state_dict() inside of whole_parameters() would be lost.\nUse "
+            "whole_parameters(writes=True), or load outside of it."
+        )
+    if is_unsharded and _C.is_sharded(value) and _C.alias_key(value) == _C.alias_key(parameter):
+        return
+    if is_unsharded or not _C.is_sharded(value):
+        full = value.full_tensor() if hasattr(value, "full_tensor") else value
+        value = full if is_unsharded else _C.shard_like(full, parameter)
+    if parameter.is_meta and not value.is_meta:
+        _C.set_shard(parameter, value.detach().to(parameter.dtype))
+    else:
+        parameter.copy_(value)
 
 
 @functools.cache

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import collections
 import itertools
+import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
@@ -34,7 +35,7 @@ from brigade._prepare_parameters import (
     require_read_only,
     require_untied,
 )
-from brigade._sharded_tensors import TensorShard, as_shard, parameter_class
+from brigade._sharded_tensors import TensorShard, as_shard, parameter_class, write_shard
 from brigade._tensor_trees import cast_floating, map_tensors, move_to, tensors_in
 
 _UNIT = "_brigade_unit"
@@ -121,6 +122,7 @@ class Unit:
         self.policy = policy
         self.reshard_after_forward = reshard_after_forward
         self.root: Root | None = None
+        self.root_lock = threading.RLock()  # collectives of make_root() release the GIL
         self.creation_index = next(_creation_order)
         self.path = ""  # of the modules in the outermost one
         self.max_input_buffers: int | None = None  # the root uses the minimum of all units
@@ -228,7 +230,11 @@ class Unit:
 
     def require_root(self) -> Root:
         """Returns the root. Makes it, collectively, if there is none."""
-        return self.root or make_root(self.outermost())
+        if self.root is None:
+            outermost = self.outermost()
+            with outermost.root_lock:
+                return self.root or make_root(outermost)
+        return self.root
 
     def has_parameters(self) -> bool:
         return any(True for module in self.modules() for _ in module.parameters())
@@ -300,8 +306,7 @@ class Unit:
 
     def unshard(self) -> None:
         """Unshards this unit, without those inside of it. Collective."""
-        root = self.require_root()
-        if self.native is None or root.is_unsharded:
+        if self.native is None or (root := self.require_root()).is_unsharded:
             return
         self.slots.require_unchanged()
         if not self.is_in_pass():
@@ -396,6 +401,9 @@ def _await_statuses(module: nn.Module, *_: Any) -> None:
 
 def _write_shards(module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
     """Load-state-dict pre-hook: writes this rank's shards, and puts the parameters into `state`."""
+    unit = unit_of(module)
+    if unit.root is not None and unit in unit.root.manually_unsharded:
+        unit.reshard(writes=False)
     for path, child in own_modules(module):
         for name, parameter in child._parameters.items():
             key = prefix + path + name
@@ -405,20 +413,6 @@ def _write_shards(module: nn.Module, state: dict[str, Any], prefix: str, *_: Any
             if value.shape == parameter.shape:
                 write_shard(parameter, value)
                 state[key] = parameter
-
-
-@torch.no_grad()
-def write_shard(parameter: TensorShard, value: torch.Tensor) -> None:
-    """Writes this rank's shard of a sharded, DTensor or full value. Collective for a DTensor."""
-    if value is parameter:
-        return
-    if not _C.is_sharded(value):
-        full = value.full_tensor() if hasattr(value, "full_tensor") else value
-        value = _C.shard_like(full, parameter)
-    if parameter.is_meta and not value.is_meta:
-        _C.set_shard(parameter, value.detach().to(parameter.dtype))
-    else:
-        parameter.copy_(value)
 
 
 # ---- Module.to() and similar methods, which call _apply().
@@ -504,7 +498,7 @@ class Root:
             _parents_and_meshes(outermost, units),
         )
         self.device = next(p.device for unit in units for p in unit.parameters)
-        self.is_unsharded = False
+        self.is_unsharded = self.keeps_writes = False
         self.manually_unsharded: set[Unit] = set()
         self.native.set_synchronizes(not outermost.manual_finalization)
         for index, unit in enumerate(units):
@@ -556,7 +550,7 @@ class Root:
         for unit in self.units:
             unit.slots.require_unchanged()
         self.native.unshard(range(len(self.units)), writes)
-        self.is_unsharded = True
+        self.is_unsharded, self.keeps_writes = True, writes
 
     def reshard(self, drops_writes: bool) -> None:
         self.is_unsharded = False

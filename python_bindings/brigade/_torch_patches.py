@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import sys
 from collections import Counter, defaultdict
 from collections.abc import Callable
 from typing import Any
@@ -14,6 +15,7 @@ from typing import Any
 import torch
 import torch.distributed._state_dict_utils
 import torch.distributed.checkpoint.state_dict
+from torch import nn
 from torch.distributed.checkpoint._state_dict_stager import StateDictStager as _StateDictStager
 from torch.distributed.checkpoint.planner import SavePlan
 from torch.distributed.checkpoint.staging import BlockingAsyncStager as _BlockingStager
@@ -62,9 +64,21 @@ def patch_torch() -> None:
         # the others.
         (HuggingFaceStorageWriter, "prepare_local_plan", _require_one_chunk_per_tensor),
         (HuggingFaceStorageWriter, "prepare_global_plan", _require_one_writer_per_file),
+        # Lightning loads checkpoints only into modules with DTensors.
+        *((owner, "_has_dtensor_modules", _has_sharded_tensors) for owner in _lightning()),
     ):
         setattr(owner, name, _patched(getattr(owner, name), patch))
+    # Compiled optimizers would read a shard's memory; this makes their steps graph breaks.
+    torch._dynamo.trace_rules.add("torch.optim")
     torch.nn.utils.get_total_norm = clip._get_total_norm
+
+
+def _lightning() -> list[Any]:
+    homes = (
+        f"{name}.strategies.model_parallel" for name in ("lightning.fabric", "lightning_fabric")
+    )
+    found = [sys.modules.get(home) for home in homes]
+    return [module for module in found if hasattr(module, "_has_dtensor_modules")]
 
 
 def _patched(original: Callable, patch: Callable) -> Callable:
@@ -136,6 +150,11 @@ def _stage(original: Callable, self: Any, state_dict: dict[str, Any]) -> dict[st
 def _copy_on_cpu(tensor: torch.Tensor) -> torch.Tensor:
     copied = tensor.detach().clone().to("cpu")
     return as_shard(copied, tensor) if isinstance(tensor, TensorShard) else copied
+
+
+def _has_sharded_tensors(original: Callable, module: object) -> bool:
+    of_module = module.parameters() if isinstance(module, nn.Module) else ()
+    return original(module) or any(isinstance(parameter, TensorShard) for parameter in of_module)
 
 
 def _gather_state_dict(

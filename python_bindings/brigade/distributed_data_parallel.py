@@ -524,11 +524,27 @@ class DistributedDataParallel(_TorchDistributedDataParallel):
             submodule.register_forward_pre_hook(
                 self._module_wait_for_copy_hook, prepend=False, with_kwargs=True
             )
+        self.module.register_forward_hook(self._restore_after_inference, always_call=True)
         state = hooks._AllreduceUpcastHookState(
             ddp_weakref=weakref.ref(self), upcast_stream=torch.Stream()
         )
         self.register_comm_hook(state, hooks._reducer_allreduce_and_upcast_hook)
         self.reducer._set_mixed_precision_param_dtype(precision.param_dtype)
+
+    def _root_copy_hook(self, *args: Any, **kwargs: Any) -> None:
+        super()._root_copy_hook(*args, **kwargs)
+        if not torch.is_grad_enabled():  # the submodules' hooks, which need a graph, find no event
+            for events in self._submodule_to_event.values():
+                events.popleft().wait(stream=torch.accelerator.current_stream())
+
+    def _restore_after_inference(self, *args: Any) -> None:
+        """Forward hook: restores the parameters if no backward does."""
+        parameters = list(self.module.parameters())
+        if torch.is_grad_enabled() or any(hasattr(p, "_ddp_mp_hook_state") for p in parameters):
+            return
+        for parameter in parameters:
+            if hasattr(parameter, "_fp_param"):  # not ignored
+                parameter.data = parameter._fp_param
 
     def _ddp_init_helper(
         self,
@@ -854,6 +870,7 @@ class DistributedDataParallel(_TorchDistributedDataParallel):
             ValueError: The type annotations of `hook` are not those above.
             DistBackendError: A peer failed.
             RuntimeError: A hook is registered already, or the ranks' hooks differ.
+            NotImplementedError: optimize_ddp="python_reducer", whose all-reduces call no hook.
 
         For example:
 
@@ -866,11 +883,21 @@ class DistributedDataParallel(_TorchDistributedDataParallel):
         """
         with self._logging_errors():
             _checks.require_comm_hook(hook)
+            self._require_calls_of_hooks()
             self.reducer._register_comm_hook(state, hook)
         self.logger._set_comm_hook_name(_checks.hook_name(hook))
         self._comm_hooks.append((hook, state))
 
+    def _require_calls_of_hooks(self) -> None:
+        if self._use_python_reducer:
+            raise NotImplementedError(
+                "DistributedDataParallel: a comm hook can't be registered with "
+                'torch._dynamo.config.optimize_ddp="python_reducer": compiled all-reduces do not '
+                "call it.\nLeave out the hook, or set another optimize_ddp before wrapping."
+            )
+
     def _register_builtin_comm_hook(self, comm_hook_type: dist.BuiltinCommHookType) -> None:
+        self._require_calls_of_hooks()
         self.reducer._register_builtin_comm_hook(comm_hook_type)
         self.logger._set_comm_hook_name(str(comm_hook_type))
 

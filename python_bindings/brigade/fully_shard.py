@@ -193,6 +193,8 @@ class FSDPModule(_TorchFSDPModule):
         self._prefetch("backward_prefetch_depth", modules)
 
     def _prefetch(self, name: str, modules: list[FSDPModule]) -> None:
+        if unit_of(self).native is None:
+            return
         root = self._root()
         units = [unit_of(module) for module in modules]
         if any(unit is None or unit.root is not root for unit in units):
@@ -605,6 +607,9 @@ def fully_shard(
     for each in modules:
         each.__class__ = _sharded_class(type(each))
     return module
+
+
+fully_shard.state = unit_of  # as torch's: not None if sharded
 
 
 def _require_separate(modules: list[nn.Module]) -> None:

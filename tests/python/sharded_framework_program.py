@@ -2,9 +2,9 @@
 
     torchrun --standalone --nproc-per-node 2 sharded_framework_program.py lightning|accelerate
 
-``install()`` selects the implementation. Fails if the other one is used, or if losses or the
-weights of Lightning's checkpoint differ. ``accelerate-cuda`` trains on a device. Its losses may
-differ by 1e-6, because sums on devices have no fixed order.
+``install()`` selects the implementation. Fails if the other one is used, or if losses, weights of
+Lightning's checkpoint or losses after its resume differ. ``accelerate-cuda`` trains on a device.
+Its losses may differ by 1e-6, because sums on devices have no fixed order.
 """
 
 from __future__ import annotations
@@ -53,26 +53,32 @@ def _lightning() -> tuple[nn.Module, list[float]]:
         def configure_optimizers(self) -> torch.optim.Optimizer:
             return torch.optim.AdamW(self.parameters(), lr=1e-2)
 
-    module = Language()
-    trainer = lightning.Trainer(
-        accelerator="cpu",
-        devices=_WORLD_SIZE,
-        strategy=ModelParallelStrategy(_WORLD_SIZE, 1, save_distributed_checkpoint=False),
-        max_epochs=1,
-        gradient_clip_val=10.0,  # above all norms, whose last bits differ
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-    )
-    trainer.fit(module, DataLoader(_Rows(), batch_size=_BATCH))
+    def fit(max_epochs: int, path: str | None = None) -> tuple[lightning.Trainer, Language]:
+        module = Language()
+        trainer = lightning.Trainer(
+            accelerator="cpu",
+            devices=_WORLD_SIZE,
+            strategy=ModelParallelStrategy(_WORLD_SIZE, 1, save_distributed_checkpoint=False),
+            max_epochs=max_epochs,
+            gradient_clip_val=10.0,  # above all norms, whose last bits differ
+            logger=False,
+            enable_checkpointing=False,
+            enable_progress_bar=False,
+            enable_model_summary=False,
+        )
+        trainer.fit(module, DataLoader(_Rows(), batch_size=_BATCH), ckpt_path=path)
+        return trainer, module
+
+    trainer, _ = fit(max_epochs=1)
     with tempfile.TemporaryDirectory() as folder:
-        trainer.save_checkpoint(f"{folder}/one")
+        path = trainer.strategy.broadcast(f"{folder}/one")
+        trainer.save_checkpoint(path)
         if dist.get_rank() == 0:
-            saved = torch.load(f"{folder}/one", weights_only=False)
+            saved = torch.load(path, weights_only=False)
             state = saved["state_dict"].values()
             losses += [value.double().sum().item() for value in state]
             losses += [value.numel() for value in state]
+        _, module = fit(max_epochs=2, path=path)
     return module.model, losses
 
 

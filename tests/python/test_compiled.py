@@ -4,7 +4,9 @@ import pathlib
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel as TorchDistributedDataParallel
 
 import brigade
@@ -105,6 +107,18 @@ def test_a_compiled_backward_reduces_without_graph_breaks(rank):
             results[name] += [p.grad.clone() for p in wrapped.parameters()]
     assert_equal(results["brigade"], results["torch"])
     assert isinstance(wrapped, TorchDistributedDataParallel)
+
+
+@on_ranks(1)
+def test_a_hook_that_a_compiled_backward_would_not_call_is_an_error(rank):
+    with torch._dynamo.config.patch(optimize_ddp="python_reducer"):
+        wrapped = brigade.DistributedDataParallel(_model())
+    for register, *hook in (
+        (wrapped.register_comm_hook, None, default_hooks.fp16_compress_hook),
+        (wrapped._register_builtin_comm_hook, dist.BuiltinCommHookType.FP16_COMPRESS),
+    ):
+        with pytest.raises(NotImplementedError, match='optimize_ddp="python_reducer"'):
+            register(*hook)
 
 
 @on_ranks(1)

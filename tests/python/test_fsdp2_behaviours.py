@@ -8,11 +8,20 @@ import copy
 import pytest
 import torch
 from torch import nn
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import brigade
 
 from ranks import on_ranks
-from sharded_training import expect_equal, loss_of, make_net, shard_blocks
+from sharded_training import (
+    Pair,
+    batch_of,
+    expect_equal,
+    loss_of,
+    make_net,
+    shard_blocks,
+    train_step,
+)
 from whole_numbers import backward_of_all, expect_gradients
 
 
@@ -132,3 +141,77 @@ def test_a_registered_forward_method(rank):
         model.encode(torch.tensor([99]))
     assert isinstance(model.embed.weight, brigade.ShardedParameter)
     expect_gradients(model, plain)
+
+
+# ---- An inner unit before the first forward.
+
+
+def _clip(block):
+    for parameter in block.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    norm = nn.utils.clip_grad_norm_(block.parameters(), 1.0)
+    block.zero_grad()
+    return norm
+
+
+def _unshard(block):
+    block.unshard()
+    weight = block.up.weight.detach().clone()
+    block.reshard()
+    return weight
+
+
+def _in_whole_parameters(block):
+    with block.whole_parameters():
+        return block.up.weight.detach().clone()
+
+
+def _load(block):
+    block.load_state_dict(make_net().blocks[0].state_dict())
+    return block.up.weight.full_tensor()
+
+
+def _weight(block):
+    return block.up.weight
+
+
+# Functions of a sharded block and of the plain one; both return the same value.
+FIRST_USES = {
+    "norm": (lambda block: block.up.weight.norm(),) * 2,
+    "clip": (_clip,) * 2,
+    "full state dict": (lambda block: block.full_state_dict()["up.weight"], _weight),
+    "load": (_load, _weight),
+    "unshard": (_unshard, _weight),
+    "whole_parameters": (_in_whole_parameters, _weight),
+}
+
+
+@pytest.mark.parametrize("name", FIRST_USES)
+@on_ranks()
+def test_an_inner_unit_may_be_used_before_the_first_forward(rank, name):
+    pair = Pair(rank)
+    with torch.no_grad():
+        found, expected = (
+            use(net.blocks[0])
+            for use, net in zip(FIRST_USES[name], (pair.model, pair.plain), strict=True)
+        )
+    torch.testing.assert_close(found, expected)
+    pair.expect_step(0)
+    pair.expect_step(1)
+
+
+@on_ranks()
+def test_an_averaged_model_is_sharded_after_its_copy(rank):
+    plain, model = make_net(), make_net()
+    averages = [
+        AveragedModel(net, multi_avg_fn=get_ema_multi_avg_fn(0.5)) for net in (plain, model)
+    ]
+    shard_blocks(model)
+    shard_blocks(averages[1].module)
+    for net, average in zip((plain, model), averages, strict=True):
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+        for step in range(3):
+            train_step(net, optimizer, step, 0)
+            average.update_parameters(net)
+    x = batch_of(0, 9)
+    torch.testing.assert_close(averages[1](x), averages[0](x))

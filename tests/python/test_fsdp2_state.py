@@ -141,3 +141,32 @@ def test_a_state_dict_within_whole_parameters_is_unsharded(rank):
         plain.load_state_dict(found, strict=True)
         expect_parameters(model, plain)
     assert torch.equal(parts["0.weight"].full_tensor(), plain[0].weight)
+
+
+@pytest.mark.parametrize("assign", [False, True])
+@pytest.mark.parametrize("is_sharded", [False, True])
+@pytest.mark.parametrize("scope", ["unshard", "whole_parameters"])
+@on_ranks()
+def test_a_state_dict_loads_while_parameters_are_unsharded(rank, scope, is_sharded, assign):
+    plain, model = layers(3, 5, 2), _shard(layers(3, 5, 2), as_units=True)
+    model(batch_of(3, rank, 0))
+    state = {name: value.clone() for name, value in model.state_dict().items()}
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.zero_()
+    state = state if is_sharded else plain.state_dict()
+    if scope == "unshard":
+        model[0].unshard()
+        model.load_state_dict(state, assign=assign)
+    else:
+        words = r"whole_parameters\(writes=True\)"
+        with pytest.raises(RuntimeError, match=words), model.whole_parameters():
+            model.load_state_dict(state, assign=assign)
+        with model.whole_parameters(writes=True):
+            model.load_state_dict(state, assign=assign)
+            with torch.no_grad():
+                model[0].bias.add_(1)
+                plain[0].bias.add_(1)
+            model.load_state_dict(model.state_dict())
+    expect_parameters(model, plain)
+    assert torch.equal(model(batch_of(3, rank, 0)), plain(batch_of(3, rank, 0)))

@@ -1,5 +1,6 @@
-"""A rank's other threads run while its backward waits for a peer."""
+"""A rank's other threads: they run while backward waits for a peer, and use the same model."""
 
+import concurrent.futures
 import sys
 import threading
 import traceback
@@ -11,7 +12,9 @@ from torch import nn
 
 import brigade
 
+from exact_training import MODES, Training
 from ranks import on_ranks
+from sharded_training import Pair, batch_of
 
 # Rounds between the peer and the other thread before the peer joins. Backward reaches its wait
 # meanwhile, and the thread needs the GIL in each round.
@@ -73,3 +76,55 @@ def test_a_thread_runs_while_backward_waits_for_a_peer(rank, options, with_hook)
     assert model[1].bias.grad.eq(1).all()
     # The average of gradients that are 0 and 2 times the input.
     assert torch.equal(model[0].weight.grad, model[1].weight.detach().sum(0)[:, None].expand(2, 2))
+
+
+@on_ranks(timeout_s=30, deadline_s=90)
+def test_two_threads_make_one_root(rank):
+    pair = Pair(rank)
+    both = threading.Barrier(2)
+
+    def explain():
+        both.wait()
+        return pair.model.explain()
+
+    with concurrent.futures.ThreadPoolExecutor(2) as pool:
+        texts = [pool.submit(explain) for _ in range(2)]
+        assert texts[0].result() == texts[1].result()
+    pair.expect_step(0)
+
+
+def _infer_during_forward(inside, infer):
+    """Makes forwards of the module `inside` wait for `infer` in another thread, without gradients.
+
+    Returns the hook's handle and a list of the thread's exceptions.
+    """
+    errors, thread = [], concurrent.futures.ThreadPoolExecutor(1)
+
+    def wait_for_thread(*_):
+        if threading.current_thread() is threading.main_thread():
+            errors.append(thread.submit(torch.no_grad()(infer)).exception())
+
+    return inside.register_forward_pre_hook(wait_for_thread), errors
+
+
+@pytest.mark.parametrize("mode", [*MODES, "one_backward_per_forward"])
+@on_ranks(timeout_s=30)
+def test_gradients_are_exact_while_a_thread_infers(rank, mode):
+    training = Training(rank, MODES.get(mode, {mode: True}))
+    weights = [torch.ones_like(p) for p in training.model.parameters()]
+    _, errors = _infer_during_forward(training.model, lambda: training.wrapped(weights))
+    training.expect_steps(4)
+    assert errors == [None] * 4
+
+
+@on_ranks(timeout_s=30)
+def test_a_forward_during_a_sharded_forward_of_another_thread_is_an_error(rank):
+    pair = Pair(rank)
+    pair.expect_step(0)
+    handle, errors = _infer_during_forward(pair.model.head, lambda: pair.model(batch_of(rank, 1)))
+    words = "found a forward during one in another thread"
+    with pytest.raises(RuntimeError, match=words):
+        pair.loss(1).backward()
+    assert words in str(errors[0])
+    handle.remove()
+    pair.expect_step(1)

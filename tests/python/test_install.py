@@ -285,6 +285,8 @@ def test_fully_shard_is_brigades(rank):
             module.twice = types.MethodType(lambda self, x: 2 * (x @ self.weight), module)
             torch.distributed.fsdp.register_fsdp_forward_method(module, "twice")
             assert module.twice(torch.ones(2)).shape == (2,)
+        is_sharded = [fully_shard.state(each) is not None for each in (ours, stays, module)]
+        assert is_sharded == [True, True, False]
         assert isinstance(composable(torch.nn.Linear(2, 2)), brigade.FSDPModule)
         above = fully_shard(torch.nn.Sequential(stays, torch.nn.Linear(2, 2)))
         assert isinstance(above, FSDPModule) and not isinstance(above, brigade.FSDPModule)

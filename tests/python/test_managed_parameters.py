@@ -167,3 +167,23 @@ def test_scalars_and_views_with_gaps_equal_one_process(rank, world_size, reshard
         pair.expect_step(step)
     for name, part in model.named_parameters():
         assert part.shape == plain.get_parameter(name).shape
+
+
+@on_ranks()
+def test_a_root_without_parameters_has_torchs_methods(rank):
+    model = brigade.fully_shard(nn.Sequential(nn.ReLU()))
+    for act in (
+        model.unshard,
+        model.reshard,
+        lambda: model.unshard(async_op=True).wait(),
+        lambda: model.set_modules_to_forward_prefetch([model]),
+        lambda: model.set_modules_to_backward_prefetch([model]),
+        lambda: model.set_requires_gradient_sync(False),
+        lambda: model.load_state_dict(model.state_dict()),
+    ):
+        act()
+        assert torch.equal(model(torch.ones(2)), torch.ones(2))
+    with pytest.raises(ValueError, match="has no parameters to shard"):
+        model.explain()
+    assert brigade.fully_shard.state(model) is not None
+    assert brigade.fully_shard.state(model[0]) is None

@@ -3,8 +3,11 @@
 from contextlib import nullcontext
 from unittest import mock
 
+import pytest
 import torch
 from torch.nn.parallel.distributed import _MixedPrecision
+
+import brigade
 
 from cases import pairwise
 from ranks import on_ranks
@@ -57,3 +60,36 @@ def test_training_in_low_precision_gives_torchs_bits(rank, views, set_to_none, r
     assert_equal(gradients["brigade"][0], gradients["torch"][1])
     for ours, torchs in zip(gradients["brigade"][1:], gradients["torch"][1:], strict=True):
         assert_equal(ours, torchs)
+
+
+@pytest.mark.parametrize("without_gradients", [torch.no_grad, torch.inference_mode])
+@on_ranks()
+def test_the_wrapper_evaluates_batch_norm_and_trains_on(rank, without_gradients):
+    precision = _MixedPrecision(torch.bfloat16, torch.bfloat16, buffer_dtype=torch.bfloat16)
+    streams, current = _streams_on_the_cpu()
+    found = []
+    with streams, current:
+        for evaluates in (False, True):
+            torch.manual_seed(0)
+            wrapped = brigade.DistributedDataParallel(Perceptron(), mixed_precision=precision)
+            optimizer = torch.optim.SGD(wrapped.parameters(), lr=0.1)
+            for x in inputs(rank, 3):
+                loss = loss_of(wrapped(x))
+                if evaluates:  # between forward and backward
+                    _evaluate(wrapped.eval(), without_gradients)
+                loss.backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                if evaluates:
+                    before = [p.clone() for p in wrapped.parameters()]
+                    output = _evaluate(wrapped, without_gradients)
+                    assert output.dtype == torch.bfloat16
+                    assert_equal(list(wrapped.parameters()), before)
+                wrapped.train()
+            found.append(list(wrapped.parameters()))
+    assert_equal(*found)
+
+
+def _evaluate(wrapped, without_gradients):
+    with without_gradients():
+        return wrapped(torch.ones(4, 6))

@@ -92,6 +92,19 @@ def test_unsharded_replicas_support_any_operator(rank):
     dist.broadcast(part, 0)
 
 
+@on_ranks()
+def test_a_loss_that_uses_a_full_tensor_is_an_error_in_backward(rank):
+    net = brigade.fully_shard(_make())
+    for _ in range(2):
+        loss = net(torch.ones(2, 5)).square().mean() * net[1].scale.full_tensor()
+        with pytest.raises(RuntimeError, match=r"full_tensor\(\) is not recorded"):
+            loss.backward()
+    with torch.no_grad():
+        scale = net[1].scale.full_tensor()
+    (net(torch.ones(2, 5)).square().mean() * scale).backward()
+    assert scale.item() == 2 and net[1].scale.grad is not None
+
+
 @pytest.mark.parametrize(
     "options",
     [

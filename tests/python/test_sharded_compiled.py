@@ -101,6 +101,26 @@ def test_compiled_bits_equal_one_process(rank, way, reshards):
     assert statistics["reduced_backwards"] == 4
 
 
+def _clip_and_step(net, optimizer):
+    nn.utils.clip_grad_norm_(net.parameters(), 0.1)
+    optimizer.step()
+
+
+@on_ranks()
+def test_a_compiled_clip_and_optimizer_step_equal_one_process(rank):
+    torch._dynamo.reset()
+    plain, model = make_net(), shard_blocks(make_net())
+    compiled = torch.compile(_clip_and_step, backend="aot_eager")
+    for net, clip_and_step in ((plain, _clip_and_step), (model, compiled)):
+        optimizer = torch.optim.AdamW(net.parameters(), lr=0.1)
+        for step in range(3):
+            optimizer.zero_grad()
+            loss_of(net, batch_of(0, step)).backward()
+            clip_and_step(net, optimizer)
+    for name, value in model.full_state_dict().items():
+        torch.testing.assert_close(value, plain.state_dict()[name])
+
+
 @on_ranks(1)
 def test_training_continues_after_a_compiled_backward_raises(rank):
     from torch._dynamo import compiled_autograd
