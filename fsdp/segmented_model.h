@@ -87,6 +87,11 @@ class SegmentedModel final : public ShardedModel, public ParameterOwner {
   }
   void set_stall_report_after(std::chrono::milliseconds time) override;
 
+  // Accumulates an unsharded gradient of `parameter`, as from
+  // autograd::grad(), for the next synchronized backward or reduce(). Not
+  // collective. REQUIRES: no synchronization of the parameter's unit.
+  void add_gradient(const at::Tensor& parameter, const at::Tensor& gradient);
+
   // ParameterOwner.
   ParameterState use(std::span<const Shard* const> parameters) override;
   bool use_after_forward(std::span<const Shard* const> parameters) override;

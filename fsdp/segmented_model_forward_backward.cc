@@ -419,6 +419,27 @@ at::Tensor SegmentedModel::gradient_slot(const at::Tensor& parameter) {
   return found.flat->gradient_slot(found.in_flat);
 }
 
+void SegmentedModel::add_gradient(const at::Tensor& parameter,
+                                  const at::Tensor& gradient) {
+  const auto lock = lock_between_segments();
+  const Shard& shard = *shard_of(parameter);
+  const Parameter& found = parameters_[shard.number];
+  TORCH_CHECK(found.is_trained() && !is_open() && !reduces(units_[found.unit]),
+              "fully_shard: expected a sharded gradient of '", shard.name,
+              "', found an unsharded tensor, which is accumulated only while "
+              "gradients are not synchronized.\nCall backward(), or first "
+              "set_requires_gradient_sync(False).");
+  TORCH_CHECK_VALUE(gradient.sizes() == parameter.sizes(),
+                    "fully_shard: expected a gradient of shape ",
+                    parameter.sizes(), " of '", shard.name, "', found ",
+                    gradient.sizes(), ".");
+  prepare();
+  SegmentRun run(parts(), {});
+  used_[shard.number] = 1;
+  run.accumulate(found.unit, *found.flat, found.in_flat, gradient,
+                 /*is_reduced=*/false);
+}
+
 void SegmentedModel::end_backward() {
   if (!run_) return;
   recorder_.backward_ends();

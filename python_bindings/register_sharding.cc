@@ -389,6 +389,8 @@ void register_sharding(py::module_& module) {
       .def("set_max_reducing", &SegmentedModel::set_max_reducing,
            py::arg("value"))
       .def("holds_gradients", &holds_gradients)
+      .def("add_gradient", &SegmentedModel::add_gradient, NoGil(),
+           py::arg("parameter"), py::arg("gradient"))
       .def("gradient_slot", &SegmentedModel::gradient_slot, NoGil(),
            py::arg("parameter"))
       .def("timeline", &SegmentedModel::timeline, NoGil())

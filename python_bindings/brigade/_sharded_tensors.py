@@ -277,7 +277,10 @@ class ShardedParameter(TensorShard, nn.Parameter):
 
     @grad.setter
     def grad(self, value: torch.Tensor | None) -> None:
-        torch.Tensor.grad.__set__(self, value)
+        if value is None or _C.is_sharded(value):
+            torch.Tensor.grad.__set__(self, value)
+        else:  # of torch.autograd.grad(), as in schedules of split backwards
+            self._unit().require_root().native.add_gradient(self, value)
 
     @grad.deleter
     def grad(self) -> None:

@@ -214,3 +214,23 @@ def test_settings_without_meaning_have_no_effect(rank):
     for each in (model, other):
         loss_of(each, rank, 0).backward()
     _expect_same(_gradients(model), _gradients(other))
+
+
+@on_ranks()
+def test_gradients_of_autograd_grad_accumulate(rank):
+    pair = Pair(rank)
+    parts, wholes = list(pair.model.parameters()), list(pair.plain.parameters())
+    with pytest.raises(RuntimeError, match=r"unsharded tensor, .*\n.*set_requires_gradient_sync"):
+        parts[0].grad = torch.zeros(parts[0].shape, dtype=parts[0].dtype)
+    pair.model.set_requires_gradient_sync(False)
+    for step in range(2):
+        for part, value in zip(parts, torch.autograd.grad(pair.loss(step), parts), strict=True):
+            part.grad = value
+            assert part.grad is None
+    pair.model.set_requires_gradient_sync(True)
+    pair.loss(2).backward()
+    for step in range(3):
+        for other in range(pair.world_size):
+            loss_of(pair.plain, other, step).div(pair.world_size).backward()
+    for part, whole in zip(parts, wholes, strict=True):
+        torch.testing.assert_close(part.grad.full_tensor(), whole.grad)
