@@ -27,6 +27,7 @@ namespace fully_shard_test {
 using ::testing::AllOf;
 using ::testing::ElementsAre;
 using ::testing::HasSubstr;
+using ::testing::Pair;
 using ::testing::Property;
 using testing::run_ranks;
 using ::testing::Throws;
@@ -476,6 +477,27 @@ TEST(FullyShardTest, NormsAndClippingAreGlobal) {
                 expected, 1e-6);
     EXPECT_TRUE(torch::allclose(gather_whole(net->head->weight.grad()),
                                 plain->head->weight.grad(), 1e-5, 1e-7));
+  });
+}
+
+struct NamingHook : ReductionHook {
+  FuturePtr reduce(const Reduction& reduction) override {
+    names[reduction.index] = reduction.unit;
+    return reduction.sum(reduction.whole, reduction.shard);
+  }
+  std::string hook_name() const override { return "naming"; }
+  std::map<size_t, std::string> names;
+};
+
+// So that hooks keep state by unit: two of these units have one size.
+TEST(FullyShardTest, HooksGetTheirUnit) {
+  run_ranks(2, [](const Group& group) {
+    Net net = with_values(Net(), 1);
+    const auto hook = std::make_shared<NamingHook>();
+    const auto model = fully_shard(*net, group, {.comm_hook = hook});
+    model->forward([&] { return net(random({3, 6}, 1)); }).sum().backward();
+    EXPECT_THAT(hook->names, ElementsAre(Pair(0, "first"), Pair(1, "second"),
+                                         Pair(2, "head")));
   });
 }
 

@@ -75,14 +75,6 @@ def test_errors_name_the_unsupported_call_and_change_nothing(rank):
     pair.expect_step(0)
 
 
-@on_ranks()
-def test_a_module_with_shards_is_not_wrapped(rank):
-    net = nn.Sequential(nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False))
-    brigade.fully_shard(net[1])
-    with pytest.raises((RuntimeError, TypeError, ValueError)):
-        brigade.DistributedDataParallel(net)
-
-
 # ---- Modules that would silently train to wrong values.
 
 
