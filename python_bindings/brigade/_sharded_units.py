@@ -216,6 +216,11 @@ class Unit:
         parent = self.parent()
         return self if parent is None else parent.outermost()
 
+    @property
+    def _comm_ctx(self) -> Unit:
+        """Identifies the communication context; torch's pipeline schedules compare it."""
+        return self.outermost()
+
     def modules(self) -> list[nn.Module]:
         return [module for reference in self._modules if (module := reference()) is not None]
 
