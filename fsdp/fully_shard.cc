@@ -231,11 +231,12 @@ std::function<void()> make_registration_check(const Module& module) {
     known.insert(parameter.unsafeGetTensorImpl());
   }
   return [&module, known = std::move(known)] {
-    for (const at::Tensor& parameter : module.parameters()) {
+    for (const auto& item : module.named_parameters()) {
+      const auto [name, parameter] = named(item);
       TORCH_CHECK(!parameter.requires_grad() ||
                       known.contains(parameter.unsafeGetTensorImpl()),
-                  "fully_shard: a parameter of sizes ", parameter.sizes(),
-                  " was registered after sharding, and would differ between "
+                  "fully_shard: parameter '", name,
+                  "' was registered after sharding, and would differ between "
                   "ranks.\nRegister all parameters before fully_shard().");
     }
   };

@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <exception>
 #include <functional>
+#include <span>
 #include <utility>
 
 #include "absl/status/status.h"
@@ -20,7 +21,11 @@ constexpr size_t kBitsPerStatus = sizeof(StatusText) * 8;
 // The other half of the limit is for awaited rounds.
 constexpr size_t kMaxUnconfirmed = kMaxStatusesInFlight / 2;
 
-void throw_if_ranks_differ(const absl::Status& status) {
+void throw_if_ranks_differ(std::span<const RankStatus> by_rank) {
+  const absl::Status status = check_statuses(
+      by_rank,
+      "Run the same number of forwards and backwards on every rank; forwards "
+      "under no_grad are collective, too.");
   if (!status.ok()) {
     throw_peer_failure("fully_shard: " + std::string(status.message()));
   }
@@ -72,7 +77,7 @@ OpeningMessage common_opening(std::vector<RankStatus> by_rank) {
       status = leader;
     }
   }
-  throw_if_ranks_differ(check_statuses(by_rank));
+  throw_if_ranks_differ(by_rank);
   OpeningMessage common = {.kind = static_cast<SegmentKind>(leader.unit),
                            .tag = leader.proposal,
                            .schedule = leader.order,
@@ -298,7 +303,7 @@ std::vector<int64_t> SegmentExchange::compare(const std::string& text,
        .fingerprint = c10::hash_combine(hash, std::hash<std::string>{}(text)),
        .proposal = static_cast<uint64_t>(number),
        .text = status_text(text)});
-  throw_if_ranks_differ(check_statuses(by_rank));
+  throw_if_ranks_differ(by_rank);
   std::vector<int64_t> numbers;
   for (const RankStatus& status : by_rank) {
     numbers.push_back(static_cast<int64_t>(status.proposal));

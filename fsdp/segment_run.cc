@@ -115,7 +115,7 @@ void SegmentRun::all_gather(size_t number) {
       unit.is_stale = false;
     }
   } catch (...) {
-    record_error(absl::StrCat("the all-gather of unit '", unit.name, "'"));
+    record_error(absl::StrCat("the all-gather of ", describe_unit(unit.name)));
     is_broken_ = true;
   }
 }
@@ -173,7 +173,7 @@ void SegmentRun::wait_for(size_t number) {
     is_broken_ = true;
     throw_failure_of_peers();
     throw_with_context(
-        absl::StrCat("the all-gather of unit '", unit.name, "'"));
+        absl::StrCat("the all-gather of ", describe_unit(unit.name)));
   }
   model_.recorder.unsharded(number);
   if (device().is_cpu()) futures.clear();
@@ -271,7 +271,7 @@ void SegmentRun::reduce(size_t number) {
       reduction.flats.push_back(reduce_flat(unit, *flat));
     }
   } catch (...) {
-    record_error(absl::StrCat("the reduction of unit '", unit.name, "'"));
+    record_error(absl::StrCat("the reduction of ", describe_unit(unit.name)));
     is_broken_ = true;
   }
 }
@@ -347,8 +347,8 @@ ShardedUnit::FuturePtr SegmentRun::launch_reduction(
          return *launched;
        }});
   TORCH_CHECK(future, "fully_shard: expected a future from comm hook '",
-              unit.comm_hook->hook_name(), "' for unit '", unit.name,
-              "', found null.\nReturn the future of its collective.");
+              unit.comm_hook->hook_name(), "' for ", describe_unit(unit.name),
+              ", found null.\nReturn the future of its collective.");
   return future;
 }
 
@@ -378,9 +378,9 @@ void SegmentRun::wait_for_reduction(const ShardedUnit& unit,
     throw_failure_of_peers();
     std::rethrow_exception(reduction.future->exception_ptr());
   } catch (...) {
-    record_error(unit.comm_hook
-                     ? ""
-                     : absl::StrCat("the reduction of unit '", unit.name, "'"));
+    record_error(unit.comm_hook ? ""
+                                : absl::StrCat("the reduction of ",
+                                               describe_unit(unit.name)));
   }
 }
 

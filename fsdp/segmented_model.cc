@@ -217,8 +217,8 @@ void SegmentedModel::check_reshard_sizes() const {
     const std::optional<int>& found = unit.settings.reshard_to;
     const std::vector<int>& known = meshes_->of(unit.mesh_number).gather_sizes;
     TORCH_CHECK(!found || std::ranges::find(known, *found) != known.end(),
-                "fully_shard: unit '", unit.name,
-                "': expected reshard_after_forward to be one of [",
+                "fully_shard: ", describe_unit(unit.name),
+                ": expected reshard_after_forward to be one of [",
                 absl::StrJoin(known, ", "),
                 "], the sizes in use when the model was created, found ",
                 *found, ".\nSet ", *found,
@@ -358,7 +358,7 @@ void SegmentedModel::unshard(const std::vector<size_t>& units, bool may_write) {
     if (!units_[unit].gathered) missing.push_back(unit);
   }
   compare(units.size() == 1
-              ? absl::StrCat("unshards unit '", units_[units[0]].name, "'")
+              ? absl::StrCat("unshards ", describe_unit(units_[units[0]].name))
               : absl::StrCat("unshards ", units.size(), " units"),
           hash_of(state));
   SegmentRun run(parts(), {});

@@ -13,6 +13,7 @@
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_join.h"
 #include "brigade/comm/agreement.h"
+#include "brigade/comm/errors/error_texts.h"
 #include "brigade/comm/group/group_collectives.h"
 #include "brigade/comm/group/group_info.h"
 #include "brigade/comm/process_group.h"
@@ -27,7 +28,7 @@ absl::Status check_mesh(const MeshRequest& unit, int rank, int num_ranks) {
   const UnitMesh& mesh = *unit.mesh;
   const auto error = [&](const auto&... words) {
     return absl::InvalidArgumentError(absl::StrCat(
-        "fully_shard: the mesh of unit '", unit.unit, "': ", words...));
+        "fully_shard: the mesh of ", describe_unit(unit.unit), ": ", words...));
   };
   const auto& ranks = mesh.ranks;
   const bool rises =
@@ -70,14 +71,14 @@ absl::Status check_peers(const MeshRequest& unit, int rank,
                      " and rank ", peer, " differ.\n");
     if (hashes[peer * stride] != hashes[rank * stride]) {
       return absl::InvalidArgumentError(absl::StrCat(
-          "fully_shard: the mesh of unit '", unit.unit,
-          "': expected the same mesh", found,
+          "fully_shard: the mesh of ", describe_unit(unit.unit),
+          ": expected the same mesh", found,
           "Put each rank of the model into one mesh of the unit."));
     }
     if (hashes[peer * stride + 1] != hashes[rank * stride + 1]) {
       return absl::InvalidArgumentError(absl::StrCat(
-          "fully_shard: unit '", unit.unit,
-          "': expected the same parameter names in the same order", found,
+          "fully_shard: ", describe_unit(unit.unit),
+          ": expected the same parameter names in the same order", found,
           "Call fully_shard() on the same modules in the same order on all "
           "ranks of a mesh."));
     }

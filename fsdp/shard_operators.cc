@@ -714,6 +714,12 @@ void check_use_of_unsharded(Call& call, ParameterState state) {
   call.visit_sharded([&](const at::Tensor& tensor, const Shard& shard, size_t) {
     if (!named.defined() || !shard.name.empty()) named = tensor;
   });
+  const Shard& shard = *shard_of(named);
+  if (!shard.name.empty() && shard.group != nullptr && shard.owner == nullptr) {
+    call.refuse("needs " + name_of(named) +
+                " unsharded; its model was destroyed, and its values with it. "
+                "Keep the model.");
+  }
   call.refuse("needs " + name_of(named) +
               " unsharded; outside of forward and backward this rank holds "
               "only its shard. " +

@@ -62,8 +62,8 @@ std::string describe(const UnitRequest& unit, const UnitParameter& parameter) {
   const at::Tensor& tensor = parameter.tensor;
   // Units with a mesh have other names on other ranks.
   std::string text = unit.mesh ? "of a unit with its own mesh: "
-                               : absl::StrCat("'", parameter.name,
-                                              "' of unit '", unit.name, "': ");
+                               : absl::StrCat("'", parameter.name, "' of ",
+                                              describe_unit(unit.name), ": ");
   absl::StrAppend(&text,
                   tensor.defined() ? describe_tensor("", tensor) : "undefined");
   if (tensor.defined() && !tensor.requires_grad()) {
@@ -124,7 +124,7 @@ void check_parameter(const c10d::ProcessGroup& group, const UnitRequest& unit,
                      const UnitParameter& parameter, c10::Device device) {
   const auto require = [&](bool holds, const auto&... words) {
     TORCH_CHECK_VALUE(holds, "fully_shard: parameter '", parameter.name,
-                      "' of unit '", unit.name, "' ", words...);
+                      "' of ", describe_unit(unit.name), " ", words...);
   };
   const at::Tensor& tensor = parameter.tensor;
   require(tensor.defined(), "is undefined.");
@@ -157,9 +157,9 @@ void check_units(const c10d::ProcessGroup& group, const Requests& requests,
   ParameterMemory memory;
   std::optional<c10::Device> device;
   for (const UnitRequest& unit : requests) {
-    TORCH_CHECK_VALUE(!unit.parameters.empty(), "fully_shard: unit '",
-                      unit.name,
-                      "' has no parameters.\nChoose a module that has some.");
+    TORCH_CHECK_VALUE(!unit.parameters.empty(),
+                      "fully_shard: ", describe_unit(unit.name),
+                      " has no parameters.\nChoose a module that has some.");
     check_reshard(unit.reshard_after_forward.value_or(true),
                   unit.mesh ? unit.mesh->shard_group_size() : num_shards);
     for (const UnitParameter& parameter : unit.parameters) {
@@ -168,7 +168,7 @@ void check_units(const c10d::ProcessGroup& group, const Requests& requests,
       }
       check_parameter(group, unit, parameter, device.value_or(at::kCPU));
       const std::string name =
-          absl::StrCat("'", parameter.name, "' of unit '", unit.name, "'");
+          absl::StrCat("'", parameter.name, "' of ", describe_unit(unit.name));
       const std::string* const owner = memory.take(parameter.tensor, name);
       TORCH_CHECK_VALUE(owner == nullptr, "fully_shard: parameter ", name,
                         " shares its memory with ", *owner,

@@ -133,8 +133,7 @@ std::string StallWatch::Check::report(Time now) {
       names_.engine, ": rank ", channel_.rank, " has waited ",
       since(since_, now), " for its peers",
       awaited == nullptr ? ""
-      : awaited->empty() ? ", for the root unit,"
-                         : absl::StrCat(", for unit '", *awaited, "',"),
+                         : absl::StrCat(", for ", describe_unit(*awaited), ","),
       " in ", describe_iteration(iteration), " (", launched,
       num_units > 0 ? absl::StrCat(" of ", num_units) : "", " ", names_.unit,
       "s launched).\n");

@@ -109,7 +109,7 @@ std::shared_ptr<TorchReducer> make_reducer(
 void register_comm_hook(TorchReducer& reducer, py::object state,
                         py::object hook) {
   const std::string name =
-      py::str(py::getattr(hook, "__qualname__", py::repr(hook)));
+      py::str(py::module_::import("brigade._checks").attr("hook_name")(hook));
   CommHookPtr python_hook =
       python_comm_hook(std::move(state), std::move(hook), name);
   const py::gil_scoped_release no_gil;

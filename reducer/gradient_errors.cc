@@ -48,16 +48,16 @@ const char* remedy_of_second(const ReducerOptions& options) {
          "times, set static_graph.";
 }
 
-// Programs search for this text of torch's reducer.
+// Beginning of torch's error, for which programs search.
 std::string torch_text_of_second(size_t parameter,
                                  const ParameterTable& table) {
   return absl::StrCat(
-      "\n\nExpected to mark a variable ready only once: Parameter at index ",
+      "Expected to mark a variable ready only once. Parameter at index ",
       parameter,
       table.names().empty()
           ? ""
           : absl::StrCat(" with name ", table.names()[parameter]),
-      ".");
+      " has been marked as ready twice.\n");
 }
 
 }  // namespace
@@ -82,24 +82,23 @@ std::string describe_missing_gradients(const ParameterTable& table,
 std::string describe_second_gradient(const ParameterTable& table,
                                      size_t parameter, IterationId id,
                                      const ReducerOptions& options) {
-  return absl::StrCat("Reducer: the gradient of ", table.name_of(parameter),
+  return absl::StrCat(torch_text_of_second(parameter, table),
+                      "Reducer: the gradient of ", table.name_of(parameter),
                       " became ready twice in ", describe(id),
                       "; its bucket may already have been reduced.\n",
-                      remedy_of_second(options),
-                      torch_text_of_second(parameter, table));
+                      remedy_of_second(options));
 }
 
 std::string describe_gradient_of_unused(const ParameterTable& table,
                                         size_t parameter, IterationId id,
                                         const ReducerOptions& options) {
   return absl::StrCat(
-      "Reducer: backward reached ", table.name_of(parameter), " in ",
-      describe(id),
+      torch_text_of_second(parameter, table), "Reducer: backward reached ",
+      table.name_of(parameter), " in ", describe(id),
       ", which the outputs of the last forward do not depend on; its bucket "
       "may already have been reduced.\nRun one backward after each forward, "
       "and all but the last under no_sync(). If a reentrant checkpoint hides "
-      "the parameter from find_unused_parameters, set static_graph.",
-      torch_text_of_second(parameter, table));
+      "the parameter from find_unused_parameters, set static_graph.");
 }
 
 std::string describe_unexpected_gradient(const ParameterTable& table,

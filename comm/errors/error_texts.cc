@@ -46,6 +46,11 @@ std::string counted(size_t count, std::string_view noun) {
   return absl::StrCat(count, " ", std::string(noun), count == 1 ? "" : "s");
 }
 
+std::string describe_unit(std::string_view name) {
+  return name.empty() ? "the outermost unit"
+                      : absl::StrCat("unit '", std::string(name), "'");
+}
+
 std::string describe_seconds(std::chrono::milliseconds time) {
   return absl::StrFormat("%.1f s", static_cast<double>(time.count()) / 1000.0);
 }

@@ -32,6 +32,10 @@ std::string describe_ranks(std::span<const int> ranks);
 // "1 bucket", "2 buckets"
 std::string counted(size_t count, std::string_view noun);
 
+// "the outermost unit", or "unit 'blocks.1'": an FSDP unit by its name, which
+// is empty for the outermost one.
+std::string describe_unit(std::string_view name);
+
 // "float32"
 std::string describe_dtype(at::ScalarType dtype);
 

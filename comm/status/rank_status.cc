@@ -121,7 +121,8 @@ std::string describe_status(const RankStatus& rank_status) {
                       static_cast<int64_t>(rank_status.kind));
 }
 
-absl::Status check_statuses(std::span<const RankStatus> by_rank) {
+absl::Status check_statuses(std::span<const RankStatus> by_rank,
+                            const char* remedy) {
   const auto failures =
       by_rank_of(by_rank, [](const RankStatus& s) -> std::string {
         return s.kind == StatusKind::kFailed ? describe_status(s) : "";
@@ -156,9 +157,8 @@ absl::Status check_statuses(std::span<const RankStatus> by_rank) {
   if (!all_equal(by_rank, place_of)) {
     return absl::FailedPreconditionError(absl::StrCat(
         "expected the same state on every rank: ",
-        describe_actions(by_rank_of(by_rank, describe_status), ", "),
-        ".\nRun the same number of forwards and backwards on every rank, and "
-        "forwards without backward under no_grad."));
+        describe_actions(by_rank_of(by_rank, describe_status), ", "), ".\n",
+        remedy));
   }
   const std::string iteration = describe_iteration(first.iteration);
   if (!all_equal(by_rank, &RankStatus::fingerprint)) {

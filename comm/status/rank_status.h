@@ -81,7 +81,12 @@ std::string describe_leaver(int rank, int64_t iteration);
 // `others` are equal on all ranks. Otherwise returns the same text on every
 // rank. Aborted: the failed ranks, the place and text of each failure.
 // FailedPrecondition: the first field that differs, and each rank's value.
-absl::Status check_statuses(std::span<const RankStatus> by_rank);
+// `remedy`: for ranks in different places.
+absl::Status check_statuses(
+    std::span<const RankStatus> by_rank,
+    const char* remedy =
+        "Run the same number of forwards and backwards on every rank, and "
+        "forwards without backward under no_grad.");
 
 // Returns true if the groups are unusable after statuses that disagree. A rank
 // can't continue, zeros would match the program's own collectives, or a rank

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import inspect
 import numbers
 import operator
+import os
 import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -157,7 +159,18 @@ def require_comm_hook(hook: Callable[..., Any]) -> None:
 
 
 def hook_name(hook: Any) -> str:
-    return getattr(hook, "__qualname__", type(hook).__qualname__)
+    """Returns the name by which ranks compare a hook, equal in all processes.
+
+    The qualified name of a function or of the object's type. Lambdas and local functions add file
+    and line.
+    """
+    while isinstance(hook, functools.partial):
+        hook = hook.func
+    name = getattr(hook, "__qualname__", type(hook).__qualname__)
+    code = getattr(hook, "__code__", None)
+    if "<" not in name or code is None:
+        return name
+    return f"{name} ({os.path.basename(code.co_filename)}:{code.co_firstlineno})"
 
 
 def some_of(names: Sequence[str], limit: int = 5) -> str:

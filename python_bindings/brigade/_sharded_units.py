@@ -17,6 +17,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed._composable.contract import REGISTRY_KEY, RegistryItem
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import Replicate, Shard
@@ -138,6 +139,8 @@ class Unit:
         self._shard(modules, ignored, block_numel_fn, device_type)
         for module in modules:
             object.__setattr__(module, _UNIT, self)
+            # torch's replicate() then refuses the module, and skips it inside of others.
+            module.__dict__.setdefault(REGISTRY_KEY, {})["fully_shard"] = RegistryItem()
             module.register_load_state_dict_pre_hook(_write_shards)
             module.register_state_dict_pre_hook(_await_statuses)
         for unit in self.subtree():
@@ -215,6 +218,11 @@ class Unit:
             return self.root.outermost
         parent = self.parent()
         return self if parent is None else parent.outermost()
+
+    @property
+    def _comm_ctx(self) -> Unit:
+        """Identifies the communication context; torch's pipeline schedules compare it."""
+        return self.outermost()
 
     def modules(self) -> list[nn.Module]:
         return [module for reference in self._modules if (module := reference()) is not None]

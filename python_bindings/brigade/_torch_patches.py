@@ -55,6 +55,7 @@ def patch_torch() -> None:
         (torch.optim.Optimizer, "load_state_dict", _load_optimizer_state_dict),
         # get_state_dict() and set_state_dict() with full_state_dict=True support only DTensors.
         (_state_dict, "_gather_state_dict", _gather_state_dict),
+        (_utils, "_gather_state_dict", _gather_state_dict),
         (_state_dict, "_distribute_state_dict", _shard_copied_values),
         (_utils, "_broadcast_tensors", _shard_copied_values),
         # dcp.async_save() copies storages; sharded tensors have none.

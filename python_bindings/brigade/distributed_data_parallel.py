@@ -36,6 +36,7 @@ from brigade._C import (
 from brigade._checks import require
 from brigade._logger import Logger
 from brigade._parameter_watch import ParameterWatch
+from brigade._sharded_tensors import TensorShard
 
 _MIB = 1024 * 1024
 _DEFAULT_BUCKET_CAP_MB = 25
@@ -441,6 +442,13 @@ class DistributedDataParallel(_TorchDistributedDataParallel):
             RuntimeError,
             f"{_checks.some_of(split[:1])} is a DTensor.\nPass the data-parallel dimension of its "
             "mesh as device_mesh, for example mesh['data'].",
+        )
+        sharded = [name for name, parameter in named.items() if isinstance(parameter, TensorShard)]
+        require(
+            not sharded,
+            RuntimeError,
+            f"DDP around a sharded unit: {_checks.some_of(sharded[:1])} is sharded.\nUse "
+            "fully_shard() alone; on a 2-D mesh (replicas, shards) it averages over both.",
         )
 
     def _set_up_devices(self, device_ids: Sequence[Any] | None, output_device: Any) -> None:

@@ -82,6 +82,9 @@ class FSDPModule(_TorchFSDPModule):
 
     _apply = convert
 
+    def _get_fsdp_state(self) -> Unit:
+        return unit_of(self)
+
     def _root(self) -> Root:
         return unit_of(self).require_root()
 

@@ -7,8 +7,10 @@
 #include <utility>
 #include <vector>
 
+#include "brigade/comm/group/group_collectives.h"
 #include "brigade/comm/process_group.h"
 #include "brigade/comm_hooks/hook_traits.h"
+#include "brigade/tests/support/local_ranks.h"
 #include "gmock/gmock.h"
 #include "gtest/gtest.h"
 
@@ -88,6 +90,38 @@ TEST(StepInBackwardTest, CallbackDoesNotOwnTheHook) {
   future->markCompleted(at::ones({2}));
   EXPECT_TRUE(result->completed());
   EXPECT_TRUE(at::equal(parameter, at::zeros({2})));
+}
+
+// The example of then_collective().
+TEST(ThenCollectiveTest, SumsShardsAndGathersThemOnGloo) {
+  testing::run_ranks(2, [](const auto& group) {
+    auto hook = make_comm_hook([group](c10d::GradBucket& bucket) {
+      const at::Tensor buffer = bucket.getBuffer();
+      const int64_t count = buffer.numel();
+      const int64_t size = group->getSize();
+      const int64_t padding = (size - count % size) % size;
+      const at::Tensor mine = at::constant_pad_nd(buffer / size, {0, padding});
+      const at::Tensor pieces = at::empty_like(mine);
+      const at::Tensor gathered = at::empty_like(mine);
+      const auto exchange = all_to_all_into(*group, pieces, mine);
+      const auto result =
+          then_collective(exchange->getFuture(), [=](const c10::IValue&) {
+            const at::Tensor shard = pieces.view({size, -1}).sum(0);
+            return all_gather_into(*group, gathered, shard)->getFuture();
+          });
+      return result->then(
+          [=](auto&) { return c10::IValue(gathered.narrow(0, 0, count)); },
+          c10::TensorType::get());
+    });
+    const at::Tensor parameter = at::zeros({3});
+    const float own = 2.0F * static_cast<float>(group->getRank());
+    c10d::GradBucket bucket(0, 1, at::tensor({own, 4 * own, 6.0F}), {0}, {3},
+                            {parameter.sizes()}, {parameter}, {});
+    const auto result = hook->runHook(bucket);
+    result->waitAndThrow();
+    EXPECT_TRUE(
+        at::equal(result->value().toTensor(), at::tensor({1.0F, 4.0F, 6.0F})));
+  });
 }
 
 TEST(FunctionHookTest, RejectsAnEmptyFunction) {

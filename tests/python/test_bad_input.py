@@ -56,7 +56,10 @@ WRONG_OPTIONS = {
 }
 # (regex of the error, hook that causes it)
 WRONG_HOOKS = [
-    ("<lambda>' must return .* found NoneType", lambda state, bucket: None),
+    (
+        r"<lambda> \(test_bad_input.py:\d+\)' must return .* found NoneType",
+        lambda state, bucket: None,
+    ),
     (r"found a torch.Tensor of shape \[6\]", lambda state, bucket: bucket.buffer()),
     ("argument", lambda: None),
     ("", lambda state, bucket: completed_future(3)),

@@ -4,7 +4,9 @@ import collections
 import itertools
 
 import pytest
+import torch
 import torch.distributed as dist
+from torch.distributed.pipelining import PipelineStage, ScheduleInterleaved1F1B
 
 import brigade
 
@@ -137,3 +139,36 @@ def test_two_stages_in_one_process(rank):
             loss.backward()
             first.backward(received.grad)
         _expect_step(model, plain, step)
+
+
+@pytest.mark.skipif(
+    not hasattr(torch.distributed.fsdp, "GradientReductionHandle"),
+    reason="this torch's schedules have no defer_reduce_grad_wait",
+)
+@on_ranks(4)
+def test_a_pipeline_schedule_may_defer_waits_for_reductions(rank):
+    mesh = dist.init_device_mesh("cpu", (2, 2), mesh_dim_names=("stages", "shards"))
+    stages, shards = mesh["stages"], mesh["shards"]
+    plain, model = layers(5, 4, 4, 3, 2), layers(5, 4, 4, 3, 2)
+    own = [stages.get_local_rank(), stages.get_local_rank() + 2]
+    schedule = ScheduleInterleaved1F1B(
+        [
+            PipelineStage(
+                brigade.fully_shard(model[i], mesh=shards),
+                i,
+                len(model),
+                torch.device("cpu"),
+                group=stages.get_group(),
+            )
+            for i in own
+        ],
+        n_microbatches=4,
+        loss_fn=lambda output, _: output.square().sum(),
+        defer_reduce_grad_wait=True,
+    )
+    batch = torch.cat([batch_of(5, shards.get_local_rank(), step) for step in range(4)])
+    schedule.step(*([batch] if 0 in own else []), target=batch)
+    for step in range(4):
+        backward_of_all(plain, 2, lambda net, r, s=step: loss_of(net, batch_of(5, r, s)) / 4)
+    for i in own:
+        expect_gradients(model[i], plain[i])

@@ -113,7 +113,6 @@ class Ordered:
         self.launched: list[int] = []
         self.fail_at: int | None = None
         self.return_nothing_at: int | None = None
-        self.__name__ = self.__qualname__ = "ordered"
 
     def __call__(self, state, bucket):
         index, first = bucket.index(), torch.futures.Future()
@@ -258,3 +257,25 @@ def test_a_future_that_never_completes_closes_the_group(first):
 def test_unlike_hooks_on_two_ranks_are_named():
     for text in _texts_of([averages, two_collectives]):
         assert "averages" in text and "two_collectives" in text, text
+
+
+@on_ranks(**LIMITS)
+def test_unlike_lambdas_on_two_ranks_are_an_error(rank):
+    hooks = [
+        lambda state, bucket: averages(state, bucket),
+        lambda state, bucket: _sum(bucket.buffer()),
+    ]
+    training = Training(rank, {})
+    with pytest.raises(RuntimeError, match=r"(?s)<lambda> \(test_comm_hooks.py:\d+\).*<lambda> \("):
+        training.wrapped.register_comm_hook(None, hooks[rank])
+        training.backward()
+    dist.destroy_process_group()
+
+
+@on_ranks(**LIMITS)
+def test_objects_and_partials_are_the_same_hook_at_other_addresses(rank):
+    for make in (functools.partial(Ordered, rank), lambda: functools.partial(averages)):
+        hooks = [make() for _ in range(rank + 1)]
+        training = Training(rank, {})
+        training.wrapped.register_comm_hook(None, hooks[-1])
+        training.expect_steps(2)

@@ -75,7 +75,7 @@ WORDS = {
     "uninitialized parameters": lambda wrapper: wrapper(nn.LazyLinear(2)),
     r"(?s)Expected to have finished reduction in the prior iteration.*"
     r"Parameter indices which did not receive grad for rank 0: 2": _leave_out,
-    r"(?s)Expected to mark a variable ready only once.*"
+    r"(?s)^Expected to mark a variable ready only once\..*"
     r"Parameter at index 3 with name b\.bias": _use_twice,
 }
 

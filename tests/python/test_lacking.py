@@ -8,11 +8,13 @@ import pytest
 import torch
 from torch import nn
 from torch.distributed import fsdp
+from torch.distributed._composable import replicate
 
 import brigade
 
 from ranks import on_ranks
 from sharded_training import Pair, make_net
+from whole_numbers import backward_of_all, batch_of, expect_gradients, layers, loss_of
 
 
 def _lacking_methods():
@@ -73,6 +75,27 @@ def test_errors_name_the_unsupported_call_and_change_nothing(rank):
         with pytest.raises(NotImplementedError, match=words):
             call(module)
     pair.expect_step(0)
+
+
+@on_ranks()
+def test_a_module_with_shards_is_not_wrapped(rank):
+    net = nn.Sequential(nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False))
+    brigade.fully_shard(net[1])
+    with pytest.raises(RuntimeError, match=r"DDP around a sharded unit: '1\.weight'"):
+        brigade.DistributedDataParallel(net)
+    with pytest.raises(RuntimeError, match="already managed by `fully_shard`"):
+        replicate(net[1])
+
+
+@on_ranks()
+def test_torchs_replicate_skips_units(rank):
+    net = layers(4, 4, 4)
+    model = replicate(layers(4, 4, 4))
+    brigade.fully_shard(model[1])
+    backward_of_all(net, 2, lambda each, r: loss_of(each, batch_of(4, r, 0)))
+    loss_of(model, batch_of(4, rank, 0)).backward()
+    assert torch.equal(model[0].weight.grad, net[0].weight.grad)
+    expect_gradients(model[1], net[1])
 
 
 # ---- Modules that would silently train to wrong values.

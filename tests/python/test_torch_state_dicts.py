@@ -1,6 +1,7 @@
 """torch's get_state_dict() and set_state_dict() of full states, with sharded modules."""
 
 import torch
+from torch.distributed import _state_dict_utils
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
@@ -45,3 +46,13 @@ def test_training_resumes_from_a_full_state(rank, broadcasts, is_on_meta, world_
     for net, stepping in ((first, optimizer), (second, other)):
         train_step(net, stepping, 2, rank)
     expect_same(second.full_state_dict(), first.full_state_dict())
+
+
+@on_ranks()
+def test_torchs_gathering_function_returns_full_tensors(rank):
+    model = _sharded()
+    full = model.full_state_dict()
+    state = model.state_dict()
+    expect_same(_state_dict_utils._gather_state_dict(state), full)
+    gathered = _state_dict_utils._gather_state_dict(state, cpu_offload=True, ranks_only=(0,))
+    expect_same(gathered, full if rank == 0 else {})

@@ -171,7 +171,7 @@ TEST_F(StallCheckTest, NamesTheUnitThatIsAwaited) {
   int begin_ms = 0;
   for (const auto& [awaited, text] :
        {std::pair{&unit, "for unit 'blocks.1', in the forward of step 6"},
-        std::pair{&outermost, "for the root unit, in"}}) {
+        std::pair{&outermost, "for the outermost unit, in"}}) {
     const WaitForPeers waiting(*ranks_[0]->progress, awaited);
     EXPECT_THAT(stall_of_rank_0({}, begin_ms), Optional(HasSubstr(text)));
     begin_ms += 2000;

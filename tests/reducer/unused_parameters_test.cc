@@ -273,7 +273,7 @@ TEST(UnusedParametersTest, ErrorNamesGradientOfAnEarlierForward) {
                               "iteration 1 on rank 0, which the outputs of the "
                               "last forward do not depend on"));
   EXPECT_THAT(text, HasSubstr("all but the last under no_sync()"));
-  EXPECT_THAT(text, HasSubstr("mark a variable ready only once: Parameter at "
+  EXPECT_THAT(text, HasSubstr("mark a variable ready only once. Parameter at "
                               "index 0 with name p0"));
   model.zero_grad();
   step(reducer, model.loss(0));
