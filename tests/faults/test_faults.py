@@ -11,7 +11,7 @@ Other tests make the assertions of these programs:
     sharded/13_while_whole_by_hand, loading: test_fsdp2_state.py,
         a_state_dict_loads_while_parameters_are_unsharded
     cpp/01_hook_throws_after_launch: sharded_scenarios_test.cc, HookAfterLaunchIn*
-    cpp/02_then_collective_example: none; docs/guides/comm_hooks.md names Gloo's missing future
+    cpp/02_then_collective_example: comm_hooks_test.cc, the example of then_collective()
     cpp/03_reduction_hook_state: fully_shard_test.cc, HooksGetTheirUnit
     cpp/04_silent_module_parameters: fully_shard_test.cc, EveryStrategyTrainsAndEvaluates,
         NormsAndClippingAreGlobal, WritesCountIfTheirScopeEndsWithoutAnError
