@@ -6,6 +6,7 @@ import sys
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
 import brigade
@@ -99,6 +100,7 @@ def test_errors_name_the_shape_of_the_loss_and_an_unused_parameter(rank):
         bench.sweep(module, lambda model: model["used"](torch.ones(2)))
     with pytest.raises(RuntimeError, match=r"spare\.weight"):
         bench.sweep(module, lambda model: model["used"](torch.ones(2)).sum())
+    dist.destroy_process_group()  # closed by the failed sweep
 
 
 @pytest.mark.slow

@@ -31,7 +31,7 @@ def test_an_exception_in_one_ranks_backward_raises_on_all(rank, name, mode, worl
     for _ in range(2):  # in the first and in a later iteration
         if rank in failing:
             handle = getattr(training.model, name).register_hook(raise_once)
-        training.expect_failure(failing, UserError, "^the user's own$", "an exception ended")
+        training.expect_failure(failing, UserError, "^the user's own$", "raised an exception")
         assert training.wrapped.reducer.can_continue()
         training.expect_steps(2)
 
