@@ -327,12 +327,11 @@ TEST_P(StatusFailureTest, SurvivorsNameTheDeadRank) {
   for (int rank = 0; rank < GetParam(); ++rank) {
     if (rank == 1) continue;
     EXPECT_EQ(results[rank].exit_code, 0) << results[rank].error_output;
-    EXPECT_THAT(
-        results[rank].messages,
-        Contains(
-            AllOf(ContainsRegex("^error rank 1 \\(process [0-9]+\\) has ended"),
-                  HasSubstr("\nRank " + std::to_string(rank) +
-                            ", which began iteration "))));
+    EXPECT_THAT(results[rank].messages,
+                AllOf(Contains(ContainsRegex(
+                          "^error rank 1 \\(process [0-9]+\\) has ended")),
+                      Contains(HasSubstr("Rank " + std::to_string(rank) +
+                                         ", which began iteration "))));
   }
 }
 
@@ -427,7 +426,7 @@ TEST(StatusFailureTest, NamesAProcessThatExitsWithAnExchangeInFlight) {
   EXPECT_EQ(results[1].exit_code, 0) << results[1].error_output;
   EXPECT_THAT(
       results[1].messages,
-      ElementsAre(HasSubstr("rank 0 destroyed its model after iteration 6")));
+      Contains(HasSubstr("rank 0 destroyed its model after iteration 6")));
 }
 
 }  // namespace

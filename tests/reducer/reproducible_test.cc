@@ -198,7 +198,7 @@ TEST(ReproducibleRefusalTest,
                                    .reproducible = true}),
                 HasSubstr("parameter 1 has a sparse gradient"));
     EXPECT_THAT(refusal_of(group, {.reproducible = is_odd}),
-                HasSubstr("reproducible = true"));
+                HasSubstr("option reproducible differs"));
   });
 }
 
