@@ -88,27 +88,22 @@ using NextCollective = std::function<HookFuturePtr(const c10::IValue&)>;
 // end of backward, in the order of the buckets: callbacks of the first future
 // would run in another order on each rank.
 //
-//   // Sums this rank's shard of the bucket, and gathers the shards.
+//   // Averages in float16, scaled by the largest element of all ranks.
 //   auto hook = make_comm_hook([group](c10d::GradBucket& bucket) {
 //     const at::Tensor buffer = bucket.getBuffer();
-//     const int64_t count = buffer.numel();
-//     const int64_t size = group->getSize();
-//     const int64_t padding = (size - count % size) % size;
-//     const at::Tensor mine = at::constant_pad_nd(buffer / size, {0, padding});
-//     const at::Tensor pieces = at::empty_like(mine);
-//     const at::Tensor gathered = at::empty_like(mine);
-//     const auto exchange = all_to_all_into(*group, pieces, mine);
-//     const auto result = then_collective(
-//         exchange->getFuture(), [=](const c10::IValue&) {
-//           const at::Tensor shard = pieces.view({size, -1}).sum(0);
-//           return all_gather_into(*group, gathered, shard)->getFuture();
-//         });
-//     return result->then(
-//         [=](auto&) { return c10::IValue(gathered.narrow(0, 0, count)); },
-//         c10::TensorType::get());
+//     std::vector<at::Tensor> scale = {
+//         buffer.abs().amax().clamp_min(1e-30).view({1})};
+//     const auto largest =
+//         group->allreduce(scale, {.reduceOp = c10d::ReduceOp::MAX});
+//     return then_collective(largest->getFuture(), [=](const c10::IValue&) {
+//       std::vector<at::Tensor> sent = {(buffer / scale[0]).to(at::kHalf)};
+//       return group->allreduce(sent)->getFuture()->then(
+//           [=](auto&) {
+//             return c10::IValue(sent[0] * (scale[0] / group->getSize()));
+//           },
+//           c10::TensorType::get());
+//     });
 //   });
-//
-// all_to_all_into() and all_gather_into(): comm/group/group_collectives.h.
 //
 // Call it on the thread that runs the hook. Outside of a reducer's hook, waits
 // for `first` and calls `next` at once.

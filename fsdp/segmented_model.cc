@@ -263,13 +263,7 @@ ParameterState SegmentedModel::use(std::span<const Shard* const> parameters) {
     const bool are_held = std::ranges::all_of(
         parameters,
         [&](const Shard* shard) { return units_[shard->unit].is_by_hand; });
-    if (!are_held) {
-      for (const Shard* const shard : parameters) {  // use_after_forward()
-        ShardedUnit& unit = units_[shard->unit];
-        if (!is_open() && !unit.is_by_hand) unit.unbind();
-      }
-      return ParameterState::kSharded;
-    }
+    if (!are_held) return ParameterState::kSharded;
     for (const Shard* const shard : parameters) {
       ShardedUnit& unit = units_[shard->unit];
       if (!unit.uses->add_current()) continue;
@@ -301,12 +295,17 @@ bool SegmentedModel::use_after_forward(
   SegmentRun run(parts(), {});
   for (const Shard* const shard : parameters) {
     run.wait_for(shard->unit);
-    const bool is_new = !std::exchange(used_in_forward_[shard->number], 1);
+    const bool is_new = !std::exchange(last_forward_->used[shard->number], 1);
     if (is_new && parameters_[shard->number].is_trained()) {
       ++last_forward_->expected[shard->unit];
     }
   }
   return true;
+}
+
+void SegmentedModel::end_use_after_forward(size_t unit) {
+  const std::lock_guard lock(mutex_);
+  if (!is_open()) units_[unit].unbind();
 }
 
 bool SegmentedModel::is_forward_thread() const {

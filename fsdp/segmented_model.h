@@ -95,12 +95,14 @@ class SegmentedModel final : public ShardedModel, public ParameterOwner {
   // ParameterOwner.
   ParameterState use(std::span<const Shard* const> parameters) override;
   bool use_after_forward(std::span<const Shard* const> parameters) override;
+  void end_use_after_forward(size_t unit) override;
   void written(size_t unit) override;
   void await_statuses() override;
 
  private:
   // Gradients that a forward leads to. Lives as long as its outputs' graph.
   struct ForwardRecord {
+    std::vector<char> used;          // by parameter number
     std::vector<uint32_t> expected;  // by unit: used trained parameters
     bool is_done = false;            // a backward reached it
   };
@@ -157,6 +159,8 @@ class SegmentedModel final : public ShardedModel, public ParameterOwner {
                                int64_t number = 0);
   void make_hooks();
   void gradient_ready(VariableIndex variable, const at::Tensor& gradient);
+  // Throws ValueError unless `parameter` is one of this model.
+  const Shard& own_shard_of(const at::Tensor& parameter) const;
   void show_compute_dtypes(bool value);
   void check_reshard_sizes() const;
   void adopt_pieces();

@@ -286,10 +286,11 @@ void SegmentedModel::end_forward(const std::vector<at::Tensor>& outputs) {
   const bool has_grad = run_->plan().has_grad;
   run_or_abandon([&] {
     // The loss may use parameters of the outermost unit (use_after_forward()).
-    for (size_t i = 0; i < units_.size() && has_grad; ++i) {
-      if (!units_[i].parent && !units_[i].settings.reshard_after_forward) {
-        run_->use(std::span(&i, 1));
-      }
+    constexpr size_t kOutermost = 0;
+    const ShardedUnit& outermost = units_[kOutermost];
+    if (has_grad && !outermost.parent &&
+        !outermost.settings.reshard_after_forward) {
+      run_->use(std::span(&kOutermost, 1));
     }
     finish({}, /*has_used_all=*/true);
     close();
@@ -297,10 +298,11 @@ void SegmentedModel::end_forward(const std::vector<at::Tensor>& outputs) {
   recorder_.forward_ends();
   if (!has_grad) return;
   auto record = std::make_shared<ForwardRecord>();
+  record->used = used_in_forward_;
   record->expected.assign(units_.size(), 0);
   for (size_t i = 0; i < parameters_.size(); ++i) {
     const Parameter& parameter = parameters_[i];
-    if (used_in_forward_[i] != 0 && parameter.is_trained()) {
+    if (record->used[i] != 0 && parameter.is_trained()) {
       ++record->expected[parameter.unit];
     }
   }
@@ -403,18 +405,23 @@ void SegmentedModel::gradient_ready(VariableIndex variable,
                    reduces(units_[parameter.unit]));
 }
 
-at::Tensor SegmentedModel::gradient_slot(const at::Tensor& parameter) {
+const Shard& SegmentedModel::own_shard_of(const at::Tensor& parameter) const {
   const Shard* const shard = shard_of(parameter);
   TORCH_CHECK_VALUE(shard != nullptr && shard->owner == this,
                     "fully_shard: expected a parameter of this model, found a "
                     "tensor of shape ",
                     parameter.sizes(), ".\nPass the parameter itself.");
+  return *shard;
+}
+
+at::Tensor SegmentedModel::gradient_slot(const at::Tensor& parameter) {
+  const Shard& shard = own_shard_of(parameter);
   const std::lock_guard lock(mutex_);
   if (!is_open() || is_in_forward_ || running_backward_id() < 0 ||
       !accumulates_all_gradients() || !parameter.requires_grad()) {
     return {};
   }
-  const Parameter& found = parameters_[shard->number];
+  const Parameter& found = parameters_[shard.number];
   run_->prepare_gradients(found.unit);
   return found.flat->gradient_slot(found.in_flat);
 }
@@ -422,9 +429,11 @@ at::Tensor SegmentedModel::gradient_slot(const at::Tensor& parameter) {
 void SegmentedModel::add_gradient(const at::Tensor& parameter,
                                   const at::Tensor& gradient) {
   const auto lock = lock_between_segments();
-  const Shard& shard = *shard_of(parameter);
+  const Shard& shard = own_shard_of(parameter);
   const Parameter& found = parameters_[shard.number];
-  TORCH_CHECK(found.is_trained() && !is_open() && !reduces(units_[found.unit]),
+  TORCH_CHECK(found.is_trained(), "fully_shard: expected no gradient of '",
+              shard.name, "', which is frozen.\nUnfreeze it.");
+  TORCH_CHECK(!is_open() && !reduces(units_[found.unit]),
               "fully_shard: expected a sharded gradient of '", shard.name,
               "', found an unsharded tensor, which is accumulated only while "
               "gradients are not synchronized.\nCall backward(), or first "
@@ -433,7 +442,9 @@ void SegmentedModel::add_gradient(const at::Tensor& parameter,
                     "fully_shard: expected a gradient of shape ",
                     parameter.sizes(), " of '", shard.name, "', found ",
                     gradient.sizes(), ".");
-  prepare();
+  check_usable();
+  adopt_pieces();
+  release_stale();
   SegmentRun run(parts(), {});
   used_[shard.number] = 1;
   run.accumulate(found.unit, *found.flat, found.in_flat, gradient,

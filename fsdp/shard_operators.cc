@@ -8,6 +8,7 @@
 #include <ATen/core/grad_mode.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>
 #include <c10/core/impl/TorchDispatchModeTLS.h>
+#include <c10/util/ScopeExit.h>
 #include <c10/util/SmallVector.h>
 #include <torch/library.h>
 
@@ -58,13 +59,12 @@ const Names kReductions = {
 // Tagged pointwise but not elementwise.
 const Names kNotElementwise = {"rrelu", "rrelu_", "native_dropout_backward"};
 
-// Allowed in grad mode: their results need no gradient, or Module::to() calls
-// them.
-const Names kNotRecorded = {
-    "eq",        "ne",        "lt",         "le",
-    "gt",        "ge",        "equal",      "isnan",
-    "isinf",     "isfinite",  "_to_copy",   "zeros_like",
-    "ones_like", "full_like", "empty_like", "_local_scalar_dense"};
+// Allowed in grad mode: their results need no gradient.
+const Names kNotRecorded = {"eq",        "ne",         "lt",
+                            "le",        "gt",         "ge",
+                            "equal",     "isnan",      "isinf",
+                            "isfinite",  "zeros_like", "ones_like",
+                            "full_like", "empty_like", "_local_scalar_dense"};
 
 std::string_view base_name(const c10::FunctionSchema& schema) {
   std::string_view name = schema.name();
@@ -239,8 +239,8 @@ class Call {
         visit(value.toTensor(), i, size_t{0});
       } else if (value.isList()) {
         const auto list = value.toListRef();
-        for (size_t k = 0; k < list.size() && list[k].isTensor(); ++k) {
-          visit(list[k].toTensor(), i, k);
+        for (size_t k = 0; k < list.size(); ++k) {
+          if (list[k].isTensor()) visit(list[k].toTensor(), i, k);
         }
       }
     }
@@ -626,13 +626,7 @@ bool is_transformed_or_traced() {
              c10::impl::TorchDispatchModeKey::FUNCTIONAL);
 }
 
-// Throws for calls that a local tensor can't stand for.
-void check_sharded(Call& call) {
-  if (is_transformed_or_traced()) {
-    call.refuse(
-        "torch.func and tracers can't follow a sharded tensor. Call it inside "
-        "whole_parameters() or on full_tensor() (C++: unsharded()).");
-  }
+void refuse_views(Call& call) {
   call.visit_sharded([&](const at::Tensor& tensor, const Shard&, size_t) {
     if (tensor.nbytes() == tensor.storage().nbytes() &&
         tensor.is_non_overlapping_and_dense()) {
@@ -692,6 +686,17 @@ bool use_parameters_after_forward(Call& call, const OperatorFacts& facts) {
   return is_recorded;
 }
 
+void run_after_forward(Call& call) {
+  c10::SmallVector<std::pair<ParameterOwner*, size_t>, 4> used;
+  call.visit_sharded([&](const at::Tensor&, const Shard& shard, size_t) {
+    used.emplace_back(shard.owner, shard.unit);
+  });
+  const auto end = c10::make_scope_exit([&used] {
+    for (const auto& [owner, unit] : used) owner->end_use_after_forward(unit);
+  });
+  call.run_without_key();
+}
+
 void check_use_of_unsharded(Call& call, ParameterState state) {
   const auto& arguments = call.op().schema().arguments();
   call.visit_sharded([&](const at::Tensor& tensor, const Shard& shard,
@@ -742,14 +747,19 @@ void on_sharded(const c10::OperatorHandle& op, c10::DispatchKeySet keys,
   }
   const OperatorFacts& facts = facts_of(op);
   if (facts.rule == Rule::kHandle) return call.run_without_key();
-  check_sharded(call);
+  if (is_transformed_or_traced()) {
+    call.refuse(
+        "torch.func and tracers can't follow a sharded tensor. Call it inside "
+        "whole_parameters() or on full_tensor() (C++: unsharded()).");
+  }
   if (facts.rule == Rule::kDecompose) {
     return op.redispatchBoxed(
         keys &
             c10::DispatchKeySet(c10::DispatchKeySet::FULL_AFTER, kShardedKey),
         stack);
   }
-  if (use_parameters_after_forward(call, facts)) return call.run_without_key();
+  if (use_parameters_after_forward(call, facts)) return run_after_forward(call);
+  refuse_views(call);
   if (facts.rule == Rule::kRefused && !call.are_whole()) {
     refuse_sharded(call);
   }

@@ -173,6 +173,7 @@ struct UnitSettings {
   // False: its backward reads none of its parameters.
   bool gathers_in_backward = true;
   // Divisor of the summed gradients. Unset: the number of ranks of its mesh.
+  // Constant while sums over replicas are outstanding (sums_over_replicas).
   std::optional<double> gradient_divisor = std::nullopt;
   // False: backwards accumulate its gradients on this rank.
   bool synchronizes = true;

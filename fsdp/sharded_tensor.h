@@ -37,8 +37,8 @@ inline constexpr c10::DispatchKey kShardedKey =
 
 // Remedy of errors that need the unsharded tensor.
 inline constexpr const char* kHowToUnshard =
-    "Use `p.full_tensor()` or `with model.whole_parameters():` (C++: "
-    "unsharded()).";
+    "Use `p.full_tensor()` or `with model.whole_parameters():` (C++: compute "
+    "inside sharded->forward() or unsharded()).";
 
 // Shard group: ranks that together hold each element of a tensor once.
 class ShardGroup {
@@ -77,6 +77,8 @@ class ParameterOwner {
   // As use(), for an operator that autograd records between a forward and its
   // backward, such as a scale of the loss. False: the unit is sharded then.
   virtual bool use_after_forward(std::span<const Shard* const> parameters) = 0;
+  // The operator is over.
+  virtual void end_use_after_forward(size_t unit) = 0;
   // Reports that an operator has written to the shards of `unit`.
   virtual void written(size_t unit) = 0;
   // Awaits the outstanding statuses of all ranks. Throws PeerError if a rank

@@ -43,7 +43,6 @@ Engine::Engine(ReducerSetup setup)
 
 Engine::~Engine() {
   confirm_at_destruction();
-  if (getpid() == process_) std::cerr << report_missing();
   stall_watch_ = nullptr;  // calls describe_progress()
 
   // A failed backward may run its callbacks late, on another thread.
@@ -63,6 +62,7 @@ void Engine::confirm_at_destruction() noexcept {
   }
   try {
     const std::lock_guard<std::mutex> lock(mutex_);
+    std::cerr << report_missing();
     if (end_.confirm_ends_within(kDestructionTimeout)) return;
     std::cerr
         << "Reducer: destroyed before the statuses of the last iterations "

@@ -244,13 +244,14 @@ void Reducer::broadcast_before_forward(std::vector<at::Tensor> tensors,
 
 void Reducer::await_statuses() {
   engine_->noting_errors([&] {
-    const std::string report = engine_->report_missing();
-    if (!report.empty()) TORCH_WARN(report);
     engine_->end_.confirm_ends();
     const std::string& failure = engine_->end_.late_failure();
-    if (failure.empty()) return;
-    throw_peer_error("Reducer",
-                     std::make_exception_ptr(std::runtime_error(failure)));
+    if (!failure.empty()) {
+      throw_peer_error("Reducer",
+                       std::make_exception_ptr(std::runtime_error(failure)));
+    }
+    const std::string report = engine_->report_missing();
+    if (!report.empty()) TORCH_WARN(report);
   });
 }
 

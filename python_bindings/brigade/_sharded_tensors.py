@@ -280,7 +280,13 @@ class ShardedParameter(TensorShard, nn.Parameter):
         if value is None or _C.is_sharded(value):
             torch.Tensor.grad.__set__(self, value)
         else:  # of torch.autograd.grad(), as in schedules of split backwards
-            self._unit().require_root().native.add_gradient(self, value)
+            root = self._unit().root
+            if root is None:
+                raise RuntimeError(
+                    "fully_shard: expected no gradient before the first forward, found an "
+                    "unsharded tensor.\nRun a forward and backward()."
+                )
+            root.native.add_gradient(self, value)
 
     @grad.deleter
     def grad(self) -> None:

@@ -540,8 +540,12 @@ class DistributedDataParallel(_TorchDistributedDataParallel):
         self.reducer._set_mixed_precision_param_dtype(precision.param_dtype)
 
     def _root_copy_hook(self, *args: Any, **kwargs: Any) -> None:
-        super()._root_copy_hook(*args, **kwargs)
+        gradients = [p.grad for p in self.module.parameters() if p.grad is not None]
+        before = [gradient.data for gradient in gradients]
+        super()._root_copy_hook(*args, **kwargs)  # casts gradients
         if not torch.is_grad_enabled():  # the submodules' hooks, which need a graph, find no event
+            for gradient, data in zip(gradients, before, strict=True):
+                gradient.data = data
             for events in self._submodule_to_event.values():
                 events.popleft().wait(stream=torch.accelerator.current_stream())
 

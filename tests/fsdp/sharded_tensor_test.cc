@@ -46,6 +46,7 @@ class FakeRoot : public ParameterOwner {
   bool use_after_forward(std::span<const Shard* const> /*unused*/) override {
     return false;
   }
+  void end_use_after_forward(size_t /*unit*/) override {}
   ParameterState use(std::span<const Shard* const> used) override {
     if (!is_open) return ParameterState::kSharded;
     for (const Shard* const shard : used) {

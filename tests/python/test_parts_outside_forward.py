@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 import torch.fx.experimental.proxy_tensor
 from torch import nn
+from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.nn import functional
 
 import brigade
@@ -203,6 +204,7 @@ class _WithScale(nn.Module):
 def _scaled_loss(model, rank, step):
     out = model(batch_of(4, rank, step)).sum()
     loss = out * model.scale * model.frozen + model.head.view(-1).square().sum()
+    loss = loss + model.head[1] * 3 + model.scale.float().double()
     return loss + model.scale.exp() - model.scale.exp() + torch.dot(model.head, model.head)
 
 
@@ -238,3 +240,22 @@ def test_a_loss_may_use_parameters_of_the_outermost_unit(rank, world_size, uses_
     loss = model(batch_of(4, rank, 0)).sum()
     with pytest.raises((RuntimeError, NotImplementedError)):
         loss * model.scale
+
+
+@on_ranks()
+def test_parameters_keep_their_dtype_after_a_loss(rank):
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
+    net = brigade.fully_shard(_make(), mp_policy=policy)
+    penalty = net(torch.ones(2, 5)).sum() + net[0].weight.square().sum()
+    assert net[0].weight.dtype == torch.float32
+    penalty.backward()
+    net[0].weight.grad = net[0].weight.grad * 2
+
+
+@on_ranks()
+def test_a_cast_outside_of_forward_is_not_detached(rank):
+    net = brigade.fully_shard(_make())
+    with pytest.raises(RuntimeError, match="is not recorded by autograd"):
+        net[0].weight.double()
+    with torch.no_grad():
+        assert net[0].weight.double().dtype == torch.float64

@@ -222,6 +222,8 @@ def test_gradients_of_autograd_grad_accumulate(rank):
     with pytest.raises(RuntimeError, match=r"unsharded tensor, .*\n.*set_requires_gradient_sync"):
         parts[0].grad = torch.zeros(parts[0].shape, dtype=parts[0].dtype)
     pair.model.set_requires_gradient_sync(False)
+    with pytest.raises(ValueError, match="expected a gradient of shape"):
+        parts[0].grad = torch.zeros(1, dtype=parts[0].dtype)
     for step in range(2):
         for part, value in zip(parts, torch.autograd.grad(pair.loss(step), parts), strict=True):
             part.grad = value
