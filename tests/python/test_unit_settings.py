@@ -219,8 +219,14 @@ def test_settings_without_meaning_have_no_effect(rank):
 def test_gradients_of_autograd_grad_accumulate(rank):
     pair = Pair(rank)
     parts, wholes = list(pair.model.parameters()), list(pair.plain.parameters())
+    unsharded = torch.zeros(parts[0].shape, dtype=parts[0].dtype)
+    with pytest.raises(RuntimeError, match="before the first forward"):
+        parts[0].grad = unsharded
+    pair.step(0)
+    for net in (pair.plain, pair.model):
+        net.zero_grad()
     with pytest.raises(RuntimeError, match=r"unsharded tensor, .*\n.*set_requires_gradient_sync"):
-        parts[0].grad = torch.zeros(parts[0].shape, dtype=parts[0].dtype)
+        parts[0].grad = unsharded
     pair.model.set_requires_gradient_sync(False)
     with pytest.raises(ValueError, match="expected a gradient of shape"):
         parts[0].grad = torch.zeros(1, dtype=parts[0].dtype)
