@@ -72,7 +72,7 @@ def measure(rounds: str | None) -> None:
     for name, arguments in PROGRAMS.items():
         file = STORE / f"{name}.json"
         torchrun = "-m torch.distributed.run --standalone --nproc-per-node 2"
-        command = [*torchrun.split(), *arguments.split(), "--json", str(file)]
+        command = [*torchrun.split(), *arguments.split(), "--json", str(file.relative_to(ROOT))]
         command += ["--rounds", rounds] if rounds else []
         command += ["--tiny-rounds", rounds] if rounds and name == "real_steps" else []
         subprocess.run([sys.executable, *command], cwd=ROOT, env=os.environ | quiet, check=True)
