@@ -7,7 +7,7 @@
 //   });
 //   Reducer reducer(parameters, group, {.comm_hook = hook});
 //
-// Hooks do not own their group.
+// The hooks below do not own their group; yours may.
 
 #ifndef BRIGADE_COMM_HOOKS_COMM_HOOKS_H_
 #define BRIGADE_COMM_HOOKS_COMM_HOOKS_H_
