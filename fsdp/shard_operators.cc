@@ -151,6 +151,7 @@ Rule find_rule(const c10::OperatorHandle& op) {
 struct OperatorFacts {
   Rule rule;
   bool is_recorded;          // by autograd
+  bool is_cast;              // Module::to() calls it with grad mode on
   std::vector<char> writes;  // by argument
   std::optional<size_t> memory_format;
 };
@@ -163,6 +164,7 @@ const OperatorFacts& facts_of(const c10::OperatorHandle& op) {
       .rule = find_rule(op),
       .is_recorded = op.schema().getNamespace() != "aten" ||
                      !kNotRecorded.contains(base_name(op.schema())),
+      .is_cast = op.schema().name() == "aten::_to_copy",
       .writes = {},
       .memory_format = {}};
   for (const c10::Argument& argument : op.schema().arguments()) {
@@ -601,7 +603,9 @@ void reduce(Call& call, const OperatorFacts& facts) {
 }
 
 void check_grad_mode(Call& call, const OperatorFacts& facts) {
-  if (!at::GradMode::is_enabled() || !facts.is_recorded) return;
+  if (!at::GradMode::is_enabled() || !facts.is_recorded || facts.is_cast) {
+    return;
+  }
   call.visit([&](const at::Tensor& tensor, size_t, size_t) {
     TORCH_CHECK(!tensor.requires_grad(), toString(call.op().operator_name()),
                 " of ",
@@ -773,7 +777,14 @@ void on_sharded(const c10::OperatorHandle& op, c10::DispatchKeySet keys,
         if (!call.are_whole()) throw;
         return run_on_wholes(call);
       }
-      return local.run();
+      const bool is_cast = facts.is_cast && at::GradMode::is_enabled() &&
+                           call.argument(0).toTensor().requires_grad();
+      local.run();
+      if (!is_cast) return;
+      const at::Tensor cast = call.results()[0].toTensor();
+      // The next operator of a loss throws; Module::to() takes the data.
+      if (cast.is_floating_point() || cast.is_complex()) cast.requires_grad_();
+      return;
     }
     case Rule::kDraw:
       return draw(call);

@@ -255,7 +255,8 @@ def test_parameters_keep_their_dtype_after_a_loss(rank):
 @on_ranks()
 def test_a_cast_outside_of_forward_is_not_detached(rank):
     net = brigade.fully_shard(_make())
+    cast = net[0].weight.double()
     with pytest.raises(RuntimeError, match="is not recorded by autograd"):
-        net[0].weight.double()
+        cast.square()
     with torch.no_grad():
         assert net[0].weight.double().dtype == torch.float64
