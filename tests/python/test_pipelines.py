@@ -10,6 +10,9 @@ import brigade
 
 from ranks import on_ranks
 
+pytestmark = pytest.mark.skipif(
+    torch.__version__ < "2.15", reason="earlier schedules reduce by fields of torch's own units"
+)
 _MICRO_BATCHES = 4
 
 
