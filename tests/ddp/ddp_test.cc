@@ -86,8 +86,9 @@ TEST(DistributedDataParallelTest, ABackwardWithoutTheWrappersForwardIsAnError) {
     Net net = make_net(7);
     DistributedDataParallel model(net, group, options);
     const auto [output, hidden] = net->forward(torch::ones({4, 4}), 1.0);
-    EXPECT_THAT([&] { output.sum().backward(); },
-                ThrowsMessage<c10::Error>(HasSubstr("without a forward of the")));
+    EXPECT_THAT(
+        [&] { output.sum().backward(); },
+        ThrowsMessage<c10::Error>(HasSubstr("without a forward of the")));
   });
 }
 
