@@ -305,7 +305,7 @@ bool SegmentedModel::use_after_forward(
 
 void SegmentedModel::end_use_after_forward(size_t unit) {
   const std::lock_guard lock(mutex_);
-  if (!is_open()) units_[unit].unbind();
+  if (!is_open() && !units_[unit].is_by_hand) units_[unit].unbind();
 }
 
 bool SegmentedModel::is_forward_thread() const {

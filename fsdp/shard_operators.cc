@@ -672,33 +672,29 @@ std::optional<ParameterState> use_parameters(Call& call) {
   return state;
 }
 
-// Returns true if autograd can record the call on unsharded parameters.
-bool use_parameters_after_forward(Call& call, const OperatorFacts& facts) {
+// Runs the call on unsharded parameters if autograd can record it on them;
+// returns false otherwise.
+bool run_after_forward(Call& call, const OperatorFacts& facts) {
   if (!at::GradMode::is_enabled() || !facts.is_recorded) return false;
   bool is_recorded = false;
   bool are_parameters = true;
+  c10::SmallVector<std::pair<ParameterOwner*, size_t>, 4> units;
   call.visit([&](const at::Tensor& tensor, size_t argument, size_t) {
     is_recorded |= tensor.requires_grad();
     const Shard* const shard = shard_of(tensor);
-    are_parameters &= shard == nullptr ||
-                      (shard->owner != nullptr && facts.writes[argument] == 0);
+    if (shard == nullptr) return;
+    are_parameters &= shard->owner != nullptr && facts.writes[argument] == 0;
+    units.emplace_back(shard->owner, shard->unit);
   });
   if (!is_recorded || !are_parameters) return false;
+  const auto end = c10::make_scope_exit([&units] {
+    for (const auto& [owner, unit] : units) owner->end_use_after_forward(unit);
+  });
   for_each_owner(call, [&](ParameterOwner& owner, const auto& parameters) {
     is_recorded = is_recorded && owner.use_after_forward(parameters);
   });
+  if (is_recorded) call.run_without_key();
   return is_recorded;
-}
-
-void run_after_forward(Call& call) {
-  c10::SmallVector<std::pair<ParameterOwner*, size_t>, 4> used;
-  call.visit_sharded([&](const at::Tensor&, const Shard& shard, size_t) {
-    used.emplace_back(shard.owner, shard.unit);
-  });
-  const auto end = c10::make_scope_exit([&used] {
-    for (const auto& [owner, unit] : used) owner->end_use_after_forward(unit);
-  });
-  call.run_without_key();
 }
 
 void check_use_of_unsharded(Call& call, ParameterState state) {
@@ -753,8 +749,8 @@ void on_sharded(const c10::OperatorHandle& op, c10::DispatchKeySet keys,
   if (facts.rule == Rule::kHandle) return call.run_without_key();
   if (is_transformed_or_traced()) {
     call.refuse(
-        "torch.func and tracers can't follow a sharded tensor. Call it inside "
-        "whole_parameters() or on full_tensor() (C++: unsharded()).");
+        std::string("torch.func and tracers can't follow a sharded tensor. ") +
+        kHowToUnshard);
   }
   if (facts.rule == Rule::kDecompose) {
     return op.redispatchBoxed(
@@ -762,7 +758,7 @@ void on_sharded(const c10::OperatorHandle& op, c10::DispatchKeySet keys,
             c10::DispatchKeySet(c10::DispatchKeySet::FULL_AFTER, kShardedKey),
         stack);
   }
-  if (use_parameters_after_forward(call, facts)) return run_after_forward(call);
+  if (run_after_forward(call, facts)) return;
   refuse_views(call);
   if (facts.rule == Rule::kRefused && !call.are_whole()) {
     refuse_sharded(call);

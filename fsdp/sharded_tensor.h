@@ -77,7 +77,7 @@ class ParameterOwner {
   // As use(), for an operator that autograd records between a forward and its
   // backward, such as a scale of the loss. False: the unit is sharded then.
   virtual bool use_after_forward(std::span<const Shard* const> parameters) = 0;
-  // The operator is over.
+  // The operator is over, or use_after_forward() of another owner was false.
   virtual void end_use_after_forward(size_t unit) = 0;
   // Reports that an operator has written to the shards of `unit`.
   virtual void written(size_t unit) = 0;

@@ -248,6 +248,10 @@ def test_parameters_keep_their_dtype_after_a_loss(rank):
     net = brigade.fully_shard(_make(), mp_policy=policy)
     penalty = net(torch.ones(2, 5)).sum() + net[0].weight.square().sum()
     assert net[0].weight.dtype == torch.float32
+    other = brigade.fully_shard(_make(), mp_policy=policy)
+    with pytest.raises(RuntimeError, match="is not recorded by autograd"):
+        net[0].weight * other[0].weight  # that model has run no forward
+    assert net[0].weight.dtype == torch.float32
     penalty.backward()
     net[0].weight.grad = net[0].weight.grad * 2
 
