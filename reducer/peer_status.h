@@ -73,9 +73,9 @@ class PeerStatus {
     add_to_hash(*last_count_ - *before);
   }
 
-  // If `value`, ranks also compare the positions of the program's collectives
-  // between the launches. For user's hooks, whose continuations may launch
-  // some.
+  // If `value`, ranks also compare the number of collectives of each launch and
+  // of the program's between the launches. For user's hooks, whose code may
+  // differ, and whose continuations may launch some.
   void compare_others(bool value) { compares_others_ = value; }
 
   // Returns true while this rank can launch the rest of the sequence.
@@ -137,7 +137,7 @@ class PeerStatus {
   bool has_others_ = false;  // in the running or last backward
   // In the running iteration.
   int num_launches_ = 0;
-  uint64_t hash_ = 0;  // of the program's collectives between the launches
+  uint64_t hash_ = 0;  // of the collectives of and between the launches
   std::optional<int64_t> last_count_;  // the group's, after the last launch
 
   std::unique_ptr<StatusChannel> channel_;  // null until ranks connect

@@ -178,13 +178,13 @@ absl::Status check_statuses(std::span<const RankStatus> by_rank,
   }
   if (!all_equal(by_rank, &RankStatus::others)) {
     return absl::FailedPreconditionError(absl::StrCat(
-        "expected the program's own collectives on this group at the same "
-        "positions in ",
-        iteration,
-        " on every rank, found other positions; results may be wrong.\nIf comm "
-        "hook ",
+        "expected the collectives of comm hook ",
         std::string(words_of(first.text)),
-        " launches collectives in a callback of its future, launch them with "
+        " and the program's own on this group in the same number and at the "
+        "same positions in ",
+        iteration,
+        " on every rank, found a difference; results may be wrong.\nLaunch the "
+        "same collectives on every rank, and those that follow a future with "
         "then_collective()."));
   }
   return absl::OkStatus();

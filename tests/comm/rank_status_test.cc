@@ -192,7 +192,8 @@ TEST(CheckStatusesTest, AFailureOfAllRanksIsAborted) {
 TEST(CheckStatusesTest, DifferentPositionsOfOtherCollectivesCloseTheGroups) {
   Statuses by_rank(2, ended(7));
   by_rank[1].others = 1;
-  EXPECT_THAT(difference(by_rank), HasSubstr("own collectives"));
+  EXPECT_THAT(difference(by_rank),
+              HasSubstr("the program's own on this group"));
   EXPECT_TRUE(must_close_groups(by_rank));
 }
 
