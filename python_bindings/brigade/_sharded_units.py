@@ -37,7 +37,7 @@ from brigade._prepare_parameters import (
     require_untied,
 )
 from brigade._sharded_tensors import TensorShard, as_shard, parameter_class, write_shard
-from brigade._tensor_trees import cast_floating, map_tensors, move_to, tensors_in
+from brigade._tensor_trees import cast_floating, map_tensors, move_to, return_additions, tensors_in
 
 _UNIT = "_brigade_unit"
 _creation_order = itertools.count()
@@ -337,12 +337,15 @@ class Unit:
         if self.root is None and not self.outermost().has_parameters():
             return method(*args, **kwargs)  # for example a loss module
         root = self.require_root()
+        callers = args, kwargs
         if root.outermost is self and root.device.type != "cpu":
             args, kwargs = move_to((args, kwargs), root.device)
         if self.policy.cast_forward_inputs and self.policy.param_dtype is not None:
             args, kwargs = cast_floating((args, kwargs), self.policy.param_dtype)
         if root.is_unsharded and not torch.is_grad_enabled():
-            return self._cast_outputs(method(*args, **kwargs))  # not collective
+            output = self._cast_outputs(method(*args, **kwargs))  # not collective
+            return_additions(callers, (args, kwargs))
+            return output
         native = root.native
         root.await_optimizer()
         native.begin_forward()
@@ -351,6 +354,7 @@ class Unit:
             if self.index >= 0:
                 native.unshard([self.index])
             output = self._cast_outputs(method(*args, **kwargs))
+            return_additions(callers, (args, kwargs))
             output = map_tensors(output, _without_user_hooks)
             tensors = [tensor for tensor in tensors_in(output) if tensor.grad_fn is not None]
             self._unshard_before_backward(tensors)

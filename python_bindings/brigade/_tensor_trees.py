@@ -45,6 +45,20 @@ def cast_floating(tree: Any, dtype: torch.dtype) -> Any:
     return map_tensors(tree, lambda t: t.to(dtype) if t.is_floating_point() else t)
 
 
+def return_additions(tree: Any, mapped: Any) -> None:
+    """Adds to lists and dicts of `tree` what a function added to their copies in `mapped`."""
+    if tree is mapped:
+        return
+    copies = _children(mapped)
+    for key, child in _children(tree).items():
+        if key in copies:
+            return_additions(child, copies[key])
+    if isinstance(tree, list):
+        tree.extend(mapped[len(tree) :])
+    elif isinstance(tree, dict):
+        tree.update({key: child for key, child in mapped.items() if key not in tree})
+
+
 def _children(tree: Any) -> dict[Any, Any]:
     """Children by index, key or field name."""
     if isinstance(tree, (tuple, list)):
