@@ -19,7 +19,6 @@
 #include "brigade/comm/group/group_collectives.h"
 #include "brigade/comm/group/group_info.h"
 #include "brigade/comm/process_group.h"
-#include "brigade/fsdp/shard_transport.h"
 
 namespace brigade {
 namespace {

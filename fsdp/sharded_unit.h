@@ -18,7 +18,7 @@
 
 #include "brigade/comm/streams/streams.h"
 #include "brigade/fsdp/flat_shard.h"
-#include "brigade/fsdp/shard_meshes.h"
+#include "brigade/fsdp/shard_transport.h"
 #include "brigade/fsdp/sharded_model.h"
 #include "brigade/fsdp/unshard_buffers.h"
 
