@@ -258,14 +258,10 @@ class UserGroup final : public ShardGroup {
       : group_(std::move(group)), num_shards_(num_shards) {}
 
   at::Tensor all_gather(const at::Tensor& values) override {
-    std::vector<std::vector<at::Tensor>> found(1);
-    std::vector<at::Tensor> sent = {values.contiguous()};
-    for (int rank = 0; rank < group_->getSize(); ++rank) {
-      found.front().push_back(at::empty_like(sent.front()));
-    }
-    group_->allgather(found, sent)->wait();
     const int64_t first = group_->getRank() / num_shards_ * num_shards_;
-    return at::stack(found.front()).narrow(0, first, num_shards_);
+    return at::stack(all_gather_tensors(group_, values.contiguous(),
+                                        "could not gather a sharded tensor"))
+        .narrow(0, first, num_shards_);
   }
 
  private:
