@@ -68,6 +68,29 @@ std::vector<std::vector<size_t>> split_buckets(
   return split;
 }
 
+// Runs a hook on buckets of undivided gradients in a floating-point dtype, for
+// torch's native mixed precision.
+class ReducedPrecisionHook final : public WrappingHook {
+ public:
+  ReducedPrecisionHook(CommHookPtr hook, at::ScalarType dtype)
+      : WrappingHook(std::move(hook)), dtype_(dtype) {}
+
+  // Complex and integer gradients keep their dtype.
+  WireFormat wire_format(at::ScalarType gradient_dtype) const override {
+    return {.dtype =
+                c10::isFloatingType(gradient_dtype) ? dtype_ : gradient_dtype};
+  }
+  HookTraits traits() const override {
+    HookTraits traits = WrappingHook::traits();
+    traits.sums_in_order = false;
+    traits.throws_own_errors = true;
+    return traits;
+  }
+
+ private:
+  const at::ScalarType dtype_;
+};
+
 std::shared_ptr<c10d::CommHookInterface> built_in_hook(
     c10d::BuiltinCommHookType type,
     const c10::intrusive_ptr<c10d::ProcessGroup>& group) {
@@ -281,8 +304,8 @@ void TorchReducer::set_mixed_precision_dtype(
   // A hook with a wire format, for example FP16_COMPRESS, has its own dtype.
   const bool chooses = traits_of(*options_.comm_hook).wire_format == nullptr;
   if (dtype && chooses) {
-    options_.comm_hook =
-        reduced_precision_hook(std::move(options_.comm_hook), *dtype);
+    options_.comm_hook = std::make_shared<ReducedPrecisionHook>(
+        std::move(options_.comm_hook), *dtype);
   }
   if (!hooks_removed_) make();
 }
