@@ -84,10 +84,9 @@ size_t count_parameters(const std::vector<ShardedUnit>& units) {
 
 SegmentedModel::SegmentedModel(std::vector<ShardedUnit>&& units,
                                c10::intrusive_ptr<c10d::ProcessGroup> group,
-                               const FullyShardOptions& options)
-    : ShardedModel(options),
+                               FullyShardOptions options)
+    : ShardedModel(std::move(options)),
       group_(group),
-      options_(options),
       meshes_(connect_units(units, group, options_, *this)),
       units_(std::move(units)),
       memory_(meshes_->streams().device()),

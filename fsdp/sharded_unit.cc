@@ -454,26 +454,23 @@ std::unique_ptr<ShardMeshes> connect_units(std::vector<ShardedUnit>& units,
         absl::FailedPreconditionError(message_of(std::current_exception()));
   }
   require_agreement(group, "fully_shard: parameter", {}, status);
-  std::optional<c10::Device> device;
-  for (const ShardedUnit& unit : units) {
-    if (!device && !unit.flats.empty()) device = unit.flats.front()->device();
-  }
-  TORCH_CHECK_VALUE(device,
+  TORCH_CHECK_VALUE(!units.empty(),
                     "fully_shard: the module has no parameters.\n"
                     "Shard a module that has some.");
-  TORCH_CHECK(!device->is_meta(),
+  const c10::Device device = units.front().flats.front()->device();
+  TORCH_CHECK(!device.is_meta(),
               "fully_shard: parameters are on the meta device.\nCall "
               "to_empty(device=...) and initialize them before the first "
               "forward.");
   auto connected = std::make_unique<ShardMeshes>(
-      group, options.num_shards.value_or(group->getSize()), *device, meshes,
+      group, options.num_shards.value_or(group->getSize()), device, meshes,
       options.reproducible);
   size_t number = 0;
   for (size_t i = 0; i < units.size(); ++i) {
     units[i].mesh_number = meshes[i].number;
     const ShardMeshes::Mesh& mesh = connected->of(meshes[i].number);
     units[i].transport = mesh.transport.get();
-    units[i].uses.emplace(*device);
+    units[i].uses.emplace(device);
     for (const auto& flat : units[i].flats) {
       flat->belong_to(&owner, mesh.shard_group, i, number);
       number += flat->parameters().size();
