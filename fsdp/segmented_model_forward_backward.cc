@@ -233,7 +233,7 @@ void SegmentedModel::close_groups() noexcept {
     }
   } catch (...) {
   }
-  for (const auto& own : meshes_->own_groups()) close_group(*own);
+  meshes_->close_groups();
   close_group(*group_);
 }
 

@@ -167,13 +167,13 @@ class DeviceTransport final : public ShardTransport {
 
   bool scales() const override { return in_order_; }
 
-  std::vector<Group> own_groups() const override {
-    std::vector<Group> groups = {shard_group_.group(), replica_group_.group()};
-    for (const auto& [size, scope] : gathers_) {
-      groups.push_back(scope->group());
-    }
-    std::erase_if(groups, [](const Group& g) { return g->getSize() == 1; });
-    return groups;
+  void close_groups() noexcept override {
+    const auto close = [](const GroupScope& scope) {
+      if (scope.group()->getSize() > 1) close_group(*scope.group());
+    };
+    close(shard_group_);
+    close(replica_group_);
+    for (const auto& [size, scope] : gathers_) close(*scope);
   }
 
  private:
@@ -476,14 +476,6 @@ ShardTransport::Sent ShardMeshes::sent() const {
     sent.by_sums += mesh.transport->sent().by_sums;
   }
   return sent;
-}
-
-std::vector<Group> ShardMeshes::own_groups() const {
-  std::vector<Group> groups;
-  for (const Mesh& mesh : meshes_) {
-    for (auto& own : mesh.transport->own_groups()) groups.push_back(own);
-  }
-  return groups;
 }
 
 }  // namespace brigade

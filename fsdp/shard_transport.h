@@ -101,11 +101,8 @@ class ShardTransport {
   // reduce_scatter() applies `scale`; if not, the caller must.
   virtual bool scales() const = 0;
 
-  // Groups that only this transport uses, to be closed when a peer is lost.
-  virtual std::vector<c10::intrusive_ptr<c10d::ProcessGroup>> own_groups()
-      const {
-    return {};
-  }
+  // Closes the groups that only this transport uses, after a peer is lost.
+  virtual void close_groups() noexcept {}
 
   const ShardingStreams& streams() const { return streams_; }
   int num_shards() const { return num_shards_; }      // F
@@ -201,11 +198,13 @@ class ShardMeshes {
               std::span<const MeshRequest> units, bool in_order);
 
   const Mesh& of(size_t mesh_number) const { return meshes_[mesh_number]; }
-  ShardTransport& root() const { return *meshes_.front().transport; }
-  const ShardingStreams& streams() const { return root().streams(); }
+  const ShardingStreams& streams() const {
+    return meshes_.front().transport->streams();
+  }
   ShardTransport::Sent sent() const;
-  // Groups that only the transports use.
-  std::vector<c10::intrusive_ptr<c10d::ProcessGroup>> own_groups() const;
+  void close_groups() noexcept {
+    for (const Mesh& mesh : meshes_) mesh.transport->close_groups();
+  }
 
  private:
   std::vector<Mesh> meshes_;  // by number; the model's first

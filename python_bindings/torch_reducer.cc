@@ -279,12 +279,13 @@ void TorchReducer::check_finalized() const {
 }
 
 void TorchReducer::register_comm_hook(
-    std::shared_ptr<c10d::CommHookInterface> hook, std::string name,
-    std::string_view rule) {
-  TORCH_CHECK(hook_name_.empty(), "Reducer: ", name,
-              " can't be registered: the comm hook is already ", hook_name_,
-              ", and ", rule,
-              ".\nRegister one hook, which may call other hooks.");
+    std::shared_ptr<c10d::CommHookInterface> hook, std::string name) {
+  TORCH_CHECK(
+      hook_name_.empty(), "Reducer: ", name,
+      " can't be registered: the comm hook is already ", hook_name_,
+      // The text of torch's error, for which programs search.
+      ", and register_comm_hook or register_builtin_comm_hook can only "
+      "be called once.\nRegister one hook, which may call other hooks.");
   TORCH_CHECK(
       !options_.reproducible, "Reducer: ", name,
       " can't be registered: reproducible is set, and a comm hook may add "
@@ -333,10 +334,8 @@ void TorchReducer::finalize_backward() {
 
 void TorchReducer::register_builtin_comm_hook(c10d::BuiltinCommHookType type) {
   const bool is_fp16 = type == c10d::BuiltinCommHookType::FP16_COMPRESS;
-  register_comm_hook(
-      built_in_hook(type, group_), is_fp16 ? "FP16_COMPRESS" : "ALLREDUCE",
-      "register_builtin_comm_hook or register_comm_hook can only be called "
-      "once");
+  register_comm_hook(built_in_hook(type, group_),
+                     is_fp16 ? "FP16_COMPRESS" : "ALLREDUCE");
   built_in_ = type;
 }
 
