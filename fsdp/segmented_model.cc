@@ -214,8 +214,8 @@ void SegmentedModel::adopt_pieces() {
 void SegmentedModel::check_reshard_sizes() const {
   for (const ShardedUnit& unit : units_) {
     const std::optional<int>& found = unit.settings.reshard_to;
-    const std::vector<int>& known = meshes_->of(unit.mesh_number).gather_sizes;
-    TORCH_CHECK(!found || std::ranges::find(known, *found) != known.end(),
+    const std::set<int>& known = meshes_->of(unit.mesh_number).gather_sizes;
+    TORCH_CHECK(!found || known.contains(*found),
                 "fully_shard: ", describe_unit(unit.name),
                 ": expected reshard_after_forward to be one of [",
                 absl::StrJoin(known, ", "),

@@ -31,8 +31,7 @@ int64_t bytes_by_ring(const at::Tensor& whole, int num_ranks) {
   return static_cast<int64_t>(whole.nbytes()) / num_ranks * (num_ranks - 1);
 }
 
-}  // namespace
-
+// Return the ranks of `rank`'s shard group and replica group, in rising order.
 std::vector<int> shard_group_ranks(int rank, int num_shards) {
   std::vector<int> ranks(num_shards);
   std::iota(ranks.begin(), ranks.end(), rank / num_shards * num_shards);
@@ -46,6 +45,8 @@ std::vector<int> replica_group_ranks(int rank, int num_shards, int num_ranks) {
   }
   return ranks;
 }
+
+}  // namespace
 
 ShardTransport::ShardTransport(const Group& group, int num_shards,
                                const ShardingStreams& streams)
@@ -75,7 +76,7 @@ namespace {
 class CpuTransport final : public ShardTransport {
  public:
   CpuTransport(const Group& group, int num_shards,
-               const std::vector<int>& gather_sizes)
+               const std::set<int>& gather_sizes)
       : ShardTransport(group, num_shards, ShardingStreams(at::kCPU)) {
     const int rank = group->getRank();
     const auto subgroup = [&](const std::vector<int>& ranks) -> const Group& {
@@ -145,7 +146,7 @@ class CpuTransport final : public ShardTransport {
 class DeviceTransport final : public ShardTransport {
  public:
   DeviceTransport(const Group& group, int num_shards,
-                  const ShardingStreams& streams, std::vector<int> gather_sizes,
+                  const ShardingStreams& streams, std::set<int> gather_sizes,
                   bool in_order)
       : ShardTransport(group, num_shards, streams),
         shard_group_(make_subgroup(
@@ -158,7 +159,7 @@ class DeviceTransport final : public ShardTransport {
         in_order_(in_order),
         is_over_gloo_(
             is_over_gloo(*shard_group_.group(), streams.device().type())) {
-    gather_sizes.push_back(num_shards);
+    gather_sizes.insert(num_shards);
     for (const int size : gather_sizes) {
       gathers_[size].reset(new GroupScope(make_subgroup(
           group, shard_group_ranks(group->getRank(), size), streams.device())));
@@ -200,8 +201,14 @@ class DeviceTransport final : public ShardTransport {
       partial =
           reduce_scatter_into(*shard_group_.group(), shard, whole)->getFuture();
     }
-    if (!options.over_replicas) return partial;
-    return reduce_over_replicas(partial, shard, options.partial_sum);
+    if (!options.over_replicas || num_replicas() == 1) return partial;
+    partial->waitAndThrow();  // only the stream waits
+    if (options.partial_sum.defined()) {
+      const at::NoGradGuard no_grad;
+      shard.add_(options.partial_sum);
+    }
+    std::vector<at::Tensor> tensors = {shard};
+    return replica_group_.group()->allreduce(tensors)->getFuture();
   }
 
   // Runs on the current stream, after the collectives. Rounds to the dtype of
@@ -235,20 +242,6 @@ class DeviceTransport final : public ShardTransport {
     return completed_future({shard});
   }
 
-  // `partial`: completes when `shard` has the shard group's reduction.
-  FuturePtr reduce_over_replicas(const FuturePtr& partial,
-                                 const at::Tensor& shard,
-                                 const at::Tensor& partial_sum) {
-    if (num_replicas() == 1) return partial;
-    partial->waitAndThrow();  // only the stream waits
-    if (partial_sum.defined()) {
-      const at::NoGradGuard no_grad;
-      shard.add_(partial_sum);
-    }
-    std::vector<at::Tensor> tensors = {shard};
-    return replica_group_.group()->allreduce(tensors)->getFuture();
-  }
-
   std::map<int, std::unique_ptr<GroupScope>> gathers_;  // by number of ranks
   const GroupScope shard_group_;
   const GroupScope replica_group_;
@@ -259,13 +252,13 @@ class DeviceTransport final : public ShardTransport {
 }  // namespace
 
 std::unique_ptr<ShardTransport> make_ordered_transport(
-    const Group& group, int num_shards, const std::vector<int>& gather_sizes) {
+    const Group& group, int num_shards, const std::set<int>& gather_sizes) {
   return std::make_unique<CpuTransport>(group, num_shards, gather_sizes);
 }
 
 std::unique_ptr<ShardTransport> make_device_transport(
     const Group& group, int num_shards, const ShardingStreams& streams,
-    const std::vector<int>& gather_sizes, bool in_order) {
+    const std::set<int>& gather_sizes, bool in_order) {
   return std::make_unique<DeviceTransport>(group, num_shards, streams,
                                            gather_sizes, in_order);
 }
@@ -338,7 +331,7 @@ absl::Status check_peers(const MeshRequest& unit, int rank,
 
 std::unique_ptr<ShardTransport> make_transport(
     const Group& group, int num_shards, const ShardingStreams& streams,
-    const std::vector<int>& gather_sizes, bool in_order) {
+    const std::set<int>& gather_sizes, bool in_order) {
   if (streams.device().is_cpu() &&
       (group->getSize() == 1 || has_peers(*group))) {
     return make_ordered_transport(group, num_shards, gather_sizes);
@@ -448,17 +441,13 @@ ShardMeshes::ShardMeshes(const Group& group, int num_shards, c10::Device device,
     if (unit.gather_size) sizes.insert(*unit.gather_size);
     if (unit.number > 0) own_meshes.emplace(unit.number, *unit.mesh);
   }
-  const auto sizes_of = [&](size_t number) {
-    const std::set<int>& sizes = gather_sizes[number];
-    return std::vector<int>(sizes.begin(), sizes.end());
-  };
-  Mesh& root = meshes_.emplace_back(Mesh{.gather_sizes = sizes_of(0)});
+  Mesh& root = meshes_.emplace_back(Mesh{.gather_sizes = gather_sizes[0]});
   root.transport = make_transport(group, num_shards, ShardingStreams(device),
                                   root.gather_sizes, in_order);
   root.shard_group =
       std::make_shared<TransportShardGroup>(root.transport, true);
   for (const auto& [number, mesh] : own_meshes) {
-    Mesh made = {.gather_sizes = sizes_of(number)};
+    Mesh made = {.gather_sizes = gather_sizes[number]};
     made.scope.reset(new GroupScope(make_subgroup(group, mesh.ranks, device)));
     made.transport =
         make_transport(made.scope->group(), mesh.shard_group_size(), streams(),

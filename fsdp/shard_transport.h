@@ -19,6 +19,7 @@
 #include <cstdint>
 #include <memory>
 #include <optional>
+#include <set>
 #include <span>
 #include <string>
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
@@ -30,10 +31,6 @@
 #include "brigade/fsdp/sharded_tensor.h"
 
 namespace brigade {
-
-// Return the ranks of `rank`'s shard group and replica group, in rising order.
-std::vector<int> shard_group_ranks(int rank, int num_shards);
-std::vector<int> replica_group_ranks(int rank, int num_shards, int num_ranks);
 
 // Side streams of a model, one for all-gathers and one for reductions, so that
 // collectives do not wait for computation or for each other. None on the CPU.
@@ -133,7 +130,7 @@ class ShardTransport {
 // world size. Errors: as OrderedCollectives.
 std::unique_ptr<ShardTransport> make_ordered_transport(
     const c10::intrusive_ptr<c10d::ProcessGroup>& group, int num_shards,
-    const std::vector<int>& gather_sizes = {});
+    const std::set<int>& gather_sizes = {});
 
 // Returns a transport that uses the backend's collectives, on one subgroup for
 // each kind, so that each kind has its own stream in the backend. Collective.
@@ -146,7 +143,7 @@ std::unique_ptr<ShardTransport> make_ordered_transport(
 // make_subgroup().
 std::unique_ptr<ShardTransport> make_device_transport(
     const c10::intrusive_ptr<c10d::ProcessGroup>& group, int num_shards,
-    const ShardingStreams& streams, const std::vector<int>& gather_sizes = {},
+    const ShardingStreams& streams, const std::set<int>& gather_sizes = {},
     bool in_order = false);
 
 // ---- Meshes.
@@ -185,7 +182,7 @@ class ShardMeshes {
   struct Mesh {
     std::unique_ptr<GroupScope> scope = nullptr;  // null: the model's group
     std::shared_ptr<ShardTransport> transport = nullptr;
-    std::vector<int> gather_sizes = {};  // for ShardTransport::all_gather()
+    std::set<int> gather_sizes = {};  // for ShardTransport::all_gather()
     // Of sharded tensors; those that outlive the transport throw RuntimeError
     // when gathered.
     std::shared_ptr<ShardGroup> shard_group = nullptr;

@@ -395,12 +395,13 @@ std::vector<ShardedUnit> make_sharded_units(std::vector<UnitRequest> requests,
   if (options.broadcast_parameters) {
     broadcast_parameters(group, requests, meshes);
   }
-  const UnitMesh of_model = {.ranks = shard_group_ranks(0, group->getSize()),
-                             .num_shards = options.num_shards};
   std::vector<ShardedUnit> units;
   for (const UnitRequest& request : requests) {
-    const UnitMesh& mesh = request.mesh ? *request.mesh : of_model;
-    const int place = mesh.index_of(group->getRank());
+    const auto& mesh = request.mesh;
+    const int place =
+        mesh ? mesh->index_of(group->getRank()) : group->getRank();
+    const int num_shards = mesh ? mesh->shard_group_size()
+                                : options.num_shards.value_or(group->getSize());
     ShardedUnit unit;
     unit.name = request.name;
     unit.settings = settings_of(request, options);
@@ -408,17 +409,16 @@ std::vector<ShardedUnit> make_sharded_units(std::vector<UnitRequest> requests,
     unit.parent = request.parent;
     unit.mesh = request.mesh;
     unit.mesh_hash = hash_of_names(request);
-    unit.is_first_replica = place < mesh.shard_group_size();
-    const auto of_user = request.mesh ? nullptr
-                                      : std::make_shared<UserGroup>(
-                                            group, mesh.shard_group_size());
+    unit.is_first_replica = place < num_shards;
+    const auto of_user =
+        mesh ? nullptr : std::make_shared<UserGroup>(group, num_shards);
     for (auto& [kind, parameters] : flats_of(request)) {
       const auto& [dtype, is_trained, compute_dtype] = kind;
       unit.flats.push_back(std::make_unique<FlatShard>(
           std::move(parameters),
           FlatShard::Context{
-              .num_ranks = mesh.shard_group_size(),
-              .rank = place % mesh.shard_group_size(),
+              .num_ranks = num_shards,
+              .rank = place % num_shards,
               .compute_dtype = dtype_or(
                   compute_dtype ? compute_dtype : options.param_dtype, dtype),
               .reduce_dtype = dtype_or(options.reduce_dtype, dtype),

@@ -159,8 +159,7 @@ at::Tensor shard_like(const at::Tensor& full, const at::Tensor& like) {
 // Replaces the shard of `tensor` by that of `other`, which may have another
 // dtype or device.
 void set_shard(const at::Tensor& tensor, const at::Tensor& other) {
-  sharded(tensor);
-  Shard& before = *shard_of(tensor);
+  Shard& before = sharded(tensor);
   if (before.owner != nullptr) before.owner->written(before.unit);
   sharded(other);
   TORCH_CHECK_VALUE(
