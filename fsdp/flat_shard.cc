@@ -1,7 +1,6 @@
 #include "brigade/fsdp/flat_shard.h"
 
 #include <ATen/ATen.h>
-#include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/core/grad_mode.h>
 
 #include <algorithm>
@@ -12,8 +11,6 @@
 
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_join.h"
-#include "brigade/comm/errors/peer_error.h"
-#include "brigade/comm/streams/streams.h"
 #include "brigade/fsdp/shard_operators.h"
 
 namespace brigade {

@@ -12,7 +12,6 @@
 #include "absl/status/status.h"
 #include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
-#include "brigade/comm/errors/error_texts.h"
 #include "brigade/comm/errors/peer_error.h"
 
 namespace brigade {

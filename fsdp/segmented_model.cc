@@ -7,17 +7,13 @@
 
 #include <algorithm>
 #include <bit>
-#include <exception>
 #include <iostream>
 #include <numeric>
-#include <span>
 #include <utility>
 
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_format.h"
 #include "absl/strings/str_join.h"
-#include "brigade/comm/errors/error_texts.h"
-#include "brigade/fsdp/flat_shard.h"
 #include "brigade/fsdp/shard_operators.h"
 
 namespace brigade {

@@ -6,10 +6,7 @@
 #include <bit>
 #include <utility>
 
-#include "brigade/comm/errors/error_texts.h"
 #include "brigade/comm/process_group.h"
-#include "brigade/fsdp/backward_hooks.h"
-#include "brigade/fsdp/flat_shard.h"
 #include "brigade/fsdp/segmented_model.h"
 
 namespace brigade {

@@ -7,8 +7,6 @@
 #include <functional>
 #include <map>
 #include <numeric>
-#include <optional>
-#include <set>
 #include <utility>
 
 #include "absl/status/status.h"

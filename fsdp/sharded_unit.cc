@@ -7,7 +7,6 @@
 #include <algorithm>
 #include <exception>
 #include <functional>
-#include <map>
 #include <span>
 #include <tuple>
 #include <utility>

@@ -5,7 +5,6 @@
 #define BRIGADE_FSDP_SHARDED_UNIT_H_
 
 #include <ATen/core/Tensor.h>
-#include <ATen/core/ivalue.h>
 
 #include <cstddef>
 #include <cstdint>

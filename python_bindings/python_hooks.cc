@@ -16,7 +16,6 @@
 #include <string_view>
 #include <system_error>
 #include <thread>
-#include <torch/csrc/distributed/c10d/comm.hpp>
 #include <utility>
 
 #include "brigade/comm/backends/end_on_own_thread.h"

@@ -1,6 +1,5 @@
 #include <c10/util/Exception.h>
 #include <pybind11/chrono.h>
-#include <pybind11/functional.h>
 #include <torch/csrc/Exceptions.h>
 
 #include <algorithm>
@@ -20,7 +19,6 @@
 
 #include "brigade/fsdp/backward_hooks.h"
 #include "brigade/fsdp/segmented_model.h"
-#include "brigade/observing/timeline.h"
 #include "brigade/python_bindings/registrations.h"
 
 namespace brigade {

@@ -8,10 +8,7 @@
 
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_join.h"
-#include "brigade/comm_hooks/averaging_hook.h"
-#include "brigade/comm_hooks/comm_hooks.h"
 #include "brigade/comm_hooks/hook_traits.h"
-#include "brigade/python_bindings/python_hooks.h"
 
 namespace brigade {
 namespace {
