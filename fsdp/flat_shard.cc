@@ -6,7 +6,6 @@
 #include <algorithm>
 #include <cstring>
 #include <numeric>
-#include <span>
 #include <utility>
 
 #include "absl/strings/str_cat.h"
@@ -563,7 +562,7 @@ void FlatShard::drop_partial_sum() {
   partial_sum_made_ = {};
 }
 
-void FlatShard::deliver(const std::vector<char>& used, double scale) {
+void FlatShard::deliver(std::span<const char> used, double scale) {
   const at::NoGradGuard no_grad;
   at::Tensor sum = std::exchange(sum_, {});
   if (scale != 1) sum.mul_(scale);

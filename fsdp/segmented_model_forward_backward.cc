@@ -487,9 +487,7 @@ void SegmentedModel::deliver(std::vector<at::Tensor>& hooked) {
         flat->keep_partial_sum();
         continue;
       }
-      const std::vector<char> of_flat(
-          used.begin() + static_cast<ptrdiff_t>(first),
-          used.begin() + static_cast<ptrdiff_t>(first + count));
+      const auto of_flat = std::span(used).subspan(first, count);
       const bool is_divided =
           unit.transport->scales() || unit.divides_first(*flat);
       flat->deliver(of_flat, is_divided ? 1 : 1 / unit.divisor());

@@ -215,16 +215,14 @@ void register_timeline(py::module_& module) {
            [](const ShardingTimeline& self) { return describe(self); });
 }
 
-void take_error(std::exception& error) {
-  if (auto* in_python = dynamic_cast<python_error*>(&error)) {
-    in_python->persist();
-  }
-}
-
 }  // namespace
 
 void register_sharding(py::module_& module) {
-  set_error_taker(take_error);
+  set_error_taker([](std::exception& error) {
+    if (auto* const in_python = dynamic_cast<python_error*>(&error)) {
+      in_python->persist();
+    }
+  });
 
   py::class_<FullyShardOptions>(module, "FullyShardOptions",
                                 "See fsdp/sharded_model.h.")

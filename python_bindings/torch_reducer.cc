@@ -107,17 +107,14 @@ TorchReducer::TorchReducer(std::vector<at::Tensor> parameters,
       first_buckets_(std::move(first_buckets)),
       group_(std::move(group)),
       options_(std::move(options)) {
-  make_ordered();
+  if (options_.reproducible) {
+    ordered_ = std::make_shared<OrderedAllReduce>(group_);
+  }
   make();
   if (ordered_ && options_.verify_across_ranks) {
     ordered_->connect_for(parameters_);
   }
   options_.verify_across_ranks = false;  // compare only once
-}
-
-void TorchReducer::make_ordered() {
-  if (!options_.reproducible) return;
-  ordered_ = std::make_shared<OrderedAllReduce>(group_);
 }
 
 void TorchReducer::make() {
@@ -374,7 +371,7 @@ void TorchReducer::set_process_group(
     c10::intrusive_ptr<c10d::ProcessGroup> group) {
   group_ = std::move(group);
   if (averaging_) averaging_->take_host_sums(nullptr);
-  make_ordered();
+  if (ordered_) ordered_ = std::make_shared<OrderedAllReduce>(group_);
   if (built_in_) options_.comm_hook = built_in_hook(*built_in_, group_);
   if (!hooks_removed_) make();
 }

@@ -147,7 +147,6 @@ class TorchReducer {
 
  private:
   void make();
-  void make_ordered();
   void divide_by_count(bool has_data);
   bool ready();  // makes a Reducer if needed; false after remove_hooks()
   std::shared_ptr<c10d::CommHookInterface> with_steps(
