@@ -70,9 +70,7 @@ void append_schedule(std::string& text, const Schedule& schedule) {
 
 size_t count_parameters(const std::vector<ShardedUnit>& units) {
   size_t count = 0;
-  for (const ShardedUnit& unit : units) {
-    for (const auto& flat : unit.flats) count += flat->parameters().size();
-  }
+  for (const ShardedUnit& unit : units) count += unit.parameters.size();
   return count;
 }
 
@@ -131,7 +129,14 @@ SegmentedModel::~SegmentedModel() {
   stall_watch_.reset();
   hooks_.reset();
   run_.reset();
-  release_memory();
+  if (is_broken_) return;  // collectives may still write to the memory
+  SegmentRun run(parts(), {});
+  for (size_t i = 0; i < units_.size(); ++i) {
+    units_[i].is_by_hand = false;
+    run.release(i);
+    memory_.release(std::exchange(units_[i].kept, {}));
+  }
+  run.drop_gradients();
 }
 
 std::string SegmentedModel::describe_progress() const {
@@ -142,19 +147,6 @@ std::string SegmentedModel::describe_progress() const {
   }
   return absl::StrCat("is in ", place, " (", progress_->launched.load(),
                       " all-gathers launched)");
-}
-
-void SegmentedModel::release_memory() noexcept {
-  if (is_broken_) return;  // collectives may still write to it
-  SegmentRun run(parts(), {});
-  for (size_t i = 0; i < units_.size(); ++i) {
-    units_[i].is_by_hand = false;
-    run.release(i);
-    memory_.release(std::exchange(units_[i].kept, {}));
-    for (const auto& flat : units_[i].flats) flat->drop_gradients();
-    memory_.release(std::exchange(units_[i].gradients, {}),
-                    StreamPoint::now(meshes_->streams().device()));
-  }
 }
 
 // ---- Parameters.

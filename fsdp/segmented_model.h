@@ -186,7 +186,6 @@ class SegmentedModel final : public ShardedModel, public ParameterOwner {
   void close_groups() noexcept;
   // Called by the stall watch's thread. Never blocks on mutex_.
   std::string describe_progress() const;
-  void release_memory() noexcept;
   bool reduces(const ShardedUnit& unit) const {
     return synchronizes_ && unit.settings.synchronizes && unit.is_trained();
   }
