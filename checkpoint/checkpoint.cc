@@ -1,6 +1,5 @@
 #include "brigade/checkpoint/checkpoint.h"
 
-#include <string>
 #include <utility>
 
 #include "absl/strings/match.h"

@@ -11,7 +11,6 @@
 #include <cstdio>
 #include <filesystem>
 #include <nlohmann/json.hpp>
-#include <optional>
 #include <random>
 #include <set>
 #include <system_error>
@@ -121,12 +120,6 @@ std::optional<int64_t> checked_num_bytes(const SafetensorsEntry& entry) {
   return bytes;
 }
 
-// "F32 of shape [2, 3]"
-std::string form_of(const SafetensorsEntry& entry) {
-  return absl::StrCat(safetensors_dtype_name(entry.dtype), " of shape [",
-                      absl::StrJoin(entry.shape, ", "), "]");
-}
-
 std::string make_head(const std::string& path,
                       const std::vector<SafetensorsEntry>& entries,
                       const SafetensorsMetadata& metadata) {
@@ -216,8 +209,10 @@ SafetensorsEntry parse_entry(const std::string& path, const std::string& name,
   entry.begin = offsets[0];
   const std::optional<int64_t> bytes = checked_num_bytes(entry);
   if (bytes != offsets[1] - offsets[0]) {
-    damaged(path, "tensor ", shown_name(name), " is ", form_of(entry),
-            ", which is ", bytes ? absl::StrCat(*bytes) : "more than 2^62",
+    damaged(path, "tensor ", shown_name(name), " is ",
+            safetensors_dtype_name(entry.dtype), " of shape [",
+            absl::StrJoin(entry.shape, ", "), "], which is ",
+            bytes ? absl::StrCat(*bytes) : "more than 2^62",
             " bytes, but has data_offsets [", offsets[0], ", ", offsets[1],
             "]");
   }

@@ -4,7 +4,6 @@
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/cat.h>
 #include <ATen/ops/empty.h>
-#include <ATen/ops/empty_like.h>
 #include <ATen/ops/empty_strided.h>
 #include <ATen/ops/zeros.h>
 
@@ -28,7 +27,6 @@
 #include "brigade/checkpoint/safetensors.h"
 #include "brigade/comm/agreement.h"
 #include "brigade/comm/errors/error_texts.h"
-#include "brigade/comm/errors/peer_error.h"
 #include "brigade/comm/group/group_collectives.h"
 #include "brigade/comm/group/group_info.h"
 
@@ -170,12 +168,7 @@ at::Tensor flat(const CheckpointTensor& tensor) {
   return tensor.held.detach().contiguous().view({-1});
 }
 
-std::span<const std::byte> bytes_of(const at::Tensor& contiguous) {
-  return {static_cast<const std::byte*>(contiguous.const_data_ptr()),
-          contiguous.nbytes()};
-}
-
-std::span<std::byte> writable_bytes_of(const at::Tensor& contiguous) {
+std::span<std::byte> bytes_of(const at::Tensor& contiguous) {
   return {static_cast<std::byte*>(contiguous.mutable_data_ptr()),
           contiguous.nbytes()};
 }
@@ -219,22 +212,12 @@ at::Tensor gather_elements(const Group& group, const StoredTensor& tensor,
       {most},
       at::TensorOptions(tensor.scalar_type()).device(control_device(*group)));
   if (own != nullptr) sent.narrow(0, 0, own->held.numel()).copy_(flat(*own));
-  std::vector<at::Tensor> inputs = {sent};
-  std::vector<std::vector<at::Tensor>> received(1);  // by rank
-  for (int rank = 0; rank < group->getSize(); ++rank) {
-    received[0].push_back(at::empty_like(sent));
-  }
-  try {
-    group->allgather(received, inputs)->wait();
-  } catch (...) {
-    throw_peer_error(absl::StrCat("rank ", group->getRank(), " of ",
-                                  group->getSize(), " ", kDoing),
-                     std::current_exception());
-  }
+  const std::vector<at::Tensor> by_rank =
+      all_gather_tensors(group, sent, kDoing);
   if (group->getRank() != 0) return {};
   std::vector<at::Tensor> pieces;
   for (const Chunk& chunk : tensor.chunks) {
-    pieces.push_back(received[0][chunk.file].narrow(0, 0, chunk.numel));
+    pieces.push_back(by_rank[chunk.file].narrow(0, 0, chunk.numel));
   }
   return at::cat(pieces);
 }
@@ -405,12 +388,12 @@ class StoredFiles {
                               : c10::multiply_integers(tensor.shape)},
                   tensor.held.options().device(at::kCPU));
     const auto element = static_cast<int64_t>(run.element_size());
-    for_each_piece(tensor, [&](const Chunk& chunk, int64_t first,
-                               int64_t last) {
-      readers_.at(chunk.file)
-          ->read(tensor.name, (first - chunk.begin) * element,
-                 writable_bytes_of(run.narrow(0, first - begin, last - first)));
-    });
+    for_each_piece(
+        tensor, [&](const Chunk& chunk, int64_t first, int64_t last) {
+          readers_.at(chunk.file)
+              ->read(tensor.name, (first - chunk.begin) * element,
+                     bytes_of(run.narrow(0, first - begin, last - first)));
+        });
     if (!is_ordered) {
       const at::Tensor ordered = at::empty_strided(
           stored.shape, stored_form(tensor, 0).strides, run.options());

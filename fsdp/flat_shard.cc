@@ -1,19 +1,15 @@
 #include "brigade/fsdp/flat_shard.h"
 
 #include <ATen/ATen.h>
-#include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/core/grad_mode.h>
 
 #include <algorithm>
 #include <cstring>
 #include <numeric>
-#include <span>
 #include <utility>
 
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_join.h"
-#include "brigade/comm/errors/peer_error.h"
-#include "brigade/comm/streams/streams.h"
 #include "brigade/fsdp/shard_operators.h"
 
 namespace brigade {
@@ -566,7 +562,7 @@ void FlatShard::drop_partial_sum() {
   partial_sum_made_ = {};
 }
 
-void FlatShard::deliver(const std::vector<char>& used, double scale) {
+void FlatShard::deliver(std::span<const char> used, double scale) {
   const at::NoGradGuard no_grad;
   at::Tensor sum = std::exchange(sum_, {});
   if (scale != 1) sum.mul_(scale);

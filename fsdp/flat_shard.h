@@ -14,6 +14,7 @@
 #include <cstdint>
 #include <memory>
 #include <optional>
+#include <span>
 #include <string>
 #include <vector>
 
@@ -186,7 +187,7 @@ class FlatShard {
   void drop_partial_sum();
   // Multiplies the sum by `scale` and sets it as `.grad` of the `used`
   // parameters, or adds it there. Throws RuntimeError if a `.grad` is plain.
-  void deliver(const std::vector<char>& used, double scale);
+  void deliver(std::span<const char> used, double scale);
   void drop_sum();
 
  private:

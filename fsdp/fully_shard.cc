@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <limits>
 #include <string_view>
+#include <type_traits>
 #include <unordered_map>
 #include <unordered_set>
 #include <utility>
@@ -23,7 +24,7 @@ using Group = c10::intrusive_ptr<c10d::ProcessGroup>;
 // One module of a depth-first traversal; parents precede children.
 struct TreeNode {
   std::string name;
-  std::string type;
+  std::string type = {};
   std::optional<size_t> parent = std::nullopt;
   const torch::nn::Module* module = nullptr;
   std::vector<UnitParameter> parameters = {};  // its own, sharded
@@ -35,18 +36,6 @@ using Tree = std::vector<TreeNode>;
 
 std::string joined(const std::string& outer, const std::string& inner) {
   return outer.empty() ? inner : absl::StrCat(outer, ".", inner);
-}
-
-std::string type_of(const torch::nn::Module& module) { return module.name(); }
-std::string type_of(const torch::jit::Module& module) {
-  return module.type()->name()->qualifiedName();
-}
-
-const torch::nn::Module* as_nn_module(const torch::nn::Module& module) {
-  return &module;
-}
-const torch::nn::Module* as_nn_module(const torch::jit::Module& /*module*/) {
-  return nullptr;
 }
 
 template <typename Item>
@@ -74,11 +63,15 @@ void add_to(Tree& tree, const Module& module, const std::string& name = "",
   const size_t index = tree.size();
   tree.push_back(
       {.name = name,
-       .type = type_of(module),
        .parent = parent,
-       .module = as_nn_module(module),
        .parameters = tensors_of(module.named_parameters(false), name),
        .buffers = tensors_of(module.named_buffers(false), name)});
+  if constexpr (std::is_same_v<Module, torch::nn::Module>) {
+    tree.back().type = module.name();
+    tree.back().module = &module;
+  } else {
+    tree.back().type = module.type()->name()->qualifiedName();
+  }
   for (const auto& item : module.named_children()) {
     const auto [key, child] = named(item);
     if constexpr (requires { *child; }) {
@@ -97,42 +90,32 @@ bool is_module_list(const TreeNode& node) {
 }
 
 // Returns a flag per node.
-std::vector<char> default_units(const Tree& tree) {
-  std::vector<char> has_parameters(tree.size(), 0);
-  for (size_t i = tree.size(); i-- > 0;) {
-    if (!tree[i].parameters.empty()) has_parameters[i] = 1;
-    if (i > 0 && has_parameters[i] != 0) has_parameters[*tree[i].parent] = 1;
-  }
-  std::vector<char> is_unit(tree.size(), 0);
-  for (const bool in_lists : {true, false}) {
-    for (size_t i = 1; i < tree.size(); ++i) {
-      const size_t parent = *tree[i].parent;
-      const bool is_child =
-          in_lists ? is_module_list(tree[parent]) : parent == 0;
-      is_unit[i] = is_child ? has_parameters[i] : 0;
-    }
-    if (std::ranges::find(is_unit, 1) != is_unit.end()) break;
-  }
-  return is_unit;
-}
-
 std::vector<char> choose_units(const Tree& tree,
                                const UnitSelection& selection) {
-  if (!selection.is_unit) return default_units(tree);
   std::vector<char> is_unit(tree.size(), 0);
-  std::vector<int64_t> numel(tree.size(), 0);
-  for (size_t i = tree.size(); i-- > 1;) {  // children before parents
-    for (const UnitParameter& parameter : tree[i].parameters) {
-      numel[i] += parameter.tensor.numel();
+  // Returns true if there is any.
+  const auto choose = [&](const auto& is_chosen) {
+    std::vector<int64_t> numel(tree.size(), 0);
+    for (size_t i = tree.size(); i-- > 1;) {  // children before parents
+      for (const UnitParameter& parameter : tree[i].parameters) {
+        numel[i] += parameter.tensor.numel();
+      }
+      is_unit[i] = numel[i] > 0 && is_chosen(tree[i], numel[i]) ? 1 : 0;
+      if (is_unit[i] == 0) numel[*tree[i].parent] += numel[i];
     }
-    if (numel[i] > 0 && selection.is_unit({.name = tree[i].name,
-                                           .type = tree[i].type,
-                                           .numel = numel[i],
-                                           .module = tree[i].module})) {
-      is_unit[i] = 1;
-    } else {
-      numel[*tree[i].parent] += numel[i];
-    }
+    return std::ranges::find(is_unit, 1) != is_unit.end();
+  };
+  if (selection.is_unit) {
+    choose([&](const TreeNode& node, int64_t numel) {
+      return selection.is_unit({.name = node.name,
+                                .type = node.type,
+                                .numel = numel,
+                                .module = node.module});
+    });
+  } else if (!choose([&](const TreeNode& node, int64_t) {
+               return is_module_list(tree[*node.parent]);
+             })) {
+    choose([](const TreeNode& node, int64_t) { return *node.parent == 0; });
   }
   return is_unit;
 }

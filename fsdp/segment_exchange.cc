@@ -3,6 +3,7 @@
 #include <c10/util/hash.h>
 
 #include <algorithm>
+#include <chrono>
 #include <exception>
 #include <functional>
 #include <span>
@@ -11,7 +12,6 @@
 #include "absl/status/status.h"
 #include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
-#include "brigade/comm/errors/error_texts.h"
 #include "brigade/comm/errors/peer_error.h"
 
 namespace brigade {
@@ -20,6 +20,7 @@ namespace {
 constexpr size_t kBitsPerStatus = sizeof(StatusText) * 8;
 // The other half of the limit is for awaited rounds.
 constexpr size_t kMaxUnconfirmed = kMaxStatusesInFlight / 2;
+constexpr std::chrono::seconds kFailureTimeout(30);
 
 void throw_if_ranks_differ(std::span<const RankStatus> by_rank) {
   const absl::Status status = check_statuses(
@@ -229,10 +230,11 @@ RoundAnswers SegmentExchange::await_round(
   return answers;
 }
 
-RoundAnswers SegmentExchange::round(
-    const RoundMessage& own, std::optional<std::chrono::milliseconds> timeout) {
+RoundAnswers SegmentExchange::round(const RoundMessage& own) {
   const Sent sent = send(own, own.has_ended ? kHasEnded : kContinues);
   confirm();
+  std::optional<std::chrono::milliseconds> timeout;
+  if (own.has_failed) timeout = kFailureTimeout;
   RoundAnswers answers = await_round(sent, timeout);
   if (answers.has_unconfirmed_end && answers.error.empty()) {
     require_all_ended(answers.by_rank);

@@ -60,10 +60,8 @@ class SegmentExchange {
   OpeningMessage open(const OpeningMessage& own, bool awaits);
 
   // Exchanges messages. Throws PeerError if a rank called end_unconfirmed() but
-  // the segment must continue. `timeout`: nullopt: the group's.
-  RoundAnswers round(
-      const RoundMessage& own,
-      std::optional<std::chrono::milliseconds> timeout = std::nullopt);
+  // the segment must continue. A failed rank waits at most 30 s.
+  RoundAnswers round(const RoundMessage& own);
   // Sends the last round of a segment that ran as recorded on this rank;
   // confirm() awaits the answers. REQUIRES: may_end_unconfirmed().
   void end_unconfirmed(const RoundMessage& own);

@@ -3,7 +3,6 @@
 #include <ATen/ATen.h>
 
 #include <algorithm>
-#include <chrono>
 #include <utility>
 
 #include "absl/strings/str_cat.h"
@@ -12,9 +11,6 @@
 
 namespace brigade {
 namespace {
-
-// A failed rank waits this long for its peers to receive the failure.
-constexpr std::chrono::seconds kFailureTimeout(30);
 
 // Returns views of a unit's buffer as its unsharded flat parameters.
 std::vector<at::Tensor> unsharded_views(const ShardedUnit& unit,
@@ -417,9 +413,7 @@ RoundResult SegmentRun::round(std::optional<size_t> need,
   own.error = error_text_;
   RoundAnswers answers;
   try {
-    std::optional<std::chrono::milliseconds> timeout;
-    if (own.has_failed) timeout = kFailureTimeout;
-    answers = model_.exchange.round(own, timeout);
+    answers = model_.exchange.round(own);
   } catch (...) {
     is_broken_ = true;
     throw;

@@ -101,6 +101,7 @@ class SegmentRun {
   void throw_recorded_error();
   // Releases a unit's memory unless unshard() holds it.
   void release(size_t unit);
+  void drop_gradients();  // of all units
 
  private:
   struct FlatReduction {
@@ -134,7 +135,6 @@ class SegmentRun {
   RoundResult round(std::optional<size_t> need, CursorActions& actions);
   Lease acquire(int64_t bytes);
   void throw_failure_of_peers();
-  void drop_gradients();
   void finish_all_gathers();
   void keep_slices(ShardedUnit& unit);
 

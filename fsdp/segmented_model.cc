@@ -7,17 +7,13 @@
 
 #include <algorithm>
 #include <bit>
-#include <exception>
 #include <iostream>
 #include <numeric>
-#include <span>
 #include <utility>
 
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_format.h"
 #include "absl/strings/str_join.h"
-#include "brigade/comm/errors/error_texts.h"
-#include "brigade/fsdp/flat_shard.h"
 #include "brigade/fsdp/shard_operators.h"
 
 namespace brigade {
@@ -74,9 +70,7 @@ void append_schedule(std::string& text, const Schedule& schedule) {
 
 size_t count_parameters(const std::vector<ShardedUnit>& units) {
   size_t count = 0;
-  for (const ShardedUnit& unit : units) {
-    for (const auto& flat : unit.flats) count += flat->parameters().size();
-  }
+  for (const ShardedUnit& unit : units) count += unit.parameters.size();
   return count;
 }
 
@@ -84,10 +78,9 @@ size_t count_parameters(const std::vector<ShardedUnit>& units) {
 
 SegmentedModel::SegmentedModel(std::vector<ShardedUnit>&& units,
                                c10::intrusive_ptr<c10d::ProcessGroup> group,
-                               const FullyShardOptions& options)
-    : ShardedModel(options),
+                               FullyShardOptions options)
+    : ShardedModel(std::move(options)),
       group_(group),
-      options_(options),
       meshes_(connect_units(units, group, options_, *this)),
       units_(std::move(units)),
       memory_(meshes_->streams().device()),
@@ -136,7 +129,14 @@ SegmentedModel::~SegmentedModel() {
   stall_watch_.reset();
   hooks_.reset();
   run_.reset();
-  release_memory();
+  if (is_broken_) return;  // collectives may still write to the memory
+  SegmentRun run(parts(), {});
+  for (size_t i = 0; i < units_.size(); ++i) {
+    units_[i].is_by_hand = false;
+    run.release(i);
+    memory_.release(std::exchange(units_[i].kept, {}));
+  }
+  run.drop_gradients();
 }
 
 std::string SegmentedModel::describe_progress() const {
@@ -147,19 +147,6 @@ std::string SegmentedModel::describe_progress() const {
   }
   return absl::StrCat("is in ", place, " (", progress_->launched.load(),
                       " all-gathers launched)");
-}
-
-void SegmentedModel::release_memory() noexcept {
-  if (is_broken_) return;  // collectives may still write to it
-  SegmentRun run(parts(), {});
-  for (size_t i = 0; i < units_.size(); ++i) {
-    units_[i].is_by_hand = false;
-    run.release(i);
-    memory_.release(std::exchange(units_[i].kept, {}));
-    for (const auto& flat : units_[i].flats) flat->drop_gradients();
-    memory_.release(std::exchange(units_[i].gradients, {}),
-                    StreamPoint::now(meshes_->streams().device()));
-  }
 }
 
 // ---- Parameters.
@@ -215,8 +202,8 @@ void SegmentedModel::adopt_pieces() {
 void SegmentedModel::check_reshard_sizes() const {
   for (const ShardedUnit& unit : units_) {
     const std::optional<int>& found = unit.settings.reshard_to;
-    const std::vector<int>& known = meshes_->of(unit.mesh_number).gather_sizes;
-    TORCH_CHECK(!found || std::ranges::find(known, *found) != known.end(),
+    const std::set<int>& known = meshes_->of(unit.mesh_number).gather_sizes;
+    TORCH_CHECK(!found || known.contains(*found),
                 "fully_shard: ", describe_unit(unit.name),
                 ": expected reshard_after_forward to be one of [",
                 absl::StrJoin(known, ", "),

@@ -48,7 +48,7 @@ class SegmentedModel final : public ShardedModel, public ParameterOwner {
   // Collective. Throws as connect_units(), which leaves `units` unchanged.
   SegmentedModel(std::vector<ShardedUnit>&& units,
                  c10::intrusive_ptr<c10d::ProcessGroup> group,
-                 const FullyShardOptions& options = {});
+                 FullyShardOptions options = {});
   ~SegmentedModel() override;
 
   const std::vector<ShardedUnit>& units() const { return units_; }
@@ -186,15 +186,13 @@ class SegmentedModel final : public ShardedModel, public ParameterOwner {
   void close_groups() noexcept;
   // Called by the stall watch's thread. Never blocks on mutex_.
   std::string describe_progress() const;
-  void release_memory() noexcept;
   bool reduces(const ShardedUnit& unit) const {
-    return synchronizes() && unit.settings.synchronizes && unit.is_trained();
+    return synchronizes_ && unit.settings.synchronizes && unit.is_trained();
   }
   bool has_held_gradients(const ShardedUnit& unit) const;
   bool is_forward_thread() const;
 
   const c10::intrusive_ptr<c10d::ProcessGroup> group_;
-  const FullyShardOptions options_;
   size_t max_reducing_ = 2;
   const std::unique_ptr<ShardMeshes> meshes_;
   std::vector<ShardedUnit> units_;

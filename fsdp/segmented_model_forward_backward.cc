@@ -6,10 +6,7 @@
 #include <bit>
 #include <utility>
 
-#include "brigade/comm/errors/error_texts.h"
 #include "brigade/comm/process_group.h"
-#include "brigade/fsdp/backward_hooks.h"
-#include "brigade/fsdp/flat_shard.h"
 #include "brigade/fsdp/segmented_model.h"
 
 namespace brigade {
@@ -233,7 +230,7 @@ void SegmentedModel::close_groups() noexcept {
     }
   } catch (...) {
   }
-  for (const auto& own : meshes_->own_groups()) close_group(*own);
+  meshes_->close_groups();
   close_group(*group_);
 }
 
@@ -490,9 +487,7 @@ void SegmentedModel::deliver(std::vector<at::Tensor>& hooked) {
         flat->keep_partial_sum();
         continue;
       }
-      const std::vector<char> of_flat(
-          used.begin() + static_cast<ptrdiff_t>(first),
-          used.begin() + static_cast<ptrdiff_t>(first + count));
+      const auto of_flat = std::span(used).subspan(first, count);
       const bool is_divided =
           unit.transport->scales() || unit.divides_first(*flat);
       flat->deliver(of_flat, is_divided ? 1 : 1 / unit.divisor());

@@ -10,7 +10,6 @@
 #include <c10/core/impl/TorchDispatchModeTLS.h>
 #include <c10/util/ScopeExit.h>
 #include <c10/util/SmallVector.h>
-#include <torch/library.h>
 
 #include <algorithm>
 #include <cmath>

@@ -1,4 +1,5 @@
-// All-gathers and reduce-scatters of flat tensors over one mesh of ranks.
+// All-gathers and reduce-scatters of flat tensors over one mesh of ranks, and
+// the meshes of a model's units.
 //
 // A mesh has R shard groups of F consecutive ranks. The R ranks with the same
 // shard form a replica group. All-gathers run in a shard group. Gradients are
@@ -14,19 +15,22 @@
 #include <c10/core/Stream.h>
 #include <c10/core/StreamGuard.h>
 
+#include <cstddef>
 #include <cstdint>
 #include <memory>
 #include <optional>
+#include <set>
+#include <span>
+#include <string>
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 #include <vector>
 
+#include "brigade/comm/process_group.h"
 #include "brigade/comm/streams/streams.h"
+#include "brigade/fsdp/sharded_model.h"
+#include "brigade/fsdp/sharded_tensor.h"
 
 namespace brigade {
-
-// Return the ranks of `rank`'s shard group and replica group, in rising order.
-std::vector<int> shard_group_ranks(int rank, int num_shards);
-std::vector<int> replica_group_ranks(int rank, int num_shards, int num_ranks);
 
 // Side streams of a model, one for all-gathers and one for reductions, so that
 // collectives do not wait for computation or for each other. None on the CPU.
@@ -94,11 +98,8 @@ class ShardTransport {
   // reduce_scatter() applies `scale`; if not, the caller must.
   virtual bool scales() const = 0;
 
-  // Groups that only this transport uses, to be closed when a peer is lost.
-  virtual std::vector<c10::intrusive_ptr<c10d::ProcessGroup>> own_groups()
-      const {
-    return {};
-  }
+  // Closes the groups that only this transport uses, after a peer is lost.
+  virtual void close_groups() noexcept {}
 
   const ShardingStreams& streams() const { return streams_; }
   int num_shards() const { return num_shards_; }      // F
@@ -129,7 +130,7 @@ class ShardTransport {
 // world size. Errors: as OrderedCollectives.
 std::unique_ptr<ShardTransport> make_ordered_transport(
     const c10::intrusive_ptr<c10d::ProcessGroup>& group, int num_shards,
-    const std::vector<int>& gather_sizes = {});
+    const std::set<int>& gather_sizes = {});
 
 // Returns a transport that uses the backend's collectives, on one subgroup for
 // each kind, so that each kind has its own stream in the backend. Collective.
@@ -142,8 +143,69 @@ std::unique_ptr<ShardTransport> make_ordered_transport(
 // make_subgroup().
 std::unique_ptr<ShardTransport> make_device_transport(
     const c10::intrusive_ptr<c10d::ProcessGroup>& group, int num_shards,
-    const ShardingStreams& streams, const std::vector<int>& gather_sizes = {},
+    const ShardingStreams& streams, const std::set<int>& gather_sizes = {},
     bool in_order = false);
+
+// ---- Meshes.
+
+// Returns "ranks 0, 2" or "ranks 0, 1, 2, 3 in shard groups of 2".
+std::string describe(const UnitMesh& mesh);
+
+// The mesh of one unit.
+struct MeshRequest {
+  std::string unit = {};
+  std::optional<UnitMesh> mesh = std::nullopt;    // unset: the model's
+  uint64_t hash = 0;                              // equal on ranks of one mesh
+  std::optional<int> gather_size = std::nullopt;  // UnitSettings::reshard_to
+  size_t number = 0;  // of the mesh, set by number_meshes()
+};
+
+// Numbers the units' meshes identically on all ranks: 0 is the model's; equal
+// meshes share a number. Collective if some unit has its own mesh.
+//
+// Errors: the same ValueError on all ranks if a mesh is not a set of the
+// model's ranks that includes this rank, if ranks of one mesh name different
+// ranks or have different hashes, or if meshes of one unit differ in size.
+void number_meshes(const c10::intrusive_ptr<c10d::ProcessGroup>& group,
+                   std::span<MeshRequest> units);
+
+// Transports of a model's units: one on the model's process group, and one for
+// each distinct UnitMesh.
+//
+// All ranks launch the collectives of all meshes in one order. Each rank is in
+// one group of every mesh, so that order cannot deadlock. On devices all meshes
+// share two streams.
+//
+// Thread safety: as ShardTransport.
+class ShardMeshes {
+ public:
+  struct Mesh {
+    std::unique_ptr<GroupScope> scope = nullptr;  // null: the model's group
+    std::shared_ptr<ShardTransport> transport = nullptr;
+    std::set<int> gather_sizes = {};  // for ShardTransport::all_gather()
+    // Of sharded tensors; those that outlive the transport throw RuntimeError
+    // when gathered.
+    std::shared_ptr<ShardGroup> shard_group = nullptr;
+  };
+
+  // Collective. `num_shards`: of the model's mesh. `in_order`: see
+  // make_device_transport(). REQUIRES: number_meshes().
+  ShardMeshes(const c10::intrusive_ptr<c10d::ProcessGroup>& group,
+              int num_shards, c10::Device device,
+              std::span<const MeshRequest> units, bool in_order);
+
+  const Mesh& of(size_t mesh_number) const { return meshes_[mesh_number]; }
+  const ShardingStreams& streams() const {
+    return meshes_.front().transport->streams();
+  }
+  ShardTransport::Sent sent() const;
+  void close_groups() noexcept {
+    for (const Mesh& mesh : meshes_) mesh.transport->close_groups();
+  }
+
+ private:
+  std::vector<Mesh> meshes_;  // by number; the model's first
+};
 
 }  // namespace brigade
 

@@ -254,10 +254,10 @@ class ShardedModel {
   auto forward(const Run& run, Inputs&&... inputs) {
     begin_forward();
     try {
-      auto outputs = run(
-          ForwardArgument<Inputs>(std::forward<Inputs>(inputs), param_dtype_)
-              .get()...);
-      if (output_dtype_) cast_tensors(outputs, *output_dtype_);
+      auto outputs = run(ForwardArgument<Inputs>(std::forward<Inputs>(inputs),
+                                                 options_.param_dtype)
+                             .get()...);
+      if (options_.output_dtype) cast_tensors(outputs, *options_.output_dtype);
       end_forward(tensors_of(outputs));
       return outputs;
     } catch (...) {
@@ -348,14 +348,10 @@ class ShardedModel {
   virtual void set_stall_report_after(std::chrono::milliseconds time) = 0;
 
  protected:
-  explicit ShardedModel(const FullyShardOptions& options)
-      : param_dtype_(options.param_dtype),
-        output_dtype_(options.output_dtype) {}
-  bool synchronizes() const { return synchronizes_; }
+  explicit ShardedModel(FullyShardOptions options)
+      : options_(std::move(options)) {}
 
- private:
-  const std::optional<at::ScalarType> param_dtype_;
-  const std::optional<at::ScalarType> output_dtype_;
+  const FullyShardOptions options_;
   bool synchronizes_ = true;
 };
 

@@ -1,12 +1,15 @@
 #include "brigade/fsdp/sharded_tensor.h"
 
 #include <ATen/ATen.h>
+#include <ATen/core/grad_mode.h>
 #include <c10/core/StorageImpl.h>
 #include <c10/core/TensorImpl.h>
 #include <c10/util/Exception.h>
 
 #include <algorithm>
 #include <utility>
+
+#include "absl/strings/str_cat.h"
 
 namespace brigade {
 namespace {
@@ -18,41 +21,12 @@ c10::StorageImpl& storage_of(const at::Tensor& tensor) {
 }
 
 void refuse_access(c10::StorageImpl& storage, const std::string& name) {
-  std::string text;
-  text.reserve(200 + name.size());
-  if (name.empty()) {
-    text = "This tensor";
-  } else {
-    text.append("Parameter '").append(name).append("'");
-  }
-  text.append(
-          " is sharded: this rank holds only its shard, so the data can't be "
-          "read. ")
-      .append(kHowToUnshard);
-  storage.release_data_and_set_meta_custom_data_ptr_error_msg_(std::move(text));
-}
-
-c10::intrusive_ptr<c10::TensorImpl> make_impl(Shard shard,
-                                              at::IntArrayRef sizes,
-                                              at::IntArrayRef strides) {
-  const at::Tensor& local = shard.local;
-  TORCH_INTERNAL_ASSERT(local.dim() == 1 && shard_of(local) == nullptr);
-  const auto dtype = local.dtype();
-  const auto device = local.device();
-  const auto keys = local.key_set() | c10::DispatchKeySet(kShardedKey);
-  const auto bytes =
-      static_cast<size_t>(c10::multiply_integers(sizes)) * dtype.itemsize();
-  auto context = std::make_unique<Shard>(std::move(shard));
-  const std::string name = context->name;
-  c10::Storage storage(c10::make_intrusive<c10::StorageImpl>(
-      c10::StorageImpl::use_byte_size_t(), bytes,
-      at::DataPtr(nullptr, context.release(), &delete_shard, device),
-      /*allocator=*/nullptr, /*resizable=*/false));
-  refuse_access(*storage.unsafeGetStorageImpl(), name);
-  auto impl =
-      c10::make_intrusive<c10::TensorImpl>(std::move(storage), keys, dtype);
-  impl->set_sizes_and_strides(sizes, strides);
-  return impl;
+  storage.release_data_and_set_meta_custom_data_ptr_error_msg_(absl::StrCat(
+      name.empty() ? "This tensor" : "Parameter '", name,
+      name.empty() ? "" : "'",
+      " is sharded: this rank holds only its shard, so the data can't be "
+      "read. ",
+      kHowToUnshard));
 }
 
 void set_data(c10::StorageImpl& storage, void* data) {
@@ -101,7 +75,24 @@ Shard* shard_of(const at::Tensor& tensor) {
 
 at::Tensor make_sharded(Shard shard, at::IntArrayRef sizes,
                         at::IntArrayRef strides) {
-  return at::Tensor(make_impl(std::move(shard), sizes, strides));
+  const at::Tensor& local = shard.local;
+  TORCH_INTERNAL_ASSERT(local.dim() == 1 && shard_of(local) == nullptr);
+  const auto dtype = local.dtype();
+  const auto device = local.device();
+  const auto keys = local.key_set() | c10::DispatchKeySet(kShardedKey);
+  const auto bytes =
+      static_cast<size_t>(c10::multiply_integers(sizes)) * dtype.itemsize();
+  auto context = std::make_unique<Shard>(std::move(shard));
+  const std::string name = context->name;
+  c10::Storage storage(c10::make_intrusive<c10::StorageImpl>(
+      c10::StorageImpl::use_byte_size_t(), bytes,
+      at::DataPtr(nullptr, context.release(), &delete_shard, device),
+      /*allocator=*/nullptr, /*resizable=*/false));
+  refuse_access(*storage.unsafeGetStorageImpl(), name);
+  auto impl =
+      c10::make_intrusive<c10::TensorImpl>(std::move(storage), keys, dtype);
+  impl->set_sizes_and_strides(sizes, strides);
+  return at::Tensor(std::move(impl));
 }
 
 at::Tensor make_sharded_like(const at::Tensor& sharded, at::Tensor local) {
@@ -155,7 +146,7 @@ void replace_shard(const at::Tensor& tensor, Shard shard) {
   const auto sizes = tensor.sizes().vec();
   const auto strides = tensor.strides().vec();
   tensor.unsafeGetTensorImpl()->shallow_copy_from(
-      make_impl(std::move(shard), sizes, strides));
+      make_sharded(std::move(shard), sizes, strides).getIntrusivePtr());
 }
 
 void bind_memory(const at::Tensor& sharded, void* memory,

@@ -7,7 +7,6 @@
 #include <algorithm>
 #include <exception>
 #include <functional>
-#include <map>
 #include <span>
 #include <tuple>
 #include <utility>
@@ -19,7 +18,6 @@
 #include "brigade/comm/group/group_collectives.h"
 #include "brigade/comm/group/group_info.h"
 #include "brigade/comm/process_group.h"
-#include "brigade/fsdp/shard_transport.h"
 
 namespace brigade {
 namespace {
@@ -259,14 +257,10 @@ class UserGroup final : public ShardGroup {
       : group_(std::move(group)), num_shards_(num_shards) {}
 
   at::Tensor all_gather(const at::Tensor& values) override {
-    std::vector<std::vector<at::Tensor>> found(1);
-    std::vector<at::Tensor> sent = {values.contiguous()};
-    for (int rank = 0; rank < group_->getSize(); ++rank) {
-      found.front().push_back(at::empty_like(sent.front()));
-    }
-    group_->allgather(found, sent)->wait();
     const int64_t first = group_->getRank() / num_shards_ * num_shards_;
-    return at::stack(found.front()).narrow(0, first, num_shards_);
+    return at::stack(all_gather_tensors(group_, values.contiguous(),
+                                        "could not gather a sharded tensor"))
+        .narrow(0, first, num_shards_);
   }
 
  private:
@@ -400,12 +394,13 @@ std::vector<ShardedUnit> make_sharded_units(std::vector<UnitRequest> requests,
   if (options.broadcast_parameters) {
     broadcast_parameters(group, requests, meshes);
   }
-  const UnitMesh of_model = {.ranks = shard_group_ranks(0, group->getSize()),
-                             .num_shards = options.num_shards};
   std::vector<ShardedUnit> units;
   for (const UnitRequest& request : requests) {
-    const UnitMesh& mesh = request.mesh ? *request.mesh : of_model;
-    const int place = mesh.index_of(group->getRank());
+    const auto& mesh = request.mesh;
+    const int place =
+        mesh ? mesh->index_of(group->getRank()) : group->getRank();
+    const int num_shards = mesh ? mesh->shard_group_size()
+                                : options.num_shards.value_or(group->getSize());
     ShardedUnit unit;
     unit.name = request.name;
     unit.settings = settings_of(request, options);
@@ -413,17 +408,16 @@ std::vector<ShardedUnit> make_sharded_units(std::vector<UnitRequest> requests,
     unit.parent = request.parent;
     unit.mesh = request.mesh;
     unit.mesh_hash = hash_of_names(request);
-    unit.is_first_replica = place < mesh.shard_group_size();
-    const auto of_user = request.mesh ? nullptr
-                                      : std::make_shared<UserGroup>(
-                                            group, mesh.shard_group_size());
+    unit.is_first_replica = place < num_shards;
+    const auto of_user =
+        mesh ? nullptr : std::make_shared<UserGroup>(group, num_shards);
     for (auto& [kind, parameters] : flats_of(request)) {
       const auto& [dtype, is_trained, compute_dtype] = kind;
       unit.flats.push_back(std::make_unique<FlatShard>(
           std::move(parameters),
           FlatShard::Context{
-              .num_ranks = mesh.shard_group_size(),
-              .rank = place % mesh.shard_group_size(),
+              .num_ranks = num_shards,
+              .rank = place % num_shards,
               .compute_dtype = dtype_or(
                   compute_dtype ? compute_dtype : options.param_dtype, dtype),
               .reduce_dtype = dtype_or(options.reduce_dtype, dtype),
@@ -459,26 +453,23 @@ std::unique_ptr<ShardMeshes> connect_units(std::vector<ShardedUnit>& units,
         absl::FailedPreconditionError(message_of(std::current_exception()));
   }
   require_agreement(group, "fully_shard: parameter", {}, status);
-  std::optional<c10::Device> device;
-  for (const ShardedUnit& unit : units) {
-    if (!device && !unit.flats.empty()) device = unit.flats.front()->device();
-  }
-  TORCH_CHECK_VALUE(device,
+  TORCH_CHECK_VALUE(!units.empty(),
                     "fully_shard: the module has no parameters.\n"
                     "Shard a module that has some.");
-  TORCH_CHECK(!device->is_meta(),
+  const c10::Device device = units.front().flats.front()->device();
+  TORCH_CHECK(!device.is_meta(),
               "fully_shard: parameters are on the meta device.\nCall "
               "to_empty(device=...) and initialize them before the first "
               "forward.");
   auto connected = std::make_unique<ShardMeshes>(
-      group, options.num_shards.value_or(group->getSize()), *device, meshes,
+      group, options.num_shards.value_or(group->getSize()), device, meshes,
       options.reproducible);
   size_t number = 0;
   for (size_t i = 0; i < units.size(); ++i) {
     units[i].mesh_number = meshes[i].number;
     const ShardMeshes::Mesh& mesh = connected->of(meshes[i].number);
     units[i].transport = mesh.transport.get();
-    units[i].uses.emplace(*device);
+    units[i].uses.emplace(device);
     for (const auto& flat : units[i].flats) {
       flat->belong_to(&owner, mesh.shard_group, i, number);
       number += flat->parameters().size();

@@ -5,7 +5,6 @@
 #define BRIGADE_FSDP_SHARDED_UNIT_H_
 
 #include <ATen/core/Tensor.h>
-#include <ATen/core/ivalue.h>
 
 #include <cstddef>
 #include <cstdint>
@@ -18,7 +17,7 @@
 
 #include "brigade/comm/streams/streams.h"
 #include "brigade/fsdp/flat_shard.h"
-#include "brigade/fsdp/shard_meshes.h"
+#include "brigade/fsdp/shard_transport.h"
 #include "brigade/fsdp/sharded_model.h"
 #include "brigade/fsdp/unshard_buffers.h"
 

@@ -16,7 +16,6 @@
 #include <string_view>
 #include <system_error>
 #include <thread>
-#include <torch/csrc/distributed/c10d/comm.hpp>
 #include <utility>
 
 #include "brigade/comm/backends/end_on_own_thread.h"
@@ -134,27 +133,6 @@ class PythonCommHook final : public c10d::CommHookInterface,
   const std::string name_;
 };
 
-class ReducedPrecisionHook final : public WrappingHook {
- public:
-  ReducedPrecisionHook(CommHookPtr hook, at::ScalarType dtype)
-      : WrappingHook(std::move(hook)), dtype_(dtype) {}
-
-  // Complex and integer gradients keep their dtype.
-  WireFormat wire_format(at::ScalarType gradient_dtype) const override {
-    return {.dtype =
-                c10::isFloatingType(gradient_dtype) ? dtype_ : gradient_dtype};
-  }
-  HookTraits traits() const override {
-    HookTraits traits = WrappingHook::traits();
-    traits.sums_in_order = false;
-    traits.throws_own_errors = true;
-    return traits;
-  }
-
- private:
-  const at::ScalarType dtype_;
-};
-
 // Wraps the result of step_in_backward().
 class PythonSteppingHook final : public WrappingHook {
  public:
@@ -190,21 +168,10 @@ std::shared_ptr<py::object> held_object(py::object object) {
           }};
 }
 
-ParameterStep python_step(py::object step) {
-  return [step = held_object(std::move(step))](const at::Tensor& parameter) {
-    const py::gil_scoped_acquire gil;
-    (*step)(parameter);
-  };
-}
-
 CommHookPtr python_stepping_hook(CommHookPtr hook, ParameterStep step,
                                  ParameterFilter is_stepped) {
   return std::make_shared<PythonSteppingHook>(step_in_backward(
       std::move(hook), std::move(step), std::move(is_stepped)));
-}
-
-CommHookPtr reduced_precision_hook(CommHookPtr hook, at::ScalarType dtype) {
-  return std::make_shared<ReducedPrecisionHook>(std::move(hook), dtype);
 }
 
 void wait_at_exit() {

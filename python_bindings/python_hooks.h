@@ -30,9 +30,6 @@ CommHookPtr python_comm_hook(py::object state, py::object hook,
 // any thread may release it. REQUIRES: the GIL is held.
 std::shared_ptr<py::object> held_object(py::object object);
 
-// Returns a function that calls `step(parameter)`. REQUIRES: the GIL is held.
-ParameterStep python_step(py::object step);
-
 // Returns a hook that runs `hook`, then `step` on the parameters for which
 // `is_stepped` is true. Errors of `hook` are handled as those of `hook` alone.
 CommHookPtr python_stepping_hook(CommHookPtr hook, ParameterStep step,
@@ -40,10 +37,6 @@ CommHookPtr python_stepping_hook(CommHookPtr hook, ParameterStep step,
 
 // Error of a Python `function` that must return a future.
 std::string describe_no_future(const std::string& function, py::handle found);
-
-// Returns a hook that runs `hook` on buckets of undivided gradients in `dtype`,
-// a floating-point dtype. For torch's native mixed precision.
-CommHookPtr reduced_precision_hook(CommHookPtr hook, at::ScalarType dtype);
 
 // Waits, at most a few seconds, until no other thread will call Python. Runs at
 // exit, without the GIL.

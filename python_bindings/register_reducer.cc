@@ -119,7 +119,11 @@ void register_comm_hook(TorchReducer& reducer, py::object state,
 void set_steps_in_backward(TorchReducer& reducer,
                            const std::vector<at::Tensor>& parameters,
                            py::object step) {
-  ParameterStep steps = python_step(std::move(step));
+  ParameterStep steps =
+      [step = held_object(std::move(step))](const at::Tensor& parameter) {
+        const py::gil_scoped_acquire gil;
+        (*step)(parameter);
+      };
   const py::gil_scoped_release no_gil;
   reducer.step_in_backward(parameters, std::move(steps));
 }

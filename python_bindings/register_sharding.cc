@@ -1,12 +1,12 @@
 #include <c10/util/Exception.h>
 #include <pybind11/chrono.h>
-#include <pybind11/functional.h>
 #include <torch/csrc/Exceptions.h>
 
 #include <algorithm>
 #include <cstddef>
 #include <cstdint>
 #include <functional>
+#include <map>
 #include <memory>
 #include <optional>
 #include <stdexcept>
@@ -19,7 +19,6 @@
 
 #include "brigade/fsdp/backward_hooks.h"
 #include "brigade/fsdp/segmented_model.h"
-#include "brigade/observing/timeline.h"
 #include "brigade/python_bindings/registrations.h"
 
 namespace brigade {
@@ -28,13 +27,10 @@ namespace {
 using NoGil = py::call_guard<py::gil_scoped_release>;
 using Group = c10::intrusive_ptr<c10d::ProcessGroup>;
 
-// A sharded unit; empty after a ShardedModel has taken it over.
-struct PendingUnit {
-  std::optional<ShardedUnit> unit;
-};
-using PendingUnitPtr = std::shared_ptr<PendingUnit>;
+// Without flats after a ShardedModel has taken it over.
+using ShardedUnitPtr = std::shared_ptr<ShardedUnit>;
 
-PendingUnitPtr make_unit(
+ShardedUnitPtr make_unit(
     std::string name, const std::vector<std::string>& names,
     const std::vector<at::Tensor>& parameters, const Group& group,
     const FullyShardOptions& options, bool reshard_after_forward,
@@ -53,14 +49,12 @@ PendingUnitPtr make_unit(
     if (block_numels) parameter.block_numel = block_numels->at(i);
     if (dtypes) parameter.compute_dtype = dtypes->at(i);
   }
-  std::vector<ShardedUnit> units =
-      make_sharded_units({std::move(request)}, group, options);
-  return std::make_shared<PendingUnit>(std::move(units.front()));
+  return std::make_shared<ShardedUnit>(std::move(
+      make_sharded_units({std::move(request)}, group, options).front()));
 }
 
-void rename(PendingUnit& renamed, const std::string& name,
+void rename(ShardedUnit& unit, const std::string& name,
             const std::vector<std::string>& names) {
-  ShardedUnit& unit = renamed.unit.value();
   unit.name = name;
   for (const auto& flat : unit.flats) {
     for (size_t i = 0; i < flat->parameters().size(); ++i) {
@@ -88,16 +82,15 @@ void destroy_without_gil(SegmentedModel* model) {
 }
 
 std::shared_ptr<SegmentedModel> make_model(
-    const std::vector<PendingUnitPtr>& pending, const Group& group,
+    const std::vector<ShardedUnitPtr>& pending, const Group& group,
     const FullyShardOptions& options,
     const std::vector<ParentAndMesh>& places) {
   std::vector<ShardedUnit> units;
   for (size_t i = 0; i < pending.size(); ++i) {
-    TORCH_CHECK(pending[i]->unit.has_value(),
+    TORCH_CHECK(!pending[i]->flats.empty(),
                 "fully_shard: a unit already has an outermost module.\nRun the "
                 "first forward through the outermost module.");
-    ShardedUnit& unit =
-        units.emplace_back(*std::exchange(pending[i]->unit, std::nullopt));
+    ShardedUnit& unit = units.emplace_back(std::move(*pending[i]));
     const auto& [parent, mesh] = places.at(i);
     unit.parent = parent;
     if (!mesh) continue;
@@ -110,9 +103,7 @@ std::shared_ptr<SegmentedModel> make_model(
                 .release(),
             destroy_without_gil};
   } catch (...) {  // the caller keeps the units
-    for (size_t i = 0; i < units.size(); ++i) {
-      pending[i]->unit.emplace(std::move(units[i]));
-    }
+    for (size_t i = 0; i < units.size(); ++i) *pending[i] = std::move(units[i]);
     throw;
   }
 }
@@ -166,8 +157,7 @@ at::Tensor shard_like(const at::Tensor& full, const at::Tensor& like) {
 // Replaces the shard of `tensor` by that of `other`, which may have another
 // dtype or device.
 void set_shard(const at::Tensor& tensor, const at::Tensor& other) {
-  sharded(tensor);
-  Shard& before = *shard_of(tensor);
+  Shard& before = sharded(tensor);
   if (before.owner != nullptr) before.owner->written(before.unit);
   sharded(other);
   TORCH_CHECK_VALUE(
@@ -225,16 +215,14 @@ void register_timeline(py::module_& module) {
            [](const ShardingTimeline& self) { return describe(self); });
 }
 
-void take_error(std::exception& error) {
-  if (auto* in_python = dynamic_cast<python_error*>(&error)) {
-    in_python->persist();
-  }
-}
-
 }  // namespace
 
 void register_sharding(py::module_& module) {
-  set_error_taker(take_error);
+  set_error_taker([](std::exception& error) {
+    if (auto* const in_python = dynamic_cast<python_error*>(&error)) {
+      in_python->persist();
+    }
+  });
 
   py::class_<FullyShardOptions>(module, "FullyShardOptions",
                                 "See fsdp/sharded_model.h.")
@@ -280,7 +268,7 @@ void register_sharding(py::module_& module) {
       .def_readwrite("backward_prefetch_depth",
                      &UnitSettings::backward_prefetch_depth);
 
-  py::class_<PendingUnit, PendingUnitPtr>(
+  py::class_<ShardedUnit, ShardedUnitPtr>(
       module, "ShardedUnit",
       "The sharded parameters of a unit; a ShardedModel takes them over.")
       .def(
@@ -295,8 +283,8 @@ void register_sharding(py::module_& module) {
            "Sets the paths in the outermost module, for errors.")
       .def_property_readonly(
           "settings",
-          [](PendingUnit& self) -> UnitSettings* {
-            return self.unit ? &self.unit->settings : nullptr;
+          [](ShardedUnit& self) {
+            return self.flats.empty() ? nullptr : &self.settings;
           },
           py::return_value_policy::reference_internal,
           "None after a ShardedModel has taken the unit over.");
@@ -400,27 +388,26 @@ void register_sharding(py::module_& module) {
       .def("set_stall_report_after", &SegmentedModel::set_stall_report_after,
            NoGil(), py::arg("time"))
       .def("explain", &SegmentedModel::explain, NoGil())
-      .def("statistics", [](const SegmentedModel& self) {
-        const ShardedModelStatistics found = [&] {
-          const py::gil_scoped_release no_gil;
-          return self.statistics();
-        }();
-        py::dict statistics;
-        statistics["segments"] = found.segments;
-        statistics["learned_segments"] = found.learned_segments;
-        statistics["rounds"] = found.rounds;
-        statistics["late_gradients"] = found.late_gradients;
-        statistics["all_gathers"] = found.all_gathers;
-        statistics["reductions"] = found.reductions;
-        statistics["reduced_backwards"] = found.reduced_backwards;
-        statistics["sent_by_gathers"] = found.sent_by_gathers;
-        statistics["sent_by_sums"] = found.sent_by_sums;
-        statistics["buffer_bytes"] = found.buffer_bytes;
-        statistics["peak_buffer_bytes"] = found.peak_buffer_bytes;
-        statistics["shard_bytes"] = found.shard_bytes;
-        statistics["padding_bytes"] = found.padding_bytes;
-        return statistics;
-      });
+      .def(
+          "statistics",
+          [](const SegmentedModel& self) {
+            const ShardedModelStatistics found = self.statistics();
+            return std::map<std::string, int64_t>{
+                {"segments", found.segments},
+                {"learned_segments", found.learned_segments},
+                {"rounds", found.rounds},
+                {"late_gradients", found.late_gradients},
+                {"all_gathers", found.all_gathers},
+                {"reductions", found.reductions},
+                {"reduced_backwards", found.reduced_backwards},
+                {"sent_by_gathers", found.sent_by_gathers},
+                {"sent_by_sums", found.sent_by_sums},
+                {"buffer_bytes", found.buffer_bytes},
+                {"peak_buffer_bytes", found.peak_buffer_bytes},
+                {"shard_bytes", found.shard_bytes},
+                {"padding_bytes", found.padding_bytes}};
+          },
+          NoGil());
 }
 
 }  // namespace brigade

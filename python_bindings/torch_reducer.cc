@@ -8,10 +8,7 @@
 
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_join.h"
-#include "brigade/comm_hooks/averaging_hook.h"
-#include "brigade/comm_hooks/comm_hooks.h"
 #include "brigade/comm_hooks/hook_traits.h"
-#include "brigade/python_bindings/python_hooks.h"
 
 namespace brigade {
 namespace {
@@ -68,6 +65,29 @@ std::vector<std::vector<size_t>> split_buckets(
   return split;
 }
 
+// Runs a hook on buckets of undivided gradients in a floating-point dtype, for
+// torch's native mixed precision.
+class ReducedPrecisionHook final : public WrappingHook {
+ public:
+  ReducedPrecisionHook(CommHookPtr hook, at::ScalarType dtype)
+      : WrappingHook(std::move(hook)), dtype_(dtype) {}
+
+  // Complex and integer gradients keep their dtype.
+  WireFormat wire_format(at::ScalarType gradient_dtype) const override {
+    return {.dtype =
+                c10::isFloatingType(gradient_dtype) ? dtype_ : gradient_dtype};
+  }
+  HookTraits traits() const override {
+    HookTraits traits = WrappingHook::traits();
+    traits.sums_in_order = false;
+    traits.throws_own_errors = true;
+    return traits;
+  }
+
+ private:
+  const at::ScalarType dtype_;
+};
+
 std::shared_ptr<c10d::CommHookInterface> built_in_hook(
     c10d::BuiltinCommHookType type,
     const c10::intrusive_ptr<c10d::ProcessGroup>& group) {
@@ -87,17 +107,14 @@ TorchReducer::TorchReducer(std::vector<at::Tensor> parameters,
       first_buckets_(std::move(first_buckets)),
       group_(std::move(group)),
       options_(std::move(options)) {
-  make_ordered();
+  if (options_.reproducible) {
+    ordered_ = std::make_shared<OrderedAllReduce>(group_);
+  }
   make();
   if (ordered_ && options_.verify_across_ranks) {
     ordered_->connect_for(parameters_);
   }
   options_.verify_across_ranks = false;  // compare only once
-}
-
-void TorchReducer::make_ordered() {
-  if (!options_.reproducible) return;
-  ordered_ = std::make_shared<OrderedAllReduce>(group_);
 }
 
 void TorchReducer::make() {
@@ -256,12 +273,13 @@ void TorchReducer::check_finalized() const {
 }
 
 void TorchReducer::register_comm_hook(
-    std::shared_ptr<c10d::CommHookInterface> hook, std::string name,
-    std::string_view rule) {
-  TORCH_CHECK(hook_name_.empty(), "Reducer: ", name,
-              " can't be registered: the comm hook is already ", hook_name_,
-              ", and ", rule,
-              ".\nRegister one hook, which may call other hooks.");
+    std::shared_ptr<c10d::CommHookInterface> hook, std::string name) {
+  TORCH_CHECK(
+      hook_name_.empty(), "Reducer: ", name,
+      " can't be registered: the comm hook is already ", hook_name_,
+      // The text of torch's error, for which programs search.
+      ", and register_comm_hook or register_builtin_comm_hook can only "
+      "be called once.\nRegister one hook, which may call other hooks.");
   TORCH_CHECK(
       !options_.reproducible, "Reducer: ", name,
       " can't be registered: reproducible is set, and a comm hook may add "
@@ -281,8 +299,8 @@ void TorchReducer::set_mixed_precision_dtype(
   // A hook with a wire format, for example FP16_COMPRESS, has its own dtype.
   const bool chooses = traits_of(*options_.comm_hook).wire_format == nullptr;
   if (dtype && chooses) {
-    options_.comm_hook =
-        reduced_precision_hook(std::move(options_.comm_hook), *dtype);
+    options_.comm_hook = std::make_shared<ReducedPrecisionHook>(
+        std::move(options_.comm_hook), *dtype);
   }
   if (!hooks_removed_) make();
 }
@@ -310,10 +328,8 @@ void TorchReducer::finalize_backward() {
 
 void TorchReducer::register_builtin_comm_hook(c10d::BuiltinCommHookType type) {
   const bool is_fp16 = type == c10d::BuiltinCommHookType::FP16_COMPRESS;
-  register_comm_hook(
-      built_in_hook(type, group_), is_fp16 ? "FP16_COMPRESS" : "ALLREDUCE",
-      "register_builtin_comm_hook or register_comm_hook can only be called "
-      "once");
+  register_comm_hook(built_in_hook(type, group_),
+                     is_fp16 ? "FP16_COMPRESS" : "ALLREDUCE");
   built_in_ = type;
 }
 
@@ -355,7 +371,7 @@ void TorchReducer::set_process_group(
     c10::intrusive_ptr<c10d::ProcessGroup> group) {
   group_ = std::move(group);
   if (averaging_) averaging_->take_host_sums(nullptr);
-  make_ordered();
+  if (ordered_) ordered_ = std::make_shared<OrderedAllReduce>(group_);
   if (built_in_) options_.comm_hook = built_in_hook(*built_in_, group_);
   if (!hooks_removed_) make();
 }

@@ -16,7 +16,6 @@
 #include <memory>
 #include <optional>
 #include <string>
-#include <string_view>
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 #include <torch/csrc/distributed/c10d/comm.hpp>
 #include <torch/csrc/distributed/c10d/default_comm_hooks.hpp>
@@ -79,14 +78,10 @@ class TorchReducer {
   // the parameters.
   void check_finalized() const;
 
-  // `name` names the hook in errors; `rule` is the text of torch's error that
-  // programs search for. Errors: RuntimeError if a hook is registered already.
+  // `name` names the hook in errors. Errors: RuntimeError if a hook is
+  // registered already.
   void register_comm_hook(std::shared_ptr<c10d::CommHookInterface> hook,
-                          std::string name,
-                          std::string_view rule =
-                              "register_comm_hook or "
-                              "register_builtin_comm_hook can only be called "
-                              "once");
+                          std::string name);
   void register_builtin_comm_hook(c10d::BuiltinCommHookType type);
 
   // Until the next prepare_for_forward(), divides gradients by the world size,
@@ -152,7 +147,6 @@ class TorchReducer {
 
  private:
   void make();
-  void make_ordered();
   void divide_by_count(bool has_data);
   bool ready();  // makes a Reducer if needed; false after remove_hooks()
   std::shared_ptr<c10d::CommHookInterface> with_steps(

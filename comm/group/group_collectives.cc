@@ -10,20 +10,20 @@
 #include <exception>
 #include <string_view>
 #include <torch/csrc/distributed/c10d/comm.hpp>
+#include <utility>
 
 #include "brigade/comm/errors/peer_error.h"
 #include "brigade/comm/group/group_info.h"
 
 namespace brigade {
 
-std::vector<int64_t> all_gather_ints(
-    const c10::intrusive_ptr<c10d::ProcessGroup>& group,
-    const std::vector<int64_t>& own, const std::string& failure) {
-  if (group->getSize() == 1) return own;
-  std::vector<at::Tensor> inputs = {at::tensor(own).to(control_device(*group))};
+std::vector<at::Tensor> all_gather_tensors(
+    const c10::intrusive_ptr<c10d::ProcessGroup>& group, const at::Tensor& own,
+    const std::string& failure) {
+  std::vector<at::Tensor> inputs = {own};
   std::vector<std::vector<at::Tensor>> outputs(1);  // by rank
   for (int rank = 0; rank < group->getSize(); ++rank) {
-    outputs.front().push_back(at::empty_like(inputs.front()));
+    outputs.front().push_back(at::empty_like(own));
   }
   try {
     // Groups written in Python can't override the variant with one output.
@@ -33,8 +33,16 @@ std::vector<int64_t> all_gather_ints(
                               group->getSize(), " ", failure),
                      std::current_exception());
   }
+  return std::move(outputs.front());
+}
+
+std::vector<int64_t> all_gather_ints(
+    const c10::intrusive_ptr<c10d::ProcessGroup>& group,
+    const std::vector<int64_t>& own, const std::string& failure) {
+  if (group->getSize() == 1) return own;
+  const at::Tensor sent = at::tensor(own).to(control_device(*group));
   std::vector<int64_t> numbers;
-  for (const at::Tensor& output : outputs.front()) {
+  for (const at::Tensor& output : all_gather_tensors(group, sent, failure)) {
     const at::Tensor here = output.cpu();
     const auto* const begin = here.const_data_ptr<int64_t>();
     numbers.insert(numbers.end(), begin, begin + own.size());

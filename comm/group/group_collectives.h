@@ -18,9 +18,15 @@
 
 namespace brigade {
 
-// All-gather of integers. Returns the `own` of all ranks, concatenated in rank
-// order; their sizes are equal. Throws PeerError "rank 1 of 4 <failure>: ...";
-// `failure` reads "could not exchange host ids".
+// All-gather of a tensor. Returns each rank's; their sizes and dtypes are
+// equal. Throws PeerError "rank 1 of 4 <failure>: ..."; `failure` reads "could
+// not exchange host ids".
+std::vector<at::Tensor> all_gather_tensors(
+    const c10::intrusive_ptr<c10d::ProcessGroup>& group, const at::Tensor& own,
+    const std::string& failure);
+
+// Returns the integers of all ranks, concatenated in rank order. Otherwise as
+// all_gather_tensors().
 std::vector<int64_t> all_gather_ints(
     const c10::intrusive_ptr<c10d::ProcessGroup>& group,
     const std::vector<int64_t>& own, const std::string& failure);
