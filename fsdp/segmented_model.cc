@@ -116,7 +116,8 @@ SegmentedModel::~SegmentedModel() {
   if (run_) abandon("the sharded model was destroyed");
   try {
     // A forked child has the parent's statuses.
-    if (!is_broken_ && getpid() == process_) exchange_.confirm();
+    if (!is_broken_ && exchange_.channel().is_usable_here())
+      exchange_.confirm();
   } catch (...) {
     std::cerr << "fully_shard: a failure became known when the sharded model "
                  "was destroyed: "

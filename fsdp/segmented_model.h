@@ -15,7 +15,6 @@
 #define BRIGADE_FSDP_SEGMENTED_MODEL_H_
 
 #include <ATen/core/Tensor.h>
-#include <unistd.h>
 
 #include <atomic>
 #include <chrono>
@@ -214,7 +213,6 @@ class SegmentedModel final : public ShardedModel, public ParameterOwner {
   std::thread::id forward_thread_;
   std::function<void()> forward_check_;
   int nested_forwards_ = 0;
-  const pid_t process_ = getpid();
   std::atomic<bool> is_broken_ = false;
   std::string broken_reason_;
   int last_backward_ = -1;  // graph task of the last closed segment

@@ -10,7 +10,6 @@
 
 #include "absl/strings/str_cat.h"
 #include "brigade/comm/errors/error_texts.h"
-#include "brigade/reducer/bucket_replica.h"
 
 namespace brigade {
 namespace {
@@ -231,7 +230,12 @@ void Bucket::deliver(const at::Tensor& result) {
   if (used_ != nullptr) {
     globally_unused = used_->globally_unused_slots(members_);
   }
-  if (is_empty()) return deliver_empty(globally_unused);
+  if (is_empty()) {
+    for (const auto& each : replicas_) {
+      each->deliver(each->buffer(), globally_unused);
+    }
+    return;
+  }
   if (!result.defined()) {
     for (const std::unique_ptr<BucketReplica>& replica : replicas_) {
       replica->deliver_nothing(globally_unused);
@@ -246,12 +250,6 @@ void Bucket::deliver(const at::Tensor& result) {
         result.to(result.options().device(device_of(replica)),
                   /*non_blocking=*/true, /*copy=*/sparse_),
         globally_unused);
-  }
-}
-
-void Bucket::deliver_empty(std::span<const size_t> globally_unused_slots) {
-  for (const std::unique_ptr<BucketReplica>& replica : replicas_) {
-    replica->deliver(replica->buffer(), globally_unused_slots);
   }
 }
 

@@ -106,7 +106,6 @@ class Bucket final : public Collective {
   bool is_empty() const;
   c10::Device device_of(size_t replica) const { return devices_[replica]; }
   double scale() const;
-  void deliver_empty(std::span<const size_t> globally_unused_slots);
   void pack_replica(size_t replica);
   void sum_replicas();
   c10::intrusive_ptr<c10::ivalue::Future> run_hook(const at::Tensor& buffer);

@@ -57,7 +57,8 @@ Engine::~Engine() {
 // of it before saving parameters that were stepped with their gradients. A
 // forked child does nothing: the statuses are the parent's.
 void Engine::confirm_at_destruction() noexcept {
-  if (getpid() != process_ || peers_.is_closed() || !peers_.can_continue()) {
+  if (!peers_.is_usable_here() || peers_.is_closed() ||
+      !peers_.can_continue()) {
     return;
   }
   try {

@@ -14,7 +14,6 @@
 #define BRIGADE_REDUCER_ENGINE_H_
 
 #include <ATen/core/Tensor.h>
-#include <unistd.h>
 
 #include <chrono>
 #include <cstddef>
@@ -147,7 +146,6 @@ class Engine {
   std::string describe_progress() const;
   void warn_of_missing_late();
 
-  const pid_t process_ = getpid();
   mutable std::mutex mutex_;
   // Guarded by mutex_, but for `progress`.
   Observations observations_;

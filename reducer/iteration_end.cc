@@ -255,10 +255,15 @@ RankStatus IterationEnd::begin_status() const {
   std::string words =
       absl::StrCat(counted(policy_.plan().num_buckets(), "bucket"), ", ",
                    counted(policy_.table().size(), "parameter"));
+  int32_t hook_at = 0;
   if (const std::string& hook = policy_.hook_traits().name; !hook.empty()) {
-    absl::StrAppend(&words, ", comm hook ", hook);
+    absl::StrAppend(&words, ", comm hook ");
+    hook_at = static_cast<int32_t>(words.size());
+    words += hook;
   }
-  return {.kind = StatusKind::kBegin, .text = status_text(words)};
+  return {.kind = StatusKind::kBegin,
+          .hook_at = hook_at,
+          .text = status_text(words)};
 }
 
 void IterationEnd::agree(Iteration& iteration, const RankStatus& own) {

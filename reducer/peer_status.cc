@@ -74,7 +74,6 @@ void PeerStatus::add_to_hash(int64_t num_collectives) {
 }
 
 void PeerStatus::connect() {
-  if (is_connected()) return;
   channel_ = std::make_unique<StatusChannel>(group_);
 }
 

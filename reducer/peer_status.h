@@ -44,6 +44,8 @@ class PeerStatus {
   // Throws PeerError.
   void connect();
   bool is_connected() const { return channel_ != nullptr; }
+  // Returns false before connect() and in a forked child.
+  bool is_usable_here() const { return channel_ && channel_->is_usable_here(); }
 
   // Prefix of keys in the group's store, equal on all ranks; empty: no peers.
   // REQUIRES: is_connected().

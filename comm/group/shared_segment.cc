@@ -242,8 +242,12 @@ void SharedSegment::notify(int rank) {
   }
 }
 
+bool SharedSegment::has_left(int rank) const {
+  return layout().of(rank).has_left.load() != 0;
+}
+
 bool SharedSegment::is_alive(int rank) const {
-  if (layout().of(rank).has_left.load() != 0) return false;
+  if (has_left(rank)) return false;
   pollfd peer = map_->pidfds[rank];
   return peer.fd < 0 || poll(&peer, 1, 0) == 0;
 }
@@ -279,7 +283,7 @@ SharedSegment::Seen SharedSegment::look(int rank) const {
   for (int other = 0; other < size_; ++other) {
     // A wait on the own region is a wait for any peer to read it.
     const bool is_awaited = rank == rank_ ? other != rank_ : other == rank;
-    if (is_awaited && all.of(other).has_left.load() != 0) seen.left = other;
+    if (is_awaited && has_left(other)) seen.left = other;
   }
   return seen;
 }
@@ -303,8 +307,7 @@ bool SharedSegment::sleep(int rank, const Seen& seen, Deadline deadline) {
 
 std::vector<int> SharedSegment::dead_ranks() const {
   std::vector<int> dead = map_->ended_ranks();
-  std::erase_if(
-      dead, [&](int rank) { return layout().of(rank).has_left.load() != 0; });
+  std::erase_if(dead, [&](int rank) { return has_left(rank); });
   return dead;
 }
 

@@ -84,6 +84,9 @@ class SharedSegment {
     }
   }
 
+  // Returns true if `rank` has destroyed its segment.
+  bool has_left(int rank) const;
+
   // Returns true if the process of `rank` exists and holds its segment.
   bool is_alive(int rank) const;
 

@@ -112,11 +112,10 @@ struct OrderedCollectives::OfGroup {
 OrderedCollectives::OrderedCollectives(
     const c10::intrusive_ptr<c10d::ProcessGroup>& group, int64_t shared_bytes,
     int64_t host)
-    : names_(RankNames::of(*group)),
-      ranks_({.rank = group->getRank(),
+    : ranks_({.rank = group->getRank(),
               .size = group->getSize(),
               .timeout = group_timeout(*group),
-              .names = names_}),
+              .names = RankNames::of(*group)}),
       process_(getpid()),
       of_group_(per_group<OfGroup>(group)) {
   if (ranks_.size == 1) return;
@@ -142,7 +141,7 @@ OrderedCollectives::OrderedCollectives(
     }
   } catch (...) {
     throw_peer_error(c10::str("ordered collectives: ",
-                              names_.describe(ranks_.rank, ranks_.size),
+                              ranks_.names.describe(ranks_.rank, ranks_.size),
                               " could not connect to the other ranks"),
                      std::current_exception());
   }
@@ -311,8 +310,9 @@ void OrderedCollectives::finish(InFlight launched) {
 
 std::exception_ptr OrderedCollectives::failure_of(
     std::string_view context, const std::exception_ptr& cause) const noexcept {
-  const std::string here = c10::str("ordered collectives on ",
-                                    names_.describe(ranks_.rank, ranks_.size));
+  const std::string here =
+      c10::str("ordered collectives on ",
+               ranks_.names.describe(ranks_.rank, ranks_.size));
   try {
     if (cause) throw_peer_error(c10::str(here, ": ", context), cause);
     throw_peer_error(here, std::make_exception_ptr(
@@ -333,7 +333,7 @@ std::exception_ptr OrderedCollectives::fail(
   if (!transport_) return failure;
   try {
     transport_->abort(c10::str(
-        "rank ", names_[ranks_.rank],
+        "rank ", ranks_.names[ranks_.rank],
         " has failed: ", cause ? message_of(cause) : std::string(context)));
   } catch (const std::exception&) {
     // Peers then wait for their timeout.
@@ -361,7 +361,8 @@ std::string OrderedCollectives::describe(const InFlight& launched) const {
   return c10::str(
       name_of(call.kind), ' ', launched.number, " of ", call.input.numel(), ' ',
       c10::toString(call.input.scalar_type()),
-      awaited < 0 ? "" : c10::str(", waiting for rank ", names_[awaited]));
+      awaited < 0 ? ""
+                  : c10::str(", waiting for rank ", ranks_.names[awaited]));
 }
 
 std::exception_ptr OrderedCollectives::failure() const {

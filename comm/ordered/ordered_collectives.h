@@ -137,7 +137,6 @@ class OrderedCollectives {
                           const std::exception_ptr& cause) noexcept;
 
   // Constant after construction.
-  const RankNames names_;
   OrderedRanks ranks_;
   const pid_t process_;
   const std::shared_ptr<OfGroup> of_group_;

@@ -15,7 +15,6 @@ namespace brigade {
 namespace {
 
 constexpr std::string_view kCut = "...";
-constexpr std::string_view kHook = ", comm hook ";  // in a kBegin's text
 
 bool continues_a_character(char c) {
   return (static_cast<unsigned char>(c) & 0xC0) == 0x80;
@@ -133,8 +132,7 @@ absl::Status check_statuses(std::span<const RankStatus> by_rank,
 
   // A new hook is compared at once, while peers without it end an iteration.
   const auto has_new_hook = [&](const RankStatus& s) {
-    return s.kind == StatusKind::kBegin &&
-           words_of(s.text).find(kHook) != std::string_view::npos &&
+    return s.hook_at > 0 &&
            std::ranges::any_of(by_rank, [&](const RankStatus& peer) {
              return peer.kind == StatusKind::kEnd &&
                     peer.fingerprint != s.fingerprint;
@@ -144,9 +142,8 @@ absl::Status check_statuses(std::span<const RankStatus> by_rank,
   if (std::ranges::any_of(by_rank, has_new_hook)) {
     const auto describe_change = [&](const RankStatus& s) {
       if (!has_new_hook(s)) return describe_status(s);
-      const std::string words(words_of(s.text));
       return absl::StrCat("changed the comm hook (",
-                          words.substr(words.find(kHook) + kHook.size()),
+                          std::string(words_of(s.text).substr(s.hook_at)),
                           ") before iteration ", s.iteration);
     };
     return absl::FailedPreconditionError(absl::StrCat(

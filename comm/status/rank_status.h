@@ -44,6 +44,7 @@ struct RankStatus {
   // 1: if ranks disagree, the sender launches zeros for the collectives of the
   // iteration that only its peers have launched.
   int32_t launches_later = 0;
+  int32_t hook_at = 0;    // kBegin: the comm hook's name in `text`; 0: none
   int64_t sequence = 0;   // number of the exchange; set by the channel
   int64_t iteration = 0;  // or iteration_of() a segment (error_texts.h)
   // kFailed: the bucket or unit that failed. In a segment of sharded training:

@@ -1,7 +1,6 @@
 #include "brigade/comm/status/status_channel.h"
 
 #include <c10/util/Exception.h>
-#include <unistd.h>
 
 #include <algorithm>
 #include <stdexcept>
@@ -74,7 +73,7 @@ void StatusChannel::connect() {
 
 StatusChannel::~StatusChannel() {
   if (!transport_) return;
-  if (getpid() != process_) {  // the parent owns memory and connections
+  if (!is_usable_here()) {  // the parent owns memory and connections
     new std::shared_ptr<StatusTransport>(transport_);
     return;
   }
@@ -84,7 +83,7 @@ StatusChannel::~StatusChannel() {
 }
 
 void StatusChannel::check_process() const {
-  TORCH_CHECK(getpid() == process_, "StatusChannel: expected use in process ",
+  TORCH_CHECK(is_usable_here(), "StatusChannel: expected use in process ",
               process_, ", which made it, found process ", getpid(),
               ", which was forked from it.\nMake the group and its users after "
               "the fork.");

@@ -16,7 +16,7 @@
 #ifndef BRIGADE_COMM_STATUS_STATUS_CHANNEL_H_
 #define BRIGADE_COMM_STATUS_STATUS_CHANNEL_H_
 
-#include <sys/types.h>
+#include <unistd.h>
 
 #include <chrono>
 #include <exception>
@@ -59,6 +59,9 @@ class StatusChannel {
   std::vector<RankStatus> await(
       const RankStatus& own,
       std::optional<std::chrono::milliseconds> timeout = std::nullopt);
+
+  // Returns false in a forked child.
+  bool is_usable_here() const { return getpid() == process_; }
 
   // Returns true if await() would not block.
   bool is_complete(const RankStatus& own);

@@ -93,7 +93,7 @@ class SharedStatusTransport final : public StatusTransport {
                                 [&] { return has_sent(rank, sequence); });
     } catch (const c10::Error& error) {
       const std::string reason = error.what_without_backtrace();
-      if (reason.ends_with(" has left")) {
+      if (segment_->has_left(rank) && segment_->lost_rank() < 0) {
         throw RankLost(
             describe_leaver(segment_->name_of(rank), last_of(rank).iteration));
       }

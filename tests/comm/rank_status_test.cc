@@ -136,6 +136,7 @@ TEST(CheckStatusesTest, NamesARankInAnotherIteration) {
 TEST(CheckStatusesTest, NamesARankWithANewCommHook) {
   Statuses by_rank(2, ended(1));
   by_rank[1] = {.kind = kBegin,
+                .hook_at = 34,
                 .iteration = 1,
                 .fingerprint = 0xab,
                 .text = status_text("1 bucket, 4 parameters, comm hook fp16")};
