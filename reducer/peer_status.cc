@@ -52,8 +52,10 @@ uint64_t PeerStatus::hash_of_others() {
   // Not hashed: the number of launches by continuations depends on timing.
   if (last_count_) note_if_others(group_count());
   last_count_.reset();
-  num_launches_ = 0;
-  return std::exchange(hash_, 0);
+  const uint64_t hash = std::exchange(hash_, 0);
+  // A single launch may count what its own continuation launches meanwhile.
+  const bool has_order = std::exchange(num_launches_, 0) > 1;
+  return has_order ? hash : 0;
 }
 
 // Hashes nothing before the first launch: ranks may run different numbers of
