@@ -7,9 +7,6 @@ The model is a transformer of four blocks, each an FSDP unit. The contenders tak
 order. A step is forward and backward, timed on rank 0 after a barrier. Prints medians with
 quartiles in ms, and paired ratios over torch's DDP and over torch's fully_shard with the same
 setting. --json FILE stores the ratios.
-
---units: an MLP in 1 to 16 units with prefetch depths of 0 to 2: step time, memory, and
-communication that computation does not hide.
 """
 
 from __future__ import annotations
@@ -23,25 +20,9 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-import brigade
-
-from turns import (
-    SHARDS,
-    compare,
-    paired,
-    quartiles,
-    shard,
-    shown,
-    start,
-    step_seconds,
-    take_turns,
-    time_steps,
-    write_json,
-)
+from turns import SHARDS, compare, quartiles, shard, shown, start, time_steps, write_json
 
 SETTINGS = {"reshard": True, "keep": False}
-# (number of units, prefetch depth)
-DIVISIONS = ((1, 1), (2, 1), (4, 1), (8, 1), (16, 0), (16, 1), (16, 2))
 
 
 class Block(nn.Module):
@@ -81,27 +62,6 @@ class Gpt(nn.Module):
         return self.head(self.norm(x))
 
 
-class Perceptron(nn.Module):
-    """16 layers of 262,656 parameters each, in `num_blocks` blocks of equal size."""
-
-    def __init__(self, num_blocks: int = 1, num_layers: int = 16, width: int = 512) -> None:
-        super().__init__()
-        layers = [nn.Sequential(nn.Linear(width, width), nn.ReLU()) for _ in range(num_layers)]
-        size = num_layers // num_blocks
-        self.blocks = nn.ModuleList(
-            [nn.Sequential(*layers[i : i + size]) for i in range(0, num_layers, size)]
-        )
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for block in self.blocks:
-            x = block(x)
-        return x
-
-
-def ratio(ours: list[float], theirs: list[float]) -> str:
-    return quartiles(paired(ours, theirs), digits=3).strip()
-
-
 def measure_steps(rounds: int) -> list[dict[str, Any]]:
     """Prints the step times and ratios; returns the ratios."""
     torch.manual_seed(0)
@@ -133,54 +93,13 @@ def measure_steps(rounds: int) -> list[dict[str, Any]]:
     return rows
 
 
-def measure_units(rounds: int) -> None:
-    """Prints the step time, peak memory and waits of each division into units."""
-    x = torch.rand(256, 512)
-    ddp = DistributedDataParallel(Perceptron())
-    models = {}
-    for division in DIVISIONS:
-        model = shard(Perceptron(division[0]), brigade.fully_shard, prefetch_depth=division[1])
-        model.set_timeline_sample_rate(1)
-        models[division] = model
-
-    def step(model: nn.Module) -> tuple[float, int, int]:
-        """Returns seconds, and ns of waits for all-gathers and for reduce-scatters."""
-        seconds = step_seconds(model, x)
-        timeline = model.sharding_timeline()
-        reduced = sum(timeline.exposed_ns(index) for index in range(len(timeline.reductions)))
-        return seconds, sum(gather.exposed_ns for gather in timeline.gathers), reduced
-
-    steps = {division: partial(step, model) for division, model in models.items()}
-    taken = take_turns({"DDP": lambda: (step_seconds(ddp, x), 0, 0), **steps}, rounds)
-    if dist.get_rank() != 0:
-        return
-    columns = {
-        key: [list(column) for column in zip(*rows, strict=True)] for key, rows in taken.items()
-    }
-    size = sum(p.nbytes for p in ddp.parameters()) / 2**20
-    print(f"\nMLP of 16 layers, {size:.1f} MiB of parameters; {rounds} rounds")
-    print(f"DDP: {quartiles(columns['DDP'][0], 1e-3)} ms")
-    print(f"units depth {'over DDP':24}{'MiB':>6}  {'all-gather wait ms':26}reduce-scatter wait ms")
-    for division, model in models.items():
-        seconds, gathers, reduced = columns[division]
-        peak = model.sharding_statistics()["peak_buffer_bytes"] / 2**20
-        print(
-            f"{division[0]:5} {division[1]:5} {ratio(seconds, columns['DDP'][0]):24}{peak:6.1f}  "
-            f"{quartiles(gathers, 1e6):26}{quartiles(reduced, 1e6)}"
-        )
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rounds", type=int, default=30)
-    parser.add_argument("--units", action="store_true")
-    parser.add_argument("--json", metavar="FILE", help="file for all comparisons (not of --units)")
+    parser.add_argument("--json", metavar="FILE", help="file for all comparisons")
     arguments = parser.parse_args()
     start()
-    if arguments.units:
-        measure_units(arguments.rounds)
-    else:
-        write_json(arguments.json, measure_steps(arguments.rounds))
+    write_json(arguments.json, measure_steps(arguments.rounds))
     dist.destroy_process_group()
 
 
