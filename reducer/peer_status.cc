@@ -53,7 +53,7 @@ uint64_t PeerStatus::hash_of_others() {
   if (last_count_) note_if_others(group_count());
   last_count_.reset();
   const uint64_t hash = std::exchange(hash_, 0);
-  // A single launch may count what its own continuation launches meanwhile.
+  // A single launch may count the launches of its own continuation.
   const bool has_order = std::exchange(num_launches_, 0) > 1;
   return has_order ? hash : 0;
 }

@@ -46,7 +46,7 @@ def cast_floating(tree: Any, dtype: torch.dtype) -> Any:
 
 
 def return_additions(tree: Any, mapped: Any) -> None:
-    """Adds to lists and dicts of `tree` what a function added to their copies in `mapped`."""
+    """Adds to lists and dicts of `tree` the additions of a function to their copies in `mapped`."""
     if tree is mapped:
         return
     copies = _children(mapped)
