@@ -37,7 +37,7 @@ def group_and_num_shards(mesh: Any, dp_mesh_dims: Any = None) -> _GroupAndShards
     if mesh.ndim == 1:
         return mesh.get_group(), mesh.size()
     if mesh.ndim != 2:
-        raise NotImplementedError(
+        raise ValueError(
             f"fully_shard: expected a mesh of one or two dimensions, found {mesh}.\nName its "
             "data-parallel dimensions in dp_mesh_dims."
         )

@@ -38,6 +38,11 @@ def require_plain(parameter: nn.Parameter, where: str) -> None:
                 f"fully_shard: parameter {where} has {extension}(); all-gather extensions are not "
                 "supported.\nShard plain tensors, or name it in ignored_params."
             )
+    if is_traceable_wrapper_subclass(parameter):
+        raise NotImplementedError(
+            f"fully_shard: expected plain tensors, found that parameter {where} is a "
+            f"{type(parameter).__name__}.\nShard plain tensors, or name it in ignored_params."
+        )
     if getattr(parameter, "grad_dtype", None) not in (None, parameter.dtype):
         raise NotImplementedError(
             f"fully_shard: parameter {where} of {parameter.dtype} has grad_dtype "

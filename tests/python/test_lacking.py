@@ -9,6 +9,7 @@ import torch
 from torch import nn
 from torch.distributed import fsdp
 from torch.distributed._composable import replicate
+from torch.testing._internal.two_tensor import TwoTensor
 
 import brigade
 
@@ -126,6 +127,13 @@ def _extended():
     return net
 
 
+def _wrapping():
+    net = nn.Sequential(nn.Embedding(5, 4), nn.Linear(4, 4))
+    halves = net[1].weight.detach(), net[1].weight.detach()
+    net[1].weight = nn.Parameter(TwoTensor(*halves))
+    return net
+
+
 def _with_wide_gradients():
     net = nn.Sequential(nn.Embedding(5, 4), nn.Linear(4, 4, dtype=torch.bfloat16))
     net[1].weight.grad_dtype = torch.float32
@@ -136,6 +144,7 @@ def _with_wide_gradients():
     ("make", "error", "words"),
     [
         (_extended, NotImplementedError, r"parameter '1\.weight' of .* has fsdp_pre_all_gather"),
+        (_wrapping, NotImplementedError, r"'1\.weight' of .* is a TwoTensor"),
         (_with_wide_gradients, NotImplementedError, r"'1\.weight' of .* has grad_dtype .*float32"),
         (_embedding, NotImplementedError, "Embedding '0' has max_norm"),
         (_bag, NotImplementedError, r"EmbeddingBag '1\.0' has max_norm"),
