@@ -27,7 +27,7 @@ namespace {
 using NoGil = py::call_guard<py::gil_scoped_release>;
 using Group = c10::intrusive_ptr<c10d::ProcessGroup>;
 
-// Without flats after a ShardedModel has taken it over.
+// Its flats move to the ShardedModel that takes the unit over.
 using ShardedUnitPtr = std::shared_ptr<ShardedUnit>;
 
 ShardedUnitPtr make_unit(
