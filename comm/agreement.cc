@@ -103,6 +103,9 @@ const char* remedy_of(std::string_view item) {
   if (item.ends_with("option")) {
     return "\nPass the same options on every rank.";
   }
+  if (item.ends_with("setting")) {
+    return "\nMake the same changes on every rank, between the same forwards.";
+  }
   return item.ends_with("parameter") || item.ends_with("buffer")
              ? "\nConstruct the same module on every rank."
              : "";

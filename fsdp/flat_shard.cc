@@ -10,6 +10,7 @@
 
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_join.h"
+#include "brigade/comm/errors/error_texts.h"
 #include "brigade/fsdp/shard_operators.h"
 
 namespace brigade {
@@ -444,6 +445,14 @@ void FlatShard::read_own_slice() {
     const at::Tensor rounded = shard_.to(own.scalar_type());
     const at::Tensor is_same =
         rounded.eq(own).logical_or(rounded.isnan().logical_and(own.isnan()));
+    if (!is_same.all().item<bool>()) {
+      TORCH_WARN("fully_shard: writes to parameter '", parameters_[0].name,
+                 "' or others of its unit were rounded to ",
+                 describe_dtype(own.scalar_type()),
+                 ", their param_dtype.\nWrite before fully_shard() or load a "
+                 "checkpoint to keep ",
+                 describe_dtype(dtype()), ".");
+    }
     shard_.copy_(at::where(is_same, shard_, own.to(dtype())));
   }
 }

@@ -73,17 +73,20 @@ OpeningMessage common_opening(std::vector<RankStatus> by_rank) {
               "without data on all ranks.\nEnd the epoch when no rank has "
               "data.");
   const RankStatus leader = *first;
+  bool has_equal_settings = true;
   for (RankStatus& status : by_rank) {
-    if (has_no_data(status) && status.kind == StatusKind::kBegin) {
-      status = leader;
-    }
+    if (status.kind != StatusKind::kBegin) continue;
+    if (has_no_data(status)) status = leader;
+    has_equal_settings &= status.fingerprint == leader.fingerprint;
+    status.fingerprint = leader.fingerprint;
   }
   throw_if_ranks_differ(by_rank);
-  OpeningMessage common = {.kind = static_cast<SegmentKind>(leader.unit),
-                           .tag = leader.proposal,
-                           .schedule = leader.order,
-                           .settings = leader.fingerprint,
-                           .slices = leader.launched};
+  OpeningMessage common = {
+      .kind = static_cast<SegmentKind>(leader.unit),
+      .tag = leader.proposal,
+      .schedule = leader.order,
+      .settings = has_equal_settings ? leader.fingerprint : 0,
+      .slices = leader.launched};
   for (const RankStatus& status : by_rank) {
     common.tags.insert(status.proposal);
     if (status.proposal != common.tag || status.order != leader.order) {
@@ -271,11 +274,14 @@ void SegmentExchange::confirm_oldest() {
     const RankStatus& own = oldest.front();
     if (own.kind == StatusKind::kBegin) {
       const OpeningMessage opened = common_opening(await(own));
-      if (opened.schedule == own.order && opened.slices == own.launched) return;
+      if (opened.schedule == own.order && opened.settings == own.fingerprint &&
+          opened.slices == own.launched) {
+        return;
+      }
       throw_peer_failure(
           "fully_shard: expected all ranks to begin this forward or backward "
-          "with the same recorded schedule and unsharded units, found "
-          "different ones. Ranks have already continued.\nSet "
+          "with the same recorded schedule, settings and unsharded units, "
+          "found different ones. Ranks have already continued.\nSet "
           "max_unconfirmed_iterations = 0 if ranks run different programs.");
     }
     const RoundAnswers answers = await_round(oldest);

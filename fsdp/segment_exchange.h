@@ -28,7 +28,7 @@ struct OpeningMessage {
   SegmentKind kind = SegmentKind::kForward;
   uint64_t tag = 0;       // segments with equal tags share a schedule
   uint64_t schedule = 0;  // fingerprint of the tag's schedule; 0: none
-  uint64_t settings = 0;  // hash that must be equal on all ranks
+  uint64_t settings = 0;  // hash that must be equal on ranks with data
   uint64_t slices = 0;    // hash of the units that hold slices; 0: none
   // Distinct tags of all ranks with data, if the answers were awaited.
   std::set<uint64_t> tags = {};
@@ -53,8 +53,8 @@ class SegmentExchange {
                   std::shared_ptr<Progress> progress);
 
   // Opens a segment. Returns the kind and tag of the ranks with data, and
-  // `schedule` and `slices` if equal on all ranks, otherwise 0. Throws the same
-  // PeerError on all ranks, and opens none, if kinds or settings differ;
+  // `schedule`, `settings` and `slices` if equal on all of them, otherwise 0.
+  // Throws the same PeerError on all ranks, and opens none, if kinds differ;
   // RuntimeError if no rank has data. Without `awaits` returns `own` at once if
   // it has a schedule; confirm() checks it.
   OpeningMessage open(const OpeningMessage& own, bool awaits);

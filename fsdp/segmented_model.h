@@ -165,7 +165,10 @@ class SegmentedModel final : public ShardedModel, public ParameterOwner {
   void adopt_pieces();
   void prepare();
   void release_stale();
+  template <typename Visit>
+  void visit_settings(const Visit& visit) const;
   uint64_t settings_hash() const;
+  void require_equal_settings() const;
   bool stays_unsharded_after(const SegmentRun::Plan& plan, size_t unit) const;
   UnitRules rules_for(const SegmentRun::Plan& plan) const;
   PlannedSegment planned_segment(SegmentKind kind) const;

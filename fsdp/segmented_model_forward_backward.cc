@@ -4,8 +4,10 @@
 
 #include <algorithm>
 #include <bit>
+#include <type_traits>
 #include <utility>
 
+#include "brigade/comm/agreement.h"
 #include "brigade/comm/process_group.h"
 #include "brigade/fsdp/segmented_model.h"
 
@@ -13,28 +15,61 @@ namespace brigade {
 
 // ---- Segments.
 
-uint64_t SegmentedModel::settings_hash() const {
-  std::vector<uint64_t> numbers = {max_reducing_};
+// Calls visit(setting, unit, parameter, value) with each setting that must be
+// equal on all ranks during a segment. `parameter`: null if it is the unit's.
+template <typename Visit>
+void SegmentedModel::visit_settings(const Visit& visit) const {
   for (const ShardedUnit& unit : units_) {
     const UnitSettings& settings = unit.settings;
-    for (const bool value :
-         {settings.reshard_after_forward, settings.reshard_after_backward,
-          reduces(unit), settings.sums_over_replicas,
-          settings.gathers_in_backward, settings.keeps_storage}) {
-      numbers.push_back(value ? 1 : 0);
-    }
-    numbers.push_back(static_cast<uint64_t>(settings.reshard_to.value_or(0)));
-    numbers.push_back(
-        std::bit_cast<uint64_t>(settings.gradient_divisor.value_or(0)));
+    const auto of_unit = [&](const char* setting, auto value) {
+      visit(setting, unit, static_cast<const UnitParameter*>(nullptr), value);
+    };
+    of_unit("max_reducing", max_reducing_);
+    of_unit("reshard_after_forward", settings.reshard_after_forward);
+    of_unit("reshard_to", settings.reshard_to.value_or(0));
+    of_unit("reshard_after_backward", settings.reshard_after_backward);
+    of_unit("gradient synchronization", reduces(unit));
+    of_unit("sums_over_replicas", settings.sums_over_replicas);
+    of_unit("gathers_in_backward", settings.gathers_in_backward);
+    of_unit("keeps_storage", settings.keeps_storage);
+    of_unit("gradient_divisor", unit.divisor());
     for (const auto& flat : unit.flats) {
-      numbers.push_back(static_cast<uint64_t>(flat->dtype()));
-      numbers.push_back(static_cast<uint64_t>(flat->device().type()));
       for (size_t i = 0; i < flat->parameters().size(); ++i) {
-        numbers.push_back(flat->is_trained(i) ? 1 : 0);
+        const UnitParameter* const parameter = &flat->parameters()[i];
+        visit("requires_grad", unit, parameter, flat->is_trained(i));
+        visit("dtype", unit, parameter, flat->dtype());
+        visit("device", unit, parameter, flat->device().type());
       }
     }
   }
+}
+
+uint64_t SegmentedModel::settings_hash() const {
+  std::vector<uint64_t> numbers;
+  visit_settings(
+      [&](const char*, const ShardedUnit&, const UnitParameter*, auto value) {
+        if constexpr (std::is_same_v<decltype(value), double>) {
+          numbers.push_back(std::bit_cast<uint64_t>(value));
+        } else {
+          numbers.push_back(static_cast<uint64_t>(value));
+        }
+      });
   return hash_of(numbers);
+}
+
+// Collective.
+void SegmentedModel::require_equal_settings() const {
+  std::vector<std::string> items;
+  visit_settings([&](const char* setting, const ShardedUnit& unit,
+                     const UnitParameter* parameter, auto value) {
+    // The names of experts differ between meshes.
+    items.push_back(c10::str(setting, " of ",
+                             parameter == nullptr || unit.mesh
+                                 ? describe_unit(unit.name)
+                                 : c10::str("'", parameter->name, "'"),
+                             ": ", value));
+  });
+  require_agreement(group_, "fully_shard: setting", items, absl::OkStatus());
 }
 
 bool SegmentedModel::stays_unsharded_after(const SegmentRun::Plan& plan,
@@ -107,7 +142,15 @@ OpeningMessage SegmentedModel::exchange_opening(const OpeningMessage& opening) {
     if (!is_cpu() && opening.kind == SegmentKind::kForward) {
       exchange_.confirm(at::GradMode::is_enabled() ? 2 * num_steps : 0);
     }
-    return exchange_.open(opening, awaits);
+    OpeningMessage opened = exchange_.open(opening, awaits);
+    if (opened.settings == 0) {
+      if (is_cpu() || num_steps == 0) require_equal_settings();
+      throw_peer_failure(
+          "fully_shard: expected the same settings, dtypes and trained "
+          "parameters on every rank, found a difference.\nMake the same "
+          "changes on every rank, between the same forwards.");
+    }
+    return opened;
   } catch (...) {
     if (exchange_.is_broken() || !is_cpu()) close_groups();
     throw;

@@ -368,7 +368,8 @@ class LocalCall {
         call_.refuse(c10::str("mixes a plain tensor of sizes ", tensor.sizes(),
                               " with ", name_of(whole),
                               ". Call it inside unsharded() (Python: "
-                              "whole_parameters())."));
+                              "whole_parameters()). If it is an optimizer's "
+                              "state, let the first step() run outside."));
       }
       const bool is_number = tensor.unsafeGetTensorImpl()->is_wrapped_number();
       if (whole.dim() == 0 && !is_number && makes_tensors() &&
@@ -702,8 +703,9 @@ void check_use_of_unsharded(Call& call, ParameterState state) {
                          size_t argument) {
     if (shard.owner == nullptr) {
       call.refuse(name_of(tensor) +
-                  " in a forward or backward: it belongs to no unit. Use a "
-                  "copy of its full tensor instead.");
+                  " in a forward, backward or unsharded(): it belongs to no "
+                  "unit. Use a copy of its full tensor instead; call an "
+                  "optimizer's step() outside.");
     }
     if (state == ParameterState::kUnsharded && writes(arguments[argument])) {
       call.refuse("writes to " + name_of(tensor) +

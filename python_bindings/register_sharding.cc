@@ -358,8 +358,9 @@ void register_sharding(py::module_& module) {
       .def("use_in_backward", &use_in_backward, NoGil(), py::arg("unit"))
       .def("unshard", &SegmentedModel::unshard, NoGil(), py::arg("units"),
            py::arg("may_write") = false)
-      .def("reshard", &SegmentedModel::reshard, NoGil(), py::arg("units"),
-           py::arg("drops_writes") = false)
+      .def("reshard", &SegmentedModel::reshard,
+           py::call_guard<torch::PyWarningHandler, py::gil_scoped_release>(),
+           py::arg("units"), py::arg("drops_writes") = false)
       .def("reduce", &SegmentedModel::reduce, NoGil(),
            "Reduces accumulated gradients. Collective.")
       .def("clip_grad_norm", &SegmentedModel::clip_grad_norm, NoGil(),

@@ -1,5 +1,7 @@
 """Casts of sharded models, before the first forward and between steps."""
 
+import warnings
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -120,7 +122,7 @@ def test_partial_casts_and_casts_at_the_wrong_time_are_errors(rank):
             _loss(model, rank, 0)
         model.blocks[0].up.float()
         model.to((torch.float64, torch.float16)[rank])
-        with pytest.raises(RuntimeError, match="same plan and options on every rank"):
+        with pytest.raises(ValueError, match=r"(?s)dtype of '.*'.*rank 1: Half"):
             _loss(model, rank, 0)
         model.float()
         with model.whole_parameters(), pytest.raises(RuntimeError, match="whole_parameters"):
@@ -142,6 +144,55 @@ def test_partial_casts_and_casts_at_the_wrong_time_are_errors(rank):
         loss.backward()
     _loss(model, rank, 0).backward()
     assert model.head.weight.grad.dtype == torch.float64
+
+
+@pytest.mark.parametrize("step", [0, 2])
+@on_ranks(3)
+def test_settings_that_differ_between_ranks_are_named(rank, step):
+    changes = [
+        (lambda m, on: m.head.bias.requires_grad_(on), r"requires_grad of 'head\.bias'"),
+        (lambda m, on: m.blocks[0].set_reshard_after_forward(on), r"forward of unit 'blocks\.0'"),
+        (lambda m, on: m.set_requires_gradient_sync(on), "synchronization of the outermost unit"),
+        (
+            lambda m, on: m.blocks[1].set_gradient_divide_factor(2.0 + on),
+            "divisor of unit 'blocks.1'",
+        ),
+    ]
+    plain, model = make_net(), shard_blocks(make_net(), reshard_after_forward=True)
+    for _ in range(step):
+        _loss(model, rank, 0).backward()
+    for change, name in changes:
+        if rank == 1:
+            change(model, False)
+        with pytest.raises(ValueError, match=f"(?s){name} differs.*Make the same changes"):
+            _loss(model, rank, 0)
+        change(model, True)
+    model.zero_grad()
+    _loss(model, rank, 0).backward()
+    for r in range(3):
+        _loss(plain, r, 0).div(3).backward()
+    for part, whole in zip(model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(part.grad.full_tensor(), whole.grad)
+
+
+@on_ranks()
+def test_a_write_in_param_dtype_is_reported_as_rounded(rank):
+    model = shard_blocks(make_net(), mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16))
+    before = [p.full_tensor() for p in model.parameters()]
+    with warnings.catch_warnings(), torch.no_grad(), model.whole_parameters(writes=True):
+        warnings.simplefilter("error")
+        model.head.bias.copy_(model.head.bias)  # changes nothing
+    for part, whole in zip(model.parameters(), before, strict=True):
+        assert torch.equal(part.full_tensor(), whole)
+    rounded = r"(?s)writes to parameter 'embed.weight' or others.*to bfloat16.*to keep float32"
+    with (
+        pytest.warns(UserWarning, match=rounded),
+        torch.no_grad(),
+        model.whole_parameters(writes=True),
+    ):
+        for part in model.parameters():
+            part.fill_(1.001)
+    assert all((part.full_tensor() == 1).all() for part in model.parameters())
 
 
 @on_ranks()
