@@ -658,8 +658,10 @@ std::string Engine::describe_progress() const {
                                               : " and is inside a hook");
   }
   if (!iteration_) {
-    return absl::StrCat("has not finished the forward of iteration ",
-                        observations_.counts.begun + 1);
+    const int64_t last = observations_.counts.begun;
+    return last == 0 ? "has not finished its first forward"
+                     : absl::StrCat("has ended iteration ", last,
+                                    " and not finished the next forward");
   }
   if (!iteration_->has_begun()) {
     return absl::StrCat("has finished the forward of iteration ",
