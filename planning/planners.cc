@@ -1,0 +1,478 @@
+#include "brigade/planning/planners.h"
+
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+#include <deque>
+#include <functional>
+#include <limits>
+#include <map>
+#include <queue>
+#include <utility>
+
+#include "absl/strings/str_cat.h"
+
+namespace brigade {
+namespace {
+
+template <typename... Parts>
+absl::Status bad_input(const Parts&... parts) {
+  return absl::InvalidArgumentError(absl::StrCat("planner: ", parts...));
+}
+
+// The gradients that may share buckets, in order. A sparse one is a stream of
+// its own.
+struct Stream {
+  std::vector<size_t> positions = {};  // in Backward::order
+  std::vector<double> ready_s = {};
+  std::vector<int64_t> bytes_before = {0};  // [j]: of the first j gradients
+
+  size_t size() const { return positions.size(); }
+};
+
+std::vector<Stream> streams_of(const Backward& backward) {
+  std::vector<Stream> streams;
+  std::map<int, size_t> by_kind;
+  for (size_t position = 0; position < backward.order.size(); ++position) {
+    const ParameterSpec& spec = backward.parameters[backward.order[position]];
+    size_t number = streams.size();
+    if (!spec.sparse) number = by_kind.emplace(spec.kind, number).first->second;
+    if (number == streams.size()) streams.emplace_back();
+    Stream& stream = streams[number];
+    stream.positions.push_back(position);
+    stream.ready_s.push_back(backward.ready_s[position]);
+    stream.bytes_before.push_back(stream.bytes_before.back() + spec.size_bytes);
+  }
+  return streams;
+}
+
+// By stream, the ends of its buckets (numbers of gradients), ascending.
+using Cuts = std::vector<std::vector<size_t>>;
+
+struct Bucket {
+  size_t last_position = 0;
+  double ready_s = 0;
+  int64_t bytes = 0;
+  size_t stream = 0;
+  size_t begin = 0;  // of its gradients in the stream
+  size_t end = 0;
+};
+
+// Returns the buckets in order of launch.
+std::vector<Bucket> buckets_of(const std::vector<Stream>& streams,
+                               const Cuts& cuts) {
+  std::vector<Bucket> buckets;
+  for (size_t s = 0; s < streams.size(); ++s) {
+    const Stream& stream = streams[s];
+    size_t begin = 0;
+    for (const size_t end : cuts[s]) {
+      buckets.push_back(
+          {.last_position = stream.positions[end - 1],
+           .ready_s = stream.ready_s[end - 1],
+           .bytes = stream.bytes_before[end] - stream.bytes_before[begin],
+           .stream = s,
+           .begin = begin,
+           .end = end});
+      begin = end;
+    }
+  }
+  std::ranges::sort(buckets, {}, &Bucket::last_position);
+  return buckets;
+}
+
+// A link that runs collectives in order, `concurrency` at once: latencies
+// overlap, bytes don't.
+class Link {
+ public:
+  explicit Link(const CollectiveCost& cost)
+      : cost_(cost), latency_s_(cost.seconds(0)) {
+    for (int i = 0; i < cost.concurrency(); ++i) slots_.push(0);
+  }
+
+  // Returns the end of a collective.
+  double run(double launched_s, int64_t bytes) {
+    const double begin = std::max(slots_.top(), launched_s);
+    slots_.pop();
+    free_s_ = std::max(free_s_, begin + latency_s_) +
+              (cost_.seconds(bytes) - latency_s_);
+    slots_.push(free_s_);
+    return free_s_;
+  }
+
+ private:
+  const CollectiveCost& cost_;
+  const double latency_s_;
+  double free_s_ = 0;
+  std::priority_queue<double, std::vector<double>, std::greater<>> slots_;
+};
+
+double end_of(const std::vector<Stream>& streams, const Cuts& cuts,
+              const CollectiveCost& cost) {
+  Link link(cost);
+  double launched_s = 0;
+  double end_s = 0;
+  for (const Bucket& bucket : buckets_of(streams, cuts)) {
+    launched_s = std::max(launched_s, bucket.ready_s);
+    end_s = link.run(launched_s, bucket.bytes);
+  }
+  return end_s;
+}
+
+// ---- Exact optimum for one stream and one collective at a time.
+//
+// f(j): the earliest end of collectives that send the first j gradients, in
+// contiguous buckets. The last bucket sends gradients i + 1 ... j; it starts at
+// max(f(i), r(j)), because the link runs one collective at a time in order, and
+// its end does not decrease with f(i). So
+//
+//   f(j) = min over i < j of max(f(i), r(j)) + cost(S(j) - S(i)),
+//
+// with S(j) the bytes of the first j gradients. f does not decrease: a plan for
+// j + 1 gradients without its last one is a plan for j that ends no later,
+// since the cost does not decrease. On one linear piece a + b * bytes of the
+// cost, the i with sizes in the piece are a range whose ends increase with j.
+//   - Of those with f(i) <= r(j), the largest i is best.
+//   - Of the others, the least f(i) - b * S(i): the minimum over a range whose
+//     ends increase, kept in a queue of increasing values.
+// Each i enters and leaves each queue once: O(n * pieces).
+class ExactPlan {
+ public:
+  ExactPlan(const Stream& stream, const CollectiveCost& cost)
+      : stream_(stream), end_s_(stream.size() + 1, 0) {
+    for (const CostPiece& piece : cost.pieces()) {
+      if (!ranges_.empty()) ranges_.back().to_bytes = piece.from_bytes;
+      ranges_.push_back({.piece = piece});
+    }
+  }
+
+  // Returns the ends of the buckets.
+  std::vector<size_t> run() {
+    std::vector<size_t> begins(stream_.size() + 1, 0);
+    for (size_t j = 1; j <= stream_.size(); ++j) begins[j] = add(j);
+    std::vector<size_t> ends;
+    for (size_t end = stream_.size(); end > 0; end = begins[end]) {
+      ends.push_back(end);
+    }
+    std::ranges::reverse(ends);
+    return ends;
+  }
+
+ private:
+  // The i for which the last bucket's size lies in a piece of the cost.
+  struct Range {
+    CostPiece piece;
+    int64_t to_bytes = std::numeric_limits<int64_t>::max();
+    size_t begin = 0;
+    size_t end = 0;
+    std::deque<size_t> queue = {};  // f(i) - b * S(i) increases
+  };
+
+  double bytes_before(size_t i) const {
+    return static_cast<double>(stream_.bytes_before[i]);
+  }
+
+  // Sets f(j). Returns the best i.
+  size_t add(size_t j) {
+    const double ready_s = stream_.ready_s[j - 1];
+    const int64_t bytes = stream_.bytes_before[j];
+    while (num_early_ < j && end_s_[num_early_] <= ready_s) ++num_early_;
+    size_t best = 0;
+    double best_s = std::numeric_limits<double>::infinity();
+    for (Range& range : ranges_) {
+      const auto value = [&](size_t i) {
+        return end_s_[i] - range.piece.s_per_byte * bytes_before(i);
+      };
+      const auto consider = [&](size_t i, double start_s) {
+        const double end_s =
+            start_s + range.piece.latency_s +
+            range.piece.s_per_byte * (bytes_before(j) - bytes_before(i));
+        if (end_s < best_s) {
+          best_s = end_s;
+          best = i;
+        }
+      };
+      while (range.end < j && bytes - stream_.bytes_before[range.end] >=
+                                  range.piece.from_bytes) {
+        while (!range.queue.empty() &&
+               value(range.queue.back()) >= value(range.end)) {
+          range.queue.pop_back();
+        }
+        range.queue.push_back(range.end++);
+      }
+      while (range.begin < range.end &&
+             bytes - stream_.bytes_before[range.begin] >= range.to_bytes) {
+        ++range.begin;
+      }
+      const size_t early_end = std::min(range.end, num_early_);
+      if (early_end > range.begin) consider(early_end - 1, ready_s);
+      while (!range.queue.empty() &&
+             range.queue.front() < std::max(range.begin, num_early_)) {
+        range.queue.pop_front();
+      }
+      if (!range.queue.empty()) {
+        consider(range.queue.front(), end_s_[range.queue.front()]);
+      }
+    }
+    end_s_[j] = best_s;
+    return best;
+  }
+
+  const Stream& stream_;
+  std::vector<double> end_s_;  // f
+  std::vector<Range> ranges_;
+  size_t num_early_ = 0;  // the i with f(i) <= r(j)
+};
+
+// ---- Local search, for what ExactPlan does not cover.
+
+// Merges, splits and moves ends of buckets while the step ends earlier.
+void improve(const std::vector<Stream>& streams, const CollectiveCost& cost,
+             Cuts& cuts) {
+  int64_t budget = 100'000;  // buckets that end_of() may visit
+  double best_s = end_of(streams, cuts, cost);
+  const auto keep_if_better = [&](size_t stream, std::vector<size_t> ends) {
+    for (const auto& of_stream : cuts) {
+      budget -= static_cast<int64_t>(of_stream.size());
+    }
+    if (budget < 0) return false;
+    std::swap(cuts[stream], ends);
+    const double end_s = end_of(streams, cuts, cost);
+    if (end_s < best_s * (1 - 1e-9)) {
+      best_s = end_s;
+      return true;
+    }
+    std::swap(cuts[stream], ends);
+    return false;
+  };
+  bool has_improved = true;
+  while (has_improved && budget > 0) {
+    has_improved = false;
+    for (size_t s = 0; s < streams.size(); ++s) {
+      for (size_t b = 0; b < cuts[s].size(); ++b) {
+        const size_t begin = b == 0 ? 0 : cuts[s][b - 1];
+        const size_t end = cuts[s][b];
+        if (end - begin > 1) {
+          std::vector<size_t> ends = cuts[s];
+          ends.insert(ends.begin() + b, begin + (end - begin) / 2);
+          has_improved |= keep_if_better(s, std::move(ends));
+        }
+        if (b + 1 >= cuts[s].size() || cuts[s][b] != end) continue;
+        std::vector<size_t> merged = cuts[s];
+        merged.erase(merged.begin() + b);
+        if (keep_if_better(s, std::move(merged))) {
+          has_improved = true;
+          continue;
+        }
+        for (const int64_t step : {-8, -1, 1, 8}) {
+          const auto moved = static_cast<int64_t>(cuts[s][b]) + step;
+          if (moved <= static_cast<int64_t>(begin) ||
+              moved >= static_cast<int64_t>(cuts[s][b + 1])) {
+            continue;
+          }
+          std::vector<size_t> ends = cuts[s];
+          ends[b] = static_cast<size_t>(moved);
+          has_improved |= keep_if_better(s, std::move(ends));
+        }
+      }
+    }
+  }
+}
+
+// The buckets of a plan whose buckets are contiguous in each stream.
+Cuts cuts_of(const std::vector<Stream>& streams, const BucketPlan& plan,
+             const Backward& backward) {
+  Cuts cuts(streams.size());
+  for (size_t s = 0; s < streams.size(); ++s) {
+    const auto bucket_of = [&](size_t i) {
+      return plan.locate(backward.order[streams[s].positions[i]]).bucket;
+    };
+    for (size_t i = 1; i < streams[s].size(); ++i) {
+      if (bucket_of(i) != bucket_of(i - 1)) cuts[s].push_back(i);
+    }
+    cuts[s].push_back(streams[s].size());
+  }
+  return cuts;
+}
+
+BucketPlan plan_of(const std::vector<Stream>& streams, const Cuts& cuts,
+                   const Backward& backward) {
+  std::vector<std::vector<size_t>> buckets;
+  for (const Bucket& bucket : buckets_of(streams, cuts)) {
+    std::vector<size_t>& members = buckets.emplace_back();
+    const Stream& stream = streams[bucket.stream];
+    for (size_t i = bucket.begin; i < bucket.end; ++i) {
+      members.push_back(backward.order[stream.positions[i]]);
+    }
+  }
+  return *BucketPlan::create(std::move(buckets), backward.parameters.size());
+}
+
+Cuts best_of_several(const std::vector<Stream>& streams,
+                     const Backward& backward, const CollectiveCost& cost) {
+  std::vector<Cuts> candidates;
+  const auto plan = plan_by_size(backward.parameters, backward.order,
+                                 kDefaultBucketCapsBytes);
+  candidates.push_back(cuts_of(streams, *plan, backward));
+  // Simultaneous collectives hide part of the latency.
+  for (const double share : {1.0, 1.0 / cost.concurrency(), 0.0}) {
+    std::vector<CostPiece> pieces = cost.pieces();
+    const double hidden = (1 - share) * pieces.front().latency_s;
+    for (CostPiece& piece : pieces) piece.latency_s -= hidden;
+    const auto reduced = CollectiveCost::create(std::move(pieces));
+    if (!reduced.ok()) continue;
+    Cuts& cuts = candidates.emplace_back();
+    for (const Stream& stream : streams) {
+      cuts.push_back(ExactPlan(stream, *reduced).run());
+    }
+  }
+  for (Cuts& cuts : candidates) improve(streams, cost, cuts);
+  return *std::ranges::min_element(candidates, {}, [&](const Cuts& cuts) {
+    return end_of(streams, cuts, cost);
+  });
+}
+
+}  // namespace
+
+absl::Status check_backward(const Backward& backward) {
+  const size_t n = backward.parameters.size();
+  if (n == 0) return bad_input("expected at least 1 parameter, found none");
+  if (backward.order.size() != n || backward.ready_s.size() != n) {
+    return bad_input("expected an order and ready times of ", n,
+                     " parameters, found ", backward.order.size(), " and ",
+                     backward.ready_s.size());
+  }
+  std::vector<char> is_listed(n, 0);
+  double last_s = 0;
+  for (size_t position = 0; position < n; ++position) {
+    const size_t parameter = backward.order[position];
+    if (parameter >= n || std::exchange(is_listed[parameter], 1) != 0) {
+      return bad_input("expected each of ", n,
+                       " parameters once in the order, found ", parameter,
+                       parameter >= n ? "" : " twice");
+    }
+    if (backward.parameters[parameter].size_bytes < 0) {
+      return bad_input("expected sizes >= 0, found ",
+                       backward.parameters[parameter].size_bytes,
+                       " bytes of parameter ", parameter);
+    }
+    const double ready_s = backward.ready_s[position];
+    if (!std::isfinite(ready_s) || ready_s < last_s) {
+      return bad_input(
+          "expected finite ready times that don't decrease, found ", ready_s,
+          " s after ", last_s, " s for parameter ", parameter);
+    }
+    last_s = ready_s;
+  }
+  if (!std::isfinite(backward.end_s) || backward.end_s < last_s) {
+    return bad_input("expected backward to end after its last gradient at ",
+                     last_s, " s, found ", backward.end_s, " s");
+  }
+  return absl::OkStatus();
+}
+
+double StepPrediction::end_s() const {
+  return buckets.empty() ? backward_s
+                         : std::max(backward_s, buckets.back().complete_s);
+}
+
+absl::StatusOr<StepPrediction> predict(const BucketPlan& plan,
+                                       const Backward& backward,
+                                       const CollectiveCost& cost) {
+  if (absl::Status status = check_backward(backward); !status.ok()) {
+    return status;
+  }
+  if (plan.num_parameters() != backward.parameters.size()) {
+    return bad_input("expected a plan of ", backward.parameters.size(),
+                     " parameters, found one of ", plan.num_parameters());
+  }
+  std::vector<double> ready_s(plan.num_buckets(), 0);
+  std::vector<int64_t> bytes(plan.num_buckets(), 0);
+  for (size_t position = 0; position < backward.order.size(); ++position) {
+    const size_t parameter = backward.order[position];
+    const size_t bucket = plan.locate(parameter).bucket;
+    ready_s[bucket] = backward.ready_s[position];
+    bytes[bucket] += backward.parameters[parameter].size_bytes;
+  }
+  StepPrediction prediction = {.backward_s = backward.end_s};
+  Link link(cost);
+  double launched_s = 0;
+  for (size_t b = 0; b < plan.num_buckets(); ++b) {
+    launched_s = std::max(launched_s, ready_s[b]);
+    prediction.buckets.push_back(
+        {.launched_s = launched_s,
+         .complete_s = link.run(launched_s, bytes[b])});
+  }
+  return prediction;
+}
+
+double earliest_end_s(const Backward& backward, const CollectiveCost& cost) {
+  double end_s = backward.end_s;
+  int64_t bytes = 0;  // from this gradient on
+  for (size_t position = backward.order.size(); position-- > 0;) {
+    bytes += backward.parameters[backward.order[position]].size_bytes;
+    end_s =
+        std::max(end_s, backward.ready_s[position] + cost.lower_bound_s(bytes));
+  }
+  return end_s;
+}
+
+absl::StatusOr<BucketPlan> plan_for_cost(const Backward& backward,
+                                         const CollectiveCost& cost) {
+  if (absl::Status status = check_backward(backward); !status.ok()) {
+    return status;
+  }
+  const std::vector<Stream> streams = streams_of(backward);
+  const bool is_exact = streams.size() == 1 && cost.concurrency() == 1;
+  const Cuts cuts = is_exact ? Cuts{ExactPlan(streams[0], cost).run()}
+                             : best_of_several(streams, backward, cost);
+  return plan_of(streams, cuts, backward);
+}
+
+absl::StatusOr<BucketPlan> plan_by_mg_wfbp(const Backward& backward,
+                                           const CollectiveCost& cost) {
+  if (absl::Status status = check_backward(backward); !status.ok()) {
+    return status;
+  }
+  const std::vector<Stream> streams = streams_of(backward);
+  Cuts cuts;
+  for (const Stream& stream : streams) {
+    std::vector<size_t>& ends = cuts.emplace_back();
+    double free_s = 0;
+    size_t begin = 0;
+    for (size_t i = 0; i < stream.size(); ++i) {
+      const int64_t bytes =
+          stream.bytes_before[i + 1] - stream.bytes_before[begin];
+      const double start_s = std::max(free_s, stream.ready_s[i]);
+      const double end_s = start_s + cost.seconds(bytes);
+      if (i + 1 < stream.size()) {
+        const double next_s = stream.ready_s[i + 1];
+        if (next_s < end_s && next_s - start_s < cost.seconds(0)) continue;
+      }
+      ends.push_back(i + 1);
+      begin = i + 1;
+      free_s = end_s;
+    }
+  }
+  return plan_of(streams, cuts, backward);
+}
+
+absl::StatusOr<BucketPlan> plan_each(const Backward& backward) {
+  if (absl::Status status = check_backward(backward); !status.ok()) {
+    return status;
+  }
+  std::vector<std::vector<size_t>> buckets;
+  for (const size_t parameter : backward.order) buckets.push_back({parameter});
+  return BucketPlan::create(std::move(buckets), backward.parameters.size());
+}
+
+absl::StatusOr<BucketPlan> plan_one(const Backward& backward) {
+  if (absl::Status status = check_backward(backward); !status.ok()) {
+    return status;
+  }
+  const std::vector<Stream> streams = streams_of(backward);
+  Cuts cuts;
+  for (const Stream& stream : streams) cuts.push_back({stream.size()});
+  return plan_of(streams, cuts, backward);
+}
+
+}  // namespace brigade

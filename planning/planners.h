@@ -1,0 +1,91 @@
+// Planners: bucket plans that end a step early, the time that a plan takes, and
+// a bound from below for all plans.
+//
+// Model: gradients become ready at given times. A bucket is launched when all
+// of its gradients are ready and all earlier buckets are launched. The link
+// runs collectives in the order of launch, CollectiveCost::concurrency() at
+// once. A step ends when backward and all collectives have ended.
+//
+//   const Backward backward = {parameters, order, ready_s};
+//   const BucketPlan plan = *plan_for_cost(backward, cost);
+//   predict(plan, backward, cost)->exposed_s();
+//
+// Times are seconds from the begin of backward.
+//
+// Thread safety: functions are pure.
+
+#ifndef BRIGADE_PLANNING_PLANNERS_H_
+#define BRIGADE_PLANNING_PLANNERS_H_
+
+#include <cstddef>
+#include <vector>
+
+#include "absl/status/status.h"
+#include "absl/status/statusor.h"
+#include "brigade/planning/bucket_plan.h"
+#include "brigade/planning/collective_cost.h"
+
+namespace brigade {
+
+struct Backward {
+  std::vector<ParameterSpec> parameters = {};
+  std::vector<size_t> order = {};    // parameters as their gradients come
+  std::vector<double> ready_s = {};  // by position in `order`; not decreasing
+  double end_s = 0;                  // not before the last gradient
+};
+
+// Errors: InvalidArgument if there is no parameter, `order` doesn't list each
+// one once, a size is negative, or times are negative, not finite or decrease.
+absl::Status check_backward(const Backward& backward);
+
+struct StepPrediction {
+  struct Collective {
+    double launched_s = 0;
+    double complete_s = 0;
+  };
+  double backward_s = 0;
+  std::vector<Collective> buckets = {};
+
+  double end_s() const;
+  double exposed_s() const { return end_s() - backward_s; }
+};
+
+// Errors: those of check_backward(); InvalidArgument if the plan has other
+// parameters.
+absl::StatusOr<StepPrediction> predict(const BucketPlan& plan,
+                                       const Backward& backward,
+                                       const CollectiveCost& cost);
+
+// No plan ends a step earlier: after the j-th gradient, all bytes from the j-th
+// on are still to be sent. REQUIRES: check_backward().
+double earliest_end_s(const Backward& backward, const CollectiveCost& cost);
+
+// Returns the plan that ends the step first, among those whose buckets are
+// contiguous in `order`, if all parameters have one kind, none is sparse, and
+// collectives run one at a time. Otherwise the best of several plans after a
+// local search (bytes of different kinds and sparse parameters share no
+// bucket), never worse than plan_by_size() with the default caps.
+//
+// Takes O(n * pieces of the cost). f(j), the earliest end of the first j
+// gradients' collectives, is the minimum over i of
+// max(f(i), r(j)) + cost(S(j) - S(i)); see the proof in planners.cc.
+//
+// Errors: those of check_backward().
+absl::StatusOr<BucketPlan> plan_for_cost(const Backward& backward,
+                                         const CollectiveCost& cost);
+
+// The greedy merge of MG-WFBP (Shi et al., INFOCOM 2019), for comparison: a
+// gradient joins the bucket before it if that one would still be in transfer,
+// or wait for less than the latency. Differs: a new kind begins a new bucket.
+// Errors: those of check_backward().
+absl::StatusOr<BucketPlan> plan_by_mg_wfbp(const Backward& backward,
+                                           const CollectiveCost& cost);
+
+// One bucket per parameter, and one per kind. Errors: those of
+// check_backward().
+absl::StatusOr<BucketPlan> plan_each(const Backward& backward);
+absl::StatusOr<BucketPlan> plan_one(const Backward& backward);
+
+}  // namespace brigade
+
+#endif  // BRIGADE_PLANNING_PLANNERS_H_
