@@ -223,7 +223,7 @@ class ExactPlan {
   size_t num_early_ = 0;  // the i with f(i) <= r(j)
 };
 
-// ---- Local search, for what ExactPlan does not cover.
+// ---- Local search, for several streams or collectives at once.
 
 // Merges, splits and moves ends of buckets while the step ends earlier.
 void improve(const std::vector<Stream>& streams, const CollectiveCost& cost,
