@@ -882,7 +882,8 @@ class DistributedDataParallel(_TorchDistributedDataParallel):
             ValueError: The type annotations of `hook` are not those above.
             DistBackendError: A peer failed.
             RuntimeError: A hook is registered already, or the ranks' hooks differ.
-            NotImplementedError: optimize_ddp="python_reducer", whose all-reduces call no hook.
+            NotImplementedError: optimize_ddp="python_reducer", which drops a hook's result: with
+                torch's class, gradients stay those of each rank, without an error (2.15).
 
         For example:
 
@@ -904,8 +905,9 @@ class DistributedDataParallel(_TorchDistributedDataParallel):
         if self._use_python_reducer:
             raise NotImplementedError(
                 "DistributedDataParallel: a comm hook can't be registered with "
-                'torch._dynamo.config.optimize_ddp="python_reducer": compiled all-reduces do not '
-                "call it.\nLeave out the hook, or set another optimize_ddp before wrapping."
+                'torch._dynamo.config.optimize_ddp="python_reducer": torch would drop its result, '
+                "and gradients would not be averaged.\nLeave out the hook, or set another "
+                "optimize_ddp before wrapping."
             )
 
     def _register_builtin_comm_hook(self, comm_hook_type: dist.BuiltinCommHookType) -> None:
