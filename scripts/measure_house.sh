@@ -15,7 +15,7 @@ under_tests=("${code[@]/#/tests/}")
 
 # Counts the fields of the library's structs named ...Options.
 count_options() {
-  git ls-files -z -- '*.h' ':!tests' ':!examples' ':!benchmarks' | xargs -0 perl -0777 -ne '
+  git ls-files -z -- '*.h' ':!tests' ':!examples' | xargs -0 perl -0777 -ne '
     while (/^struct \w*Options \{(.*?)^\};/msg) {
       (my $body = $1) =~ s,//.*,,g;
       for (split /;/, $body) {
@@ -85,7 +85,7 @@ row "C++ test lines" "$(lines 'tests/*.h' 'tests/*.cc' 'tests/*.cu')"
 row "C++ files outside tests" "$(git ls-files -- '*.h' '*.cc' '*.cu' ':!tests' | wc -l)"
 row "public headers" "$(public_headers)"
 row "C++ options" "$(count_options)"
-row "listening sockets" "$(git grep -nE '(^|[^_[:alnum:]])listen\(' -- '*.cc' '*.h' ':!tests' ':!benchmarks' |
+row "listening sockets" "$(git grep -nE '(^|[^_[:alnum:]])listen\(' -- '*.cc' '*.h' ':!tests' |
   grep -vcE ':\s*//' || true)"
 stages
 [[ ${1:-} != --reach ]] || reach
