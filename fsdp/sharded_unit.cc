@@ -375,10 +375,6 @@ void ShardedUnit::unbind() {
 std::vector<ShardedUnit> make_sharded_units(std::vector<UnitRequest> requests,
                                             const Group& group,
                                             const FullyShardOptions& options) {
-  TORCH_CHECK_VALUE(
-      group,
-      "fully_shard: the process group is null.\nPass the group of "
-      "init_process_group().");
   if (!requests.empty() && !requests.front().parameters.empty() &&
       requests.front().parameters.front().tensor.defined()) {
     suggest_control_device(group,
