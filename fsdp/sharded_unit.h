@@ -23,7 +23,6 @@
 
 namespace brigade {
 
-// Request for a unit.
 struct UnitRequest {
   std::string name;  // "blocks.2"; may be empty for the root
   std::vector<UnitParameter> parameters = {};  // each in one unit only
