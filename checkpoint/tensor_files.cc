@@ -168,8 +168,8 @@ at::Tensor flat(const CheckpointTensor& tensor) {
   return tensor.held.detach().contiguous().view({-1});
 }
 
-std::span<std::byte> bytes_of(const at::Tensor& contiguous) {
-  return {static_cast<std::byte*>(contiguous.mutable_data_ptr()),
+std::span<const std::byte> bytes_of(const at::Tensor& contiguous) {
+  return {static_cast<const std::byte*>(contiguous.const_data_ptr()),
           contiguous.nbytes()};
 }
 
@@ -388,12 +388,15 @@ class StoredFiles {
                               : c10::multiply_integers(tensor.shape)},
                   tensor.held.options().device(at::kCPU));
     const auto element = static_cast<int64_t>(run.element_size());
-    for_each_piece(
-        tensor, [&](const Chunk& chunk, int64_t first, int64_t last) {
-          readers_.at(chunk.file)
-              ->read(tensor.name, (first - chunk.begin) * element,
-                     bytes_of(run.narrow(0, first - begin, last - first)));
-        });
+    const std::span bytes(static_cast<std::byte*>(run.mutable_data_ptr()),
+                          run.nbytes());
+    for_each_piece(tensor,
+                   [&](const Chunk& chunk, int64_t first, int64_t last) {
+                     readers_.at(chunk.file)
+                         ->read(tensor.name, (first - chunk.begin) * element,
+                                bytes.subspan((first - begin) * element,
+                                              (last - first) * element));
+                   });
     if (!is_ordered) {
       const at::Tensor ordered = at::empty_strided(
           stored.shape, stored_form(tensor, 0).strides, run.options());

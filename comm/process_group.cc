@@ -366,32 +366,24 @@ GroupScope make_subgroup(const c10::intrusive_ptr<c10d::ProcessGroup>& group,
 }
 
 int ranks_of_a_host(const std::vector<int64_t>& host_by_rank) {
-  const auto check = [](bool holds, const auto& describe_found) {
-    TORCH_CHECK_VALUE(holds,
-                      "ranks_of_a_host: expected the same number of "
-                      "consecutive ranks on each host, found ",
-                      describe_found(),
-                      ".\nStart n ranks on each host, numbered host by host, "
-                      "or set the number of shards.");
-  };
+  const int found = ranks_per_host(host_by_rank);
   const auto unknown = std::ranges::find(host_by_rank, 0);
-  check(unknown == host_by_rank.end(), [&] {
-    return absl::StrCat("no host identity on rank ",
-                        unknown - host_by_rank.begin());
-  });
   const std::vector<RanksOfValue<int64_t>> hosts = ranks_by_value(host_by_rank);
-  const size_t number = hosts.front().ranks.size();
-  const bool are_equal = std::ranges::all_of(hosts, [&](const auto& host) {
-    const int span = host.ranks.back() - host.ranks.front() + 1;
-    return host.ranks.size() == number && span == static_cast<int>(number);
-  });
-  check(are_equal, [&] {
-    return shortened_list(hosts.size(), [&](size_t host) {
-      return absl::StrCat(describe_ranks(hosts[host].ranks), " on ",
-                          host == 0 ? "one host" : "another");
-    });
-  });
-  return static_cast<int>(number);
+  const auto describe = [&](size_t host) {
+    return absl::StrCat(describe_ranks(hosts[host].ranks), " on ",
+                        host == 0 ? "one host" : "another");
+  };
+  TORCH_CHECK_VALUE(
+      found > 0,
+      "ranks_of_a_host: expected the same number of consecutive ranks on each "
+      "host, found ",
+      unknown == host_by_rank.end()
+          ? shortened_list(hosts.size(), describe)
+          : absl::StrCat("no host identity on rank ",
+                         unknown - host_by_rank.begin()),
+      ".\nStart n ranks on each host, numbered host by host, or set the number "
+      "of shards.");
+  return found;
 }
 
 int ranks_of_a_host(const c10::intrusive_ptr<c10d::ProcessGroup>& group) {

@@ -34,7 +34,6 @@ at::Tensor cast_in_place(const at::Tensor& tensor, at::ScalarType dtype) {
   return cast;
 }
 
-// Copies `from` to `to` after `sum`.
 FuturePtr copy_after(const FuturePtr& sum, const at::Tensor& from,
                      const at::Tensor& to) {
   if (!to.is_cpu()) {

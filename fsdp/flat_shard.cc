@@ -11,7 +11,6 @@
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_join.h"
 #include "brigade/comm/errors/error_texts.h"
-#include "brigade/fsdp/shard_operators.h"
 
 namespace brigade {
 namespace {

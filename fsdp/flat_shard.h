@@ -124,7 +124,6 @@ class FlatShard {
   }
   int64_t shard_bytes() const { return static_cast<int64_t>(shard_.nbytes()); }
   void rename(size_t parameter, std::string name);
-  // Makes the parameters those of `unit` of `owner`.
   void belong_to(ParameterOwner* owner, std::shared_ptr<ShardGroup> group,
                  size_t unit, size_t first_number);
 

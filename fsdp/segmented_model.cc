@@ -14,7 +14,6 @@
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_format.h"
 #include "absl/strings/str_join.h"
-#include "brigade/fsdp/shard_operators.h"
 
 namespace brigade {
 namespace {

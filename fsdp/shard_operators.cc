@@ -1,4 +1,23 @@
-#include "brigade/fsdp/shard_operators.h"
+// Operators on sharded tensors: the boxed fallback of kShardedKey.
+//
+// In a forward or backward, the fallback unshards the parameters among the
+// arguments and runs the operator on them. Otherwise it applies the operator's
+// rule, which it derives once from the schema and tags:
+//
+//   local      Elementwise operators, copies and optimizers: on local tensors.
+//              Sharded arguments must be cut identically; plain ones must be
+//              0-dimensional. Results are sharded as the arguments.
+//   draw       In-place random fills: fills an unsharded tensor and copies the
+//              local part, so equal seeds give the bits of one process.
+//   reduce     Norms, sums and extrema over all elements; collective. Norms and
+//              GradScaler's check take one all-reduce for all tensors of a
+//              call; the others gather the tensors. Results are plain.
+//   handle     detach and alias: on the sharded tensor itself.
+//   decompose  Composite operators: applies the rules of their parts.
+//   refused    All others: NotImplementedError names operator and parameter.
+//
+// Autograd records only `handle` and `decompose`. For the other rules, grad
+// mode with a sharded argument that requires a gradient is a RuntimeError.
 
 #include <ATen/ATen.h>
 #include <ATen/TracerMode.h>
@@ -10,6 +29,7 @@
 #include <c10/core/impl/TorchDispatchModeTLS.h>
 #include <c10/util/ScopeExit.h>
 #include <c10/util/SmallVector.h>
+#include <torch/library.h>
 
 #include <algorithm>
 #include <cmath>

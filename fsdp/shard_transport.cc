@@ -338,7 +338,6 @@ std::unique_ptr<ShardTransport> make_transport(
                                in_order);
 }
 
-// Gathers sharded tensors over a transport's shard group.
 class TransportShardGroup final : public ShardGroup {
  public:
   TransportShardGroup(std::weak_ptr<ShardTransport> transport,

@@ -28,6 +28,10 @@
 #include <span>
 #include <string>
 
+namespace torch {
+class Library;
+}
+
 namespace brigade {
 
 // Torch uses this key only in its own tests. Its priority is above autograd,
@@ -136,6 +140,14 @@ void bind_memory(const at::Tensor& sharded, void* memory,
                  caffe2::TypeMeta dtype);
 // `dtype`: the tensor's new dtype.
 void unbind_memory(const at::Tensor& sharded, caffe2::TypeMeta dtype);
+
+// Registers the operators of shard_operators.cc at the first call, for the life
+// of the process. Call it before any operator on a sharded tensor. Thread-safe.
+const torch::Library& register_shard_operators();
+
+// Returns the norm in float64, also of complex elements; 0 if there are none.
+// REQUIRES: `order` > 0.
+at::Tensor local_norm(const at::Tensor& local, double order);
 
 }  // namespace brigade
 

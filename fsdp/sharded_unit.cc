@@ -327,58 +327,9 @@ const std::string* ParameterMemory::owner_of(const at::Tensor& tensor) const {
   return last->second.end > bytes.data() ? &last->second.owner : nullptr;
 }
 
-int64_t ShardedUnit::whole_bytes() const {
-  int64_t bytes = 0;
-  for (const auto& flat : flats) bytes += flat->whole_bytes();
-  return bytes;
-}
-
-int64_t ShardedUnit::gradient_bytes() const {
-  int64_t bytes = 0;
-  for (const auto& flat : flats) {
-    if (flat->is_trained()) bytes += flat->gradient_bytes();
-  }
-  return bytes;
-}
-
-bool ShardedUnit::is_trained() const {
-  return std::ranges::any_of(
-      flats, [](const auto& flat) { return flat->is_trained(); });
-}
-
-bool ShardedUnit::sums_over_replicas() const {
-  return settings.sums_over_replicas || transport->num_replicas() == 1;
-}
-
-double ShardedUnit::divisor() const {
-  return settings.gradient_divisor.value_or(transport->num_shards() *
-                                            transport->num_replicas());
-}
-
-bool ShardedUnit::divides_first(const FlatShard& flat) const {
-  const bool may_send_halves =
-      comm_hook || flat.context().reduce_dtype == at::kHalf;
-  return may_send_halves &&
-         (!transport->scales() || transport->num_replicas() > 1);
-}
-
-void ShardedUnit::bind() {
-  if (std::exchange(is_bound, true)) return;
-  for (size_t i = 0; i < flats.size(); ++i) flats[i]->bind(gathered->wholes[i]);
-}
-
-void ShardedUnit::unbind() {
-  if (!std::exchange(is_bound, false)) return;
-  for (const auto& flat : flats) flat->unbind();
-}
-
 std::vector<ShardedUnit> make_sharded_units(std::vector<UnitRequest> requests,
                                             const Group& group,
                                             const FullyShardOptions& options) {
-  TORCH_CHECK_VALUE(
-      group,
-      "fully_shard: the process group is null.\nPass the group of "
-      "init_process_group().");
   if (!requests.empty() && !requests.front().parameters.empty() &&
       requests.front().parameters.front().tensor.defined()) {
     suggest_control_device(group,

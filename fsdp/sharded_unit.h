@@ -6,12 +6,14 @@
 
 #include <ATen/core/Tensor.h>
 
+#include <algorithm>
 #include <cstddef>
 #include <cstdint>
 #include <map>
 #include <memory>
 #include <optional>
 #include <string>
+#include <utility>
 #include <variant>
 #include <vector>
 
@@ -23,7 +25,6 @@
 
 namespace brigade {
 
-// Request for a unit.
 struct UnitRequest {
   std::string name;  // "blocks.2"; may be empty for the root
   std::vector<UnitParameter> parameters = {};  // each in one unit only
@@ -71,18 +72,49 @@ struct ShardedUnit {
   std::vector<at::Tensor> slices = {};
   Lease gradients = {};
 
-  int64_t whole_bytes() const;
-  int64_t gradient_bytes() const;
-  bool is_trained() const;
+  int64_t whole_bytes() const {
+    int64_t bytes = 0;
+    for (const auto& flat : flats) bytes += flat->whole_bytes();
+    return bytes;
+  }
+  int64_t gradient_bytes() const {
+    int64_t bytes = 0;
+    for (const auto& flat : flats) {
+      if (flat->is_trained()) bytes += flat->gradient_bytes();
+    }
+    return bytes;
+  }
+  bool is_trained() const {
+    return std::ranges::any_of(
+        flats, [](const auto& flat) { return flat->is_trained(); });
+  }
   // Returns true if the next sum includes the replicas.
-  bool sums_over_replicas() const;
-  double divisor() const;  // of its sums
+  bool sums_over_replicas() const {
+    return settings.sums_over_replicas || transport->num_replicas() == 1;
+  }
+  double divisor() const {  // of its sums
+    return settings.gradient_divisor.value_or(transport->num_shards() *
+                                              transport->num_replicas());
+  }
   // Returns true if gradients are divided before their reduction, where a sum
   // would otherwise be rounded to float16 before it is divided, and overflow.
-  bool divides_first(const FlatShard& flat) const;
+  bool divides_first(const FlatShard& flat) const {
+    const bool may_send_halves =
+        comm_hook || flat.context().reduce_dtype == at::kHalf;
+    return may_send_halves &&
+           (!transport->scales() || transport->num_replicas() > 1);
+  }
   // REQUIRES: gathered.
-  void bind();
-  void unbind();
+  void bind() {
+    if (std::exchange(is_bound, true)) return;
+    for (size_t i = 0; i < flats.size(); ++i) {
+      flats[i]->bind(gathered->wholes[i]);
+    }
+  }
+  void unbind() {
+    if (!std::exchange(is_bound, false)) return;
+    for (const auto& flat : flats) flat->unbind();
+  }
 };
 
 // Map from memory ranges of tensors to names of their owners. Disjoint tensors

@@ -86,15 +86,26 @@ void DeviceTimes::resolve(Timeline& timeline) const {
 }
 
 // State that futures' callbacks write, possibly after the iteration has ended
-// and the engine was destroyed.
-struct TimelineRecorder::Completions {
+// and the recorder was destroyed.
+struct Completions : std::enable_shared_from_this<Completions> {
   explicit Completions(size_t num_units)
       : complete_ns(num_units), device_times(num_units) {}
 
-  // Only the first call counts: the callback's, or waited_for().
+  // Keeps the first time: a waiting thread may wake before the callback runs.
   void complete(size_t unit) {
     int64_t unset = 0;
     complete_ns[unit].compare_exchange_strong(unset, now_ns());
+  }
+
+  void complete_after(c10::ivalue::Future& future, size_t unit,
+                      c10::Device device) {
+    // With uses_future, the callback's current streams wait for the result.
+    future.addCallback(
+        [self = shared_from_this(), unit, device](c10::ivalue::Future&) {
+          self->complete(unit);
+          self->device_times.record(unit, DeviceTimes::kComplete, device);
+        },
+        /*uses_future=*/!device.is_cpu());
   }
 
   std::vector<std::atomic<int64_t>> complete_ns;
@@ -143,15 +154,9 @@ void TimelineRecorder::stamp_backward() {
 }
 
 void TimelineRecorder::launched(size_t unit, c10::ivalue::Future& future) {
-  if (!sampling_) return;
-  const c10::Device device = devices_[unit];
-  // With uses_future, the callback's current streams wait for the result.
-  future.addCallback(
-      [completions = current_completions_, unit, device](c10::ivalue::Future&) {
-        completions->complete(unit);
-        completions->device_times.record(unit, DeviceTimes::kComplete, device);
-      },
-      /*uses_future=*/!device.is_cpu());
+  if (sampling_) {
+    current_completions_->complete_after(future, unit, devices_[unit]);
+  }
 }
 
 void TimelineRecorder::waited_for(size_t unit) {
@@ -182,17 +187,6 @@ Timeline TimelineRecorder::last() const {
   if (last_completions_) last_completions_->device_times.resolve(timeline);
   return timeline;
 }
-
-struct ShardingRecorder::Completion {
-  // Keeps the first time: a waiting thread may wake before the callback runs.
-  void stamp_complete() {
-    int64_t none = 0;
-    complete_ns.compare_exchange_strong(none, now_ns());
-  }
-
-  std::atomic<int64_t> complete_ns = 0;
-  DeviceTimes device_times;
-};
 
 void ShardingRecorder::set_sample_rate(int64_t sample_rate) {
   TORCH_CHECK_VALUE(sample_rate >= 0,
@@ -237,16 +231,10 @@ void ShardingRecorder::launch_begins(Collective collective, size_t unit) {
 void ShardingRecorder::launched(Collective collective,
                                 c10::ivalue::Future& future) {
   if (!is_sampling_) return;
-  const auto completion = std::make_shared<Completion>();
+  const auto completion = std::make_shared<Completions>(1);
   completion->device_times.record(0, DeviceTimes::kLaunch, device_);
   current_.launches[collective].back().completions.push_back(completion);
-  // On devices the callback runs on streams that wait for the future's value.
-  future.addCallback(
-      [completion, device = device_](c10::ivalue::Future&) {
-        completion->stamp_complete();
-        completion->device_times.record(0, DeviceTimes::kComplete, device);
-      },
-      /*uses_future=*/!device_.is_cpu());
+  completion->complete_after(future, 0, device_);
 }
 
 ShardingRecorder::Launch* ShardingRecorder::last_gather_of(size_t unit) {
@@ -268,7 +256,7 @@ void ShardingRecorder::unsharded(size_t unit) {
   if (gather == nullptr || gather->times.unsharded_ns != 0) return;
   if (device_.is_cpu()) {
     for (const auto& completion : gather->completions) {
-      completion->stamp_complete();
+      completion->complete(0);
     }
   }
   gather->times.unsharded_ns = now_ns();
@@ -280,7 +268,7 @@ GatherTimes ShardingRecorder::times_of(const Launch& launch) const {
   for (size_t i = 0; i < launch.completions.size(); ++i) {
     Timeline of_device = {.units = std::vector<UnitTimes>(1)};
     UnitTimes& flat = of_device.units.front();
-    flat.complete_ns = launch.completions[i]->complete_ns;
+    flat.complete_ns = launch.completions[i]->complete_ns[0];
     if (!device_.is_cpu()) {
       launch.completions[i]->device_times.resolve(of_device);
     }

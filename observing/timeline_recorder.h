@@ -37,7 +37,7 @@ class DeviceTimes {
   enum Step { kPackBegin, kPackEnd, kLaunch, kComplete };
   enum Mark { kForwardEnd, kBackwardBegin, kBackwardEnd };
 
-  explicit DeviceTimes(size_t num_units = 1) : by_unit_(num_units) {}
+  explicit DeviceTimes(size_t num_units) : by_unit_(num_units) {}
 
   // Records an event on this thread's current stream of `device`. Does nothing
   // for the CPU, or if the device reports an error.
@@ -59,6 +59,8 @@ class DeviceTimes {
   std::vector<Events> by_unit_;  // indexed by Step
   std::array<Event, 3> marks_;   // indexed by Mark
 };
+
+struct Completions;
 
 // Records the first ten iterations and every n-th later one. In other
 // iterations each call costs one branch.
@@ -107,8 +109,6 @@ class TimelineRecorder {
   Timeline last() const;
 
  private:
-  struct Completions;
-
   void stamp_backward();
   void stamp(size_t unit, DeviceTimes::Step step);
   void mark(DeviceTimes::Mark mark);
@@ -126,7 +126,7 @@ class TimelineRecorder {
 
 // Recorder of the timelines of a sharded model's steps, sampled as by
 // TimelineRecorder. In other steps each call costs one branch; in a sampled
-// step a collective costs one allocation and a callback of its future.
+// step a collective allocates its times and gets a callback of its future.
 //
 // Thread safety: one call at a time. Callbacks write into separate state, which
 // may outlive this object.
@@ -160,11 +160,11 @@ class ShardingRecorder {
   ShardingTimeline timeline(const std::vector<std::string>& names) const;
 
  private:
-  struct Completion;
   struct Launch {
     size_t unit;
     GatherTimes times;
-    std::vector<std::shared_ptr<Completion>> completions = {};  // by flat shard
+    // By flat shard.
+    std::vector<std::shared_ptr<Completions>> completions = {};
   };
   struct Step {
     ShardingTimeline times = {};

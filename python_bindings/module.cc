@@ -10,11 +10,10 @@ PYBIND11_MODULE(_C, module) {
       "version", [] { return BRIGADE_VERSION; }, "Returns brigade's version.");
   // Registers types and exception translators that the functions below use.
   py::module_::import("torch._C");
-  brigade::register_checks(module);
+  brigade::register_functions(module);
   brigade::register_reducer(module);
   brigade::register_sharding(module);
   brigade::register_checkpoints(module);
-  brigade::register_bench(module);
   py::module_::import("atexit").attr("register")(py::cpp_function(
       &brigade::wait_at_exit, py::call_guard<py::gil_scoped_release>()));
 }

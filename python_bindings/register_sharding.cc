@@ -85,11 +85,13 @@ std::shared_ptr<SegmentedModel> make_model(
     const std::vector<ShardedUnitPtr>& pending, const Group& group,
     const FullyShardOptions& options,
     const std::vector<ParentAndMesh>& places) {
-  std::vector<ShardedUnit> units;
-  for (size_t i = 0; i < pending.size(); ++i) {
-    TORCH_CHECK(!pending[i]->flats.empty(),
+  for (const ShardedUnitPtr& unit : pending) {
+    TORCH_CHECK(!unit->flats.empty(),
                 "fully_shard: a unit already has an outermost module.\nRun the "
                 "first forward through the outermost module.");
+  }
+  std::vector<ShardedUnit> units;
+  for (size_t i = 0; i < pending.size(); ++i) {
     ShardedUnit& unit = units.emplace_back(std::move(*pending[i]));
     const auto& [parent, mesh] = places.at(i);
     unit.parent = parent;

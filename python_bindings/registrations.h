@@ -7,9 +7,8 @@
 
 namespace brigade {
 
-void register_bench(py::module_& module);
 void register_checkpoints(py::module_& module);
-void register_checks(py::module_& module);
+void register_functions(py::module_& module);
 void register_reducer(py::module_& module);
 void register_sharding(py::module_& module);
 

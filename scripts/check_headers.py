@@ -4,7 +4,7 @@
 
 VERSION: 2.12 or 2.12.1, for example; default: the oldest in cmake/torch_versions.json. Finds
 missing or renamed interfaces; `scripts/test.sh --torch` finds different behaviour. Does not check
-tests, examples, benchmarks or CUDA files.
+tests, examples or CUDA files.
 
 The headers come from torch's wheel for macOS, which has the same headers as Linux's in 90 MB
 instead of 500. They are cached in .cache/.
@@ -24,7 +24,7 @@ import tempfile
 import zipfile
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
-SETTINGS = ("PCH", "CUDA", "BUILD_TESTS", "BUILD_BENCHMARKS", "BUILD_EXAMPLES")
+SETTINGS = ("PCH", "CUDA", "BUILD_TESTS", "BUILD_EXAMPLES")
 
 
 def fetch_headers(version: str) -> pathlib.Path:

@@ -15,7 +15,7 @@ under_tests=("${code[@]/#/tests/}")
 
 # Counts the fields of the library's structs named ...Options.
 count_options() {
-  git ls-files -z -- '*.h' ':!tests' ':!examples' ':!benchmarks' | xargs -0 perl -0777 -ne '
+  git ls-files -z -- '*.h' ':!tests' ':!examples' | xargs -0 perl -0777 -ne '
     while (/^struct \w*Options \{(.*?)^\};/msg) {
       (my $body = $1) =~ s,//.*,,g;
       for (split /;/, $body) {
@@ -25,17 +25,6 @@ count_options() {
       }
     }
     END { print $sum }'
-}
-
-# Counts brigade.h and the headers it includes, which
-# cmake/BrigadeInstall.cmake installs.
-public_headers() {
-  local found=brigade.h before=
-  while [[ $found != "$before" ]]; do
-    before=$found
-    found=$({ tr ' ' '\n' <<<"$found" && sed -nE 's,^#include "brigade/([^"]+)".*,\1,p' $found; } | sort -u | xargs)
-  done
-  wc -w <<<"$found"
 }
 
 # Prints the last result of each stage of scripts/test.sh.
@@ -55,14 +44,14 @@ on_two_ranks() {
     --callgrind-out-file=build/reach/rank.%q{RANK} "$@" >build/reach/log 2>&1
 }
 
-# Counts brigade's files in rank 0's profile, inlined code included. Lists them
-# in build/reach/<name>.
+# Counts brigade's files in rank 0's profile, inlined code included; a header and
+# its source count once. Lists them in build/reach/<name>, without suffixes.
 files_that_ran() {
-  { grep -ohE '^f[lie]=.*' build/reach/rank.0* || true; } | grep -oE '[^ ]+/brigade/[^ ]+|[^ ]+\.(h|cc)$' |
-    sed -E "s#^$PWD/##; s#.*/include/brigade/##" | sort -u |
+  { grep -ohE '^c?f[lie]=.*' build/reach/rank.0* || true; } | grep -oE '[^ ]+/brigade/[^ ]+|[^ ]+\.(h|cc)$' |
+    sed -E "s#^$PWD/##; s#.*/include/brigade/##" |
     while read -r file; do
-      case "$file" in /* | build/* | examples/* | tests/*) ;; *) [[ ! -f $file ]] || echo "$file" ;; esac
-    done | tee "build/reach/$1" | wc -l
+      case "$file" in /* | build/* | examples/* | tests/*) ;; *) [[ ! -f $file ]] || echo "${file%.*}" ;; esac
+    done | sort -u | tee "build/reach/$1" | wc -l
 }
 
 reach() {
@@ -83,9 +72,10 @@ row ---- ----
 row "product / test lines" "$(lines "${code[@]}" ':!tests') / $(lines "${under_tests[@]}")"
 row "C++ test lines" "$(lines 'tests/*.h' 'tests/*.cc' 'tests/*.cu')"
 row "C++ files outside tests" "$(git ls-files -- '*.h' '*.cc' '*.cu' ':!tests' | wc -l)"
-row "public headers" "$(public_headers)"
+row "public headers" "$(PYTHONPATH=scripts .venv/bin/python -c \
+  'import site_hooks; print(len(site_hooks.public_headers()))')"
 row "C++ options" "$(count_options)"
-row "listening sockets" "$(git grep -nE '(^|[^_[:alnum:]])listen\(' -- '*.cc' '*.h' ':!tests' ':!benchmarks' |
+row "listening sockets" "$(git grep -nE '(^|[^_[:alnum:]])listen\(' -- '*.cc' '*.h' ':!tests' |
   grep -vcE ':\s*//' || true)"
 stages
 [[ ${1:-} != --reach ]] || reach

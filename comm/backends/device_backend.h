@@ -24,7 +24,6 @@ struct BackendPlace {
   std::string group_name;
 };
 
-// Makes a vendor's backend.
 using MakeBackend =
     std::function<c10::intrusive_ptr<c10d::Backend>(const BackendPlace&)>;
 

@@ -91,6 +91,18 @@ std::chrono::milliseconds group_timeout(c10d::ProcessGroup& group) {
   return shortest;
 }
 
+int ranks_per_host(const std::vector<int64_t>& host_by_rank) {
+  const auto count = std::ranges::count(host_by_rank, host_by_rank.front());
+  for (size_t rank = 0; rank < host_by_rank.size(); ++rank) {
+    const int64_t host = host_by_rank[rank];
+    if (host == 0 || host != host_by_rank[rank - rank % count] ||
+        std::ranges::count(host_by_rank, host) != count) {
+      return 0;
+    }
+  }
+  return static_cast<int>(count);
+}
+
 RankNames RankNames::of(const c10d::ProcessGroup& group) {
   const auto known = find_per_group<RankNames>(group);
   return known ? *known : RankNames();

@@ -54,6 +54,10 @@ c10::intrusive_ptr<c10d::Store> control_store(c10d::ProcessGroup& group);
 // minutes, if none reports one.
 std::chrono::milliseconds group_timeout(c10d::ProcessGroup& group);
 
+// Returns 0 unless every host is known (not 0) and has the same number of
+// consecutive ranks. REQUIRES: `host_by_rank` is not empty.
+int ranks_per_host(const std::vector<int64_t>& host_by_rank);
+
 // One value of type T for each living process group of this process.
 template <typename T>
 struct ValuesByGroup {

@@ -88,19 +88,6 @@ void check_tensor(std::string_view name, const at::Tensor& tensor) {
                    tensor.scalar_type(), ".\nReduce a copy in such a dtype.");
 }
 
-// Returns 1 unless every host has the same number of adjacent ranks.
-int ranks_per_host(const std::vector<int64_t>& host_by_rank) {
-  const auto count = std::ranges::count(host_by_rank, host_by_rank.front());
-  for (size_t rank = 0; rank < host_by_rank.size(); ++rank) {
-    const int64_t host = host_by_rank[rank];
-    if (host == 0 || host != host_by_rank[rank - rank % count] ||
-        std::ranges::count(host_by_rank, host) != count) {
-      return 1;
-    }
-  }
-  return static_cast<int>(count);
-}
-
 }  // namespace
 
 // All instances for one group in this process.
@@ -134,9 +121,10 @@ OrderedCollectives::OrderedCollectives(
     if (segment) {
       transport_ = make_shared_transport(std::move(segment), room, ranks_);
     } else {
-      ranks_.ranks_per_host =
+      ranks_.ranks_per_host = std::max(
+          1,
           ranks_per_host(all_gather_ints(group, {SharedSegment::host() + host},
-                                         "could not exchange host ids"));
+                                         "could not exchange host ids")));
       transport_ = make_group_transport(make_backend(group), ranks_);
     }
   } catch (...) {

@@ -103,7 +103,6 @@ class OrderedCollectives {
   static void abort_all_of(const c10d::ProcessGroup& group,
                            const std::exception_ptr& cause);
 
-  // Returns this rank's slice of `numel` elements.
   RankSlice slice(int64_t numel) const {
     return slice_of_rank(numel, ranks_.rank, ranks_.size);
   }

@@ -58,14 +58,6 @@ void add_blocks(const std::vector<const T*>& terms, std::optional<double> scale,
 
 }  // namespace
 
-bool can_add(at::ScalarType dtype) {
-  constexpr std::array kDtypes = {
-      at::kByte,   at::kChar,         at::kShort,        at::kInt,
-      at::kLong,   at::kHalf,         at::kBFloat16,     at::kFloat,
-      at::kDouble, at::kComplexFloat, at::kComplexDouble};
-  return std::ranges::find(kDtypes, dtype) != kDtypes.end();
-}
-
 void ordered_sum(std::span<const at::Tensor> terms, std::optional<double> scale,
                  const at::Tensor& out) {
   TORCH_INTERNAL_ASSERT(!terms.empty());

@@ -11,6 +11,7 @@
 #include <ATen/core/Tensor.h>
 
 #include <algorithm>
+#include <array>
 #include <cstdint>
 #include <optional>
 #include <span>
@@ -35,7 +36,13 @@ constexpr RankSlice slice_of_rank(int64_t numel, int rank, int world_size) {
 
 // Returns true for integers (which wrap around), floating-point and complex
 // numbers; false for bool and quantized types.
-bool can_add(at::ScalarType dtype);
+inline bool can_add(at::ScalarType dtype) {
+  constexpr std::array kDtypes = {
+      at::kByte,   at::kChar,         at::kShort,        at::kInt,
+      at::kLong,   at::kHalf,         at::kBFloat16,     at::kFloat,
+      at::kDouble, at::kComplexFloat, at::kComplexDouble};
+  return std::ranges::find(kDtypes, dtype) != kDtypes.end();
+}
 
 // Writes the sum of `terms` ([n] each, at least one) to `out` [n], in order and
 // in one pass, times `scale` if given. float16 and bfloat16 are summed in

@@ -1,6 +1,6 @@
 """Python classes of sharded tensors: the unsharded shape, with this rank's shard as the memory.
 
-C++ implements the operators by dispatch key (fsdp/shard_operators.h). These classes add DTensor's
+C++ implements the operators by dispatch key (fsdp/shard_operators.cc). These classes add DTensor's
 methods and the protocol of torch.distributed.checkpoint, which saves a shard as chunks.
 """
 

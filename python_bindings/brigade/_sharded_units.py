@@ -363,7 +363,7 @@ class Unit:
             native.forward_failed(f"{type(error).__name__}: {error}")
             raise
         if root.manually_unsharded and not native.is_in_forward:
-            root.reshard_after_forward()
+            root.reshard_due("reshard_after_forward")
         return output
 
     def _cast_outputs(self, output: Any) -> Any:
@@ -379,7 +379,7 @@ class Unit:
         def unshard(*_: Any) -> None:
             if (unit := reference()) is not None:
                 unit.root.native.use_in_backward(unit.index)
-                unit.root.reshard_after_backward()
+                unit.root.reshard_due("reshard_after_backward")
 
         for output in outputs:
             output.grad_fn.register_prehook(unshard)
@@ -545,15 +545,8 @@ class Root:
         if event is not None:
             event.wait()
 
-    def reshard_after_forward(self) -> None:
-        """Reshards manually unsharded units at the end of the outermost forward."""
-        self._reshard_due("reshard_after_forward")
-
-    def reshard_after_backward(self) -> None:
-        """Lets the running backward reshard manually unsharded units when it ends."""
-        self._reshard_due("reshard_after_backward")
-
-    def _reshard_due(self, setting: str) -> None:
+    def reshard_due(self, setting: str) -> None:
+        """Reshards manually unsharded units with `setting`; a running backward when it ends."""
         due = [unit for unit in self.manually_unsharded if getattr(unit.settings(), setting)]
         self.manually_unsharded.difference_update(due)
         self.native.reshard([unit.index for unit in due], True)

@@ -1,5 +1,3 @@
-#include "brigade/bucket_sweep/measurement.h"
-
 #include <torch/torch.h>
 
 #include <limits>
@@ -39,9 +37,9 @@ TEST(SweepTest, TimesEachPlanOnceAndKeepsTheParameters) {
   ::brigade::testing::run_ranks(2, [&](const Group& group) {
     torch::nn::Sequential net = make_net();
     const auto loss = [&] { return loss_of(net, group->getRank()); };
-    const SweepSamples samples =
-        measure(net->parameters(), loss, {"each", "0.001", "100", "one"}, group,
-                /*num_rounds=*/2, /*num_steps=*/2, ReducerOptions());
+    const SweepSamples samples = measure(
+        net->parameters(), loss, group,
+        {.sizes = {"each", "0.001", "100", "one"}, .rounds = 2, .steps = 2});
     for (const at::Tensor& parameter : net->parameters()) {
       EXPECT_FALSE(parameter.grad().defined());
       EXPECT_TRUE(at::equal(parameter, at::full_like(parameter, 2)));

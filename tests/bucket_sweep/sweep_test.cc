@@ -4,7 +4,6 @@
 #include <vector>
 
 #include "absl/strings/str_cat.h"
-#include "brigade/bucket_sweep/measurement.h"
 #include "gmock/gmock.h"
 #include "gtest/gtest.h"
 

@@ -1,6 +1,7 @@
 #include "brigade/checkpoint/checkpoint.h"
 
 #include <c10/core/Allocator.h>
+#include <c10/core/impl/COW.h>
 #include <c10/util/ThreadLocalDebugInfo.h>
 #include <torch/nn.h>
 #include <torch/optim.h>
@@ -284,6 +285,15 @@ TEST_F(CheckpointTest, FilesHoldUnshardedTensorsUnderParameterNames) {
   EXPECT_THAT(reader.metadata().at("brigade.optimizer.options"),
               AllOf(HasSubstr(R"("lr":0.01)"), HasSubstr(R"("betas":[0.9,)")));
   EXPECT_EQ(files_of_folder().size(), 3u);
+}
+
+TEST_F(CheckpointTest, SavingDoesNotCopyALazyClone) {
+  const at::Tensor clone = at::_lazy_clone(torch::ones({4}));
+  for (const std::string& to : {file(), folder()}) {
+    save_checkpoint(to,
+                    {{unsharded_tensor("w", clone)}, single_process_group()});
+    EXPECT_TRUE(c10::impl::cow::is_cow_data_ptr(clone.storage().data_ptr()));
+  }
 }
 
 // In data-parallel training the model is unsharded.

@@ -7,8 +7,6 @@
 #include <functional>
 #include <vector>
 
-#include "brigade/fsdp/shard_operators.h"
-
 namespace brigade {
 namespace sharded_tensor_test {
 

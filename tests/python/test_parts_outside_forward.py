@@ -1,6 +1,6 @@
 """Operators on sharded parameters outside forward: the unsharded value, or an error on all ranks.
 
-The matrix is cut within rows, and no rank holds all of it. fsdp/shard_operators.h has the rules;
+The matrix is cut within rows, and no rank holds all of it. fsdp/shard_operators.cc has the rules;
 tests/fsdp/operators/check_operators.py checks all operators.
 """
 

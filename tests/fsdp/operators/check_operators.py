@@ -1,6 +1,6 @@
 """Compares torch's operator samples on sharded and on plain tensors.
 
-An operator that sharded tensors accept (fsdp/shard_operators.h) must give, on
+An operator that sharded tensors accept (fsdp/shard_operators.cc) must give, on
 two ranks, the shards of the plain result; a reduction must give the plain
 result. Any other difference is a trap: an operator with a misleading tag.
 Differences by rounding are only listed, since some kernels compute the last

@@ -7,7 +7,6 @@
 #include <mutex>
 #include <vector>
 
-#include "brigade/fsdp/shard_operators.h"
 #include "brigade/fsdp/sharded_tensor.h"
 
 namespace {
