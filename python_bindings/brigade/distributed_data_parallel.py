@@ -420,6 +420,10 @@ class DistributedDataParallel(_TorchDistributedDataParallel):
         self.module = module
         self.parameters_to_ignore = set(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
         self.parameters_to_ignore.update(name for name, _ in delayed)
+        # torch's _build_params_for_reducer() names the module's own parameters ".weight".
+        self.parameters_to_ignore.update(
+            [f".{name}" for name in self.parameters_to_ignore if "." not in name]
+        )
         self._delay_all_reduce_params = [parameter for _, parameter in delayed]
         named = self._not_ignored(module.named_parameters())
         self._module_parameters = list(named.values())
