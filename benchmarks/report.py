@@ -30,7 +30,7 @@ SWEEP = "-m brigade.bench --caps each,1,4,25,100,one --rounds 4 --steps 2"
 # Name of the JSON file, and arguments of torchrun.
 PROGRAMS = {name: f"benchmarks/{name}.py" for name in ("real_steps", "fsdp_against_torch")}
 PROGRAMS |= {name: f"{SWEEP} benchmarks/bucket_size.py:{name}" for name in SHAPES}
-CAPS = ["default", "one per parameter", "1 MiB", "4 MiB", "25 MiB", "100 MiB", "one"]
+CAPS = ["default", "each", "1 MiB", "4 MiB", "25 MiB", "100 MiB", "one"]
 # The rows of README's table and of the picture: settings, and their name in the picture.
 MAIN = {
     ("default cap", "torch, fastest cap"): "",
@@ -109,17 +109,17 @@ def draw_against_torch(rows: list[Figures]) -> None:
     save(figure, "against_torch")
 
 
-def exposed_ms(model: Figures, cap: str) -> Figures:
+def added_ms(model: Figures, cap: str) -> Figures:
     """Returns the figures of one cap; caps with equal buckets share theirs."""
-    return next(arm for arm in model["arms"] if cap in arm["cap"].split(", "))["exposed_ms"]
+    return next(arm for arm in model["arms"] if cap in arm["cap"].split(", "))["added_ms"]
 
 
 def draw_bucket_sizes(models: dict[str, Figures]) -> None:
     figure, panels = pyplot.subplots(1, 3, figsize=(8, 3), sharey=True, layout="constrained")
     for (name, model), axes in zip(models.items(), panels, strict=True):
-        draw_bars(axes, CAPS, [exposed_ms(model, cap) for cap in CAPS], [FASTER])
+        draw_bars(axes, CAPS, [added_ms(model, cap) for cap in CAPS], [FASTER])
         axes.set_title(name)
-    panels[1].set_xlabel("exposed communication, ms per step (median and quartiles)")
+    panels[1].set_xlabel("ms that communication adds to a step (median and quartiles)")
     save(figure, "bucket_sizes")
 
 
@@ -161,7 +161,7 @@ def main() -> None:
     for page, chosen in (("README.md", main_rows), (PAGE, rows)):
         cells = [[r[k] for k in names] + [shown(r[k]) for k in times] for r in chosen]
         rewrite(page, "against_torch", header, cells)
-    table = [[cap, *(shown(exposed_ms(m, cap)) for m in models.values())] for cap in CAPS]
+    table = [[cap, *(shown(added_ms(m, cap)) for m in models.values())] for cap in CAPS]
     rewrite(PAGE, "bucket_sizes", ["bucket cap", *models], table)
     rewrite(PAGE, "machine", ["", ""], list(found["real_steps"]["machine"].items()))
 

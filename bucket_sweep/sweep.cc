@@ -9,13 +9,16 @@
 #include <cmath>
 #include <iterator>
 #include <limits>
+#include <map>
 #include <memory>
 #include <nlohmann/json.hpp>
+#include <numeric>
 #include <utility>
 
 #include "absl/strings/numbers.h"
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_format.h"
+#include "absl/strings/str_join.h"
 #include "absl/strings/str_split.h"
 #include "brigade/comm/ordered/host_sums.h"
 #include "brigade/planning/bucket_plan.h"
@@ -32,6 +35,12 @@ using Clock = std::chrono::steady_clock;
 // The reducer plans its buckets after the first step, with a static graph after
 // the second.
 constexpr int kStepsUntilRebuilt = 3;
+
+// Of the model's measurement.
+constexpr int kProfiledSteps = 5;
+constexpr int kRepeats = 7;
+constexpr int64_t kSmallestBytes = 1024;
+constexpr int kMaxConcurrency = 4;
 
 double ms_since(Clock::time_point begin) {
   return std::chrono::duration<double, std::milli>(Clock::now() - begin)
@@ -57,10 +66,7 @@ class Training {
 
   // Plans the arm's buckets. Adds the plan, or the arm to an equal plan.
   void add_arm(std::vector<PlanSamples>& plans, const BucketArm& arm) {
-    ReducerOptions options = options_;
-    options.bucket_plan = {};
-    options.bucket_cap_bytes = arm.caps_bytes;
-    Reducer reducer(parameters_, group_, options);
+    Reducer reducer(parameters_, group_, options_of(arm));
     for (int step = 0; step < kStepsUntilRebuilt; ++step) timed_step(&reducer);
     const std::vector<std::vector<size_t>>& buckets = reducer.plan().buckets();
     const auto same = std::ranges::find(plans, buckets, &PlanSamples::buckets);
@@ -72,6 +78,48 @@ class Training {
                        .bucket_bytes = bytes_of(buckets)});
     }
     drop_gradients();
+  }
+
+  // Profiles some steps, and times all-reduces.
+  BackwardModel make_model() {
+    // The host is ahead of a device: there a bucket's packing shows when its
+    // gradient is ready.
+    const bool is_cpu = device().is_cpu();
+    Reducer reducer(parameters_, group_,
+                    options_of(is_cpu ? default_arm() : arm_of("each")));
+    for (int step = 0; step < kStepsUntilRebuilt; ++step) timed_step(&reducer);
+    std::vector<std::vector<double>> ready_s(parameters_.size());
+    std::vector<double> end_s;
+    for (int step = 0; step < kProfiledSteps; ++step) {
+      timed_step(&reducer);
+      const Timeline timeline = reducer.timeline();
+      const auto note = [&](std::vector<double>& samples, int64_t ns) {
+        const int64_t since =
+            std::max<int64_t>(0, ns - timeline.backward_begin_ns);
+        samples.push_back(1e-9 * static_cast<double>(since));
+      };
+      for (const GradientTime& gradient : timeline.gradients) {
+        if (is_cpu)
+          note(ready_s[gradient.variable.parameter], gradient.ready_ns);
+      }
+      int64_t end_ns = is_cpu ? timeline.backward_end_ns : 0;
+      for (size_t b = 0; b < timeline.units.size(); ++b) {
+        const int64_t pack_ns = timeline.units[b].pack_begin_ns;
+        if (is_cpu || pack_ns == 0) continue;
+        note(ready_s[reducer.plan().buckets()[b].front()], pack_ns);
+        end_ns = std::max(end_ns, pack_ns);
+      }
+      note(end_s, end_ns);
+    }
+    drop_gradients();
+    // An unused parameter is ready at the end.
+    std::vector<double> times;
+    for (const std::vector<double>& samples : ready_s) {
+      times.push_back(quantile(samples.empty() ? end_s : samples, 0.5));
+    }
+    times.push_back(quantile(end_s, 0.5));
+    take_slowest(times);
+    return {.backward = backward_of(times), .cost = time_all_reduces()};
   }
 
   void run_turn(PlanSamples& plan, int64_t num_steps) {
@@ -100,6 +148,101 @@ class Training {
 
  private:
   at::Device device() const { return parameters_.front().device(); }
+
+  ReducerOptions options_of(const BucketArm& arm) const {
+    ReducerOptions options = options_;
+    options.bucket_plan = {};
+    options.bucket_cap_bytes = arm.caps_bytes;
+    return options;
+  }
+
+  // `times`: of each parameter's gradient, and of the end of backward.
+  Backward backward_of(const std::vector<double>& times) const {
+    Backward backward;
+    std::vector<at::TensorOptions> kinds;
+    for (size_t i = 0; i < parameters_.size(); ++i) {
+      const at::TensorOptions kind = parameters_[i].options();
+      size_t number = 0;
+      while (number < kinds.size() &&
+             (kinds[number].dtype() != kind.dtype() ||
+              kinds[number].device() != kind.device())) {
+        ++number;
+      }
+      if (number == kinds.size()) kinds.push_back(kind);
+      backward.parameters.push_back(
+          {.size_bytes = static_cast<int64_t>(parameters_[i].nbytes()),
+           .kind = static_cast<int>(number),
+           .sparse = i < options_.expect_sparse_gradients.size() &&
+                     options_.expect_sparse_gradients[i]});
+    }
+    backward.order.resize(parameters_.size());
+    std::iota(backward.order.rbegin(), backward.order.rend(), size_t{0});
+    std::ranges::stable_sort(backward.order, {},
+                             [&](size_t i) { return times[i]; });
+    for (const size_t i : backward.order) backward.ready_s.push_back(times[i]);
+    backward.end_s = std::max(times.back(), backward.ready_s.back());
+    return backward;
+  }
+
+  // Seconds of `count` all-reduces at once; median, on the slowest rank.
+  double time_all_reduces_of(int64_t bytes, int count) {
+    const at::Tensor& like = parameters_.front();
+    std::vector<at::Tensor> buffers;
+    for (int i = 0; i < count; ++i) {
+      buffers.push_back(
+          at::zeros({std::max<int64_t>(
+                        1, bytes / static_cast<int64_t>(like.element_size()))},
+                    like.options()));
+    }
+    std::vector<double> seconds;
+    for (int repeat = 0; repeat < kRepeats; ++repeat) {
+      barrier();
+      const Clock::time_point begin = Clock::now();
+      all_reduce(buffers, /*at_once=*/true);
+      seconds.push_back(1e-3 * ms_since(begin));
+    }
+    take_slowest(seconds);
+    return quantile(seconds, 0.5);
+  }
+
+  CollectiveCost time_all_reduces() {
+    int64_t largest = kSmallestBytes;
+    for (const at::Tensor& parameter : parameters_) {
+      largest += static_cast<int64_t>(parameter.nbytes());
+    }
+    std::vector<CostPoint> points;
+    for (int64_t bytes = kSmallestBytes;
+         points.size() < 2 || bytes < 4 * largest; bytes *= 4) {
+      const int64_t size = std::min(bytes, 2 * largest);
+      points.push_back(
+          {.bytes = size, .seconds = time_all_reduces_of(size, 1)});
+    }
+    // The latencies of collectives at once overlap.
+    const double at_once = time_all_reduces_of(kSmallestBytes, kMaxConcurrency);
+    const double ratio = kMaxConcurrency * points.front().seconds / at_once;
+    const int concurrency =
+        std::clamp(static_cast<int>(std::lround(ratio)), 1, kMaxConcurrency);
+    const auto cost = CollectiveCost::fit(points, concurrency);
+    TORCH_INTERNAL_ASSERT(cost.ok(), std::string(cost.status().message()));
+    return *cost;
+  }
+
+  void all_reduce(const std::vector<at::Tensor>& buffers, bool at_once) const {
+    std::vector<c10::intrusive_ptr<c10d::Work>> works;
+    for (const at::Tensor& buffer : buffers) {
+      if (host_sums_ && HostSums::can_reduce(buffer)) {
+        host_sums_->all_reduce(buffer)->waitAndThrow();
+        continue;
+      }
+      std::vector<at::Tensor> sum = {buffer};
+      works.push_back(group_->allreduce(sum));
+      if (!at_once) works.back()->wait();
+    }
+    for (const auto& work : works) {
+      if (at_once) work->wait();
+    }
+    synchronize();
+  }
 
   void synchronize() const {
     if (device().is_cpu()) return;
@@ -165,15 +308,7 @@ class Training {
     }
     barrier();
     const Clock::time_point begin = Clock::now();
-    for (const at::Tensor& buffer : buffers) {
-      if (host_sums_ && HostSums::can_reduce(buffer)) {
-        host_sums_->all_reduce(buffer)->waitAndThrow();
-        continue;
-      }
-      std::vector<at::Tensor> sum = {buffer};
-      group_->allreduce(sum)->wait();
-    }
-    synchronize();
+    all_reduce(buffers, /*at_once=*/false);
     return ms_since(begin);
   }
 
@@ -190,6 +325,8 @@ constexpr double kSignificance = 0.05;
 
 // Shorter communication has no measurable overlap.
 constexpr double kShortestMs = 0.1;
+
+constexpr size_t kMostPrintedCaps = 24;
 
 using Rounds = std::vector<std::vector<double>>;
 
@@ -213,7 +350,7 @@ std::vector<double> medians(const Rounds& rounds) {
   return values;
 }
 
-std::vector<double> exposed(const Rounds& rounds, const Rounds& local) {
+std::vector<double> added(const Rounds& rounds, const Rounds& local) {
   std::vector<double> differences;
   for (size_t i = 0; i < rounds.size(); ++i) {
     for (const double time : rounds[i]) {
@@ -221,6 +358,21 @@ std::vector<double> exposed(const Rounds& rounds, const Rounds& local) {
     }
   }
   return differences;
+}
+
+// Returns the time of a step that ends `end_s` after the begin of backward.
+double step_ms(const SweepSummary& summary, const BackwardModel& model,
+               double end_s) {
+  return summary.local_ms.median + 1e3 * (end_s - model.backward.end_s);
+}
+
+double predicted_ms(const SweepSummary& summary, const BackwardModel& model,
+                    const PlanSamples& plan) {
+  const auto prediction =
+      predict(*BucketPlan::create(plan.buckets, model.backward.order.size()),
+              model.backward, model.cost);
+  TORCH_INTERNAL_ASSERT(prediction.ok());
+  return step_ms(summary, model, prediction->end_s());
 }
 
 ArmSummary summary_of(const PlanSamples& plan, const Rounds& local) {
@@ -232,7 +384,7 @@ ArmSummary summary_of(const PlanSamples& plan, const Rounds& local) {
           .caps_bytes = plan.arms.front().caps_bytes,
           .bucket_bytes = plan.bucket_bytes,
           .step_ms = quartiles(flat(plan.rounds_ms)),
-          .exposed_ms = quartiles(exposed(plan.rounds_ms, local)),
+          .added_ms = quartiles(added(plan.rounds_ms, local)),
           .alone_ms = median(plan.alone_ms)};
 }
 
@@ -290,15 +442,30 @@ std::pair<std::string, std::string> sizes_of(const ArmSummary& arm) {
 std::string row(const std::string& size, const ArmSummary& arm) {
   const std::optional<double> overlap = arm.overlap();
   return absl::StrFormat(
-      "%-18s %7d %8s  %5s %12s  %7s  %5s %7s\n", size, arm.bucket_bytes.size(),
+      "%-10s %7d %8s  %5s %12s %5s  %5s  %5s %7s\n", size,
+      arm.bucket_bytes.size(),
       readable_bytes(static_cast<double>(std::ranges::max(arm.bucket_bytes))),
       readable(arm.step_ms.median), spread(arm.step_ms),
-      readable(std::max(0.0, arm.exposed_ms.median)), readable(arm.alone_ms),
+      readable(arm.predicted_ms), readable(std::max(0.0, arm.added_ms.median)),
+      readable(arm.alone_ms),
       overlap ? absl::StrFormat("%.0f %%", 100 * *overlap) : "-");
 }
 
 std::string setting_of(const ArmSummary& arm) {
   const int64_t bytes = arm.caps_bytes.front();
+  if (arm.caps_bytes.size() > kMostPrintedCaps) {
+    return absl::StrCat("bucket_cap_mb_list of ", arm.caps_bytes.size(),
+                        " caps, in bytes \"caps_bytes\" of the JSON file");
+  }
+  if (arm.caps_bytes.size() > 1) {
+    const auto append_mib = [](std::string* text, int64_t cap) {
+      absl::StrAppendFormat(text, "%.8g", static_cast<double>(cap) / 0x1p20);
+    };
+    return absl::StrCat("bucket_cap_mb_list=[",
+                        absl::StrJoin(arm.caps_bytes, ", ", append_mib),
+                        "]\n  (C++: bucket_cap_bytes = {",
+                        absl::StrJoin(arm.caps_bytes, ", "), "})");
+  }
   if (bytes == std::numeric_limits<int64_t>::max()) {
     return "bucket_cap_mb=1e6 (C++: bucket_cap_bytes = {INT64_MAX})";
   }
@@ -358,7 +525,8 @@ Json json(const ArmSummary& arm) {
             {"median", median(bytes)},
             {"max", quantile(bytes, 1)}}},
           {"step_ms", json(arm.step_ms)},
-          {"exposed_ms", json(arm.exposed_ms)},
+          {"predicted_ms", arm.predicted_ms},
+          {"added_ms", json(arm.added_ms)},
           {"alone_ms", arm.alone_ms},
           {"overlap", overlap ? Json(*overlap) : Json(nullptr)}};
 }
@@ -394,7 +562,7 @@ Quartiles quartiles(const std::vector<double>& samples) {
 
 std::optional<double> ArmSummary::overlap() const {
   if (alone_ms < std::max(kShortestMs, step_ms.p75 - step_ms.p25)) return {};
-  return std::clamp(1 - exposed_ms.median / alone_ms, 0.0, 1.0);
+  return std::clamp(1 - added_ms.median / alone_ms, 0.0, 1.0);
 }
 
 BucketArm default_arm() {
@@ -404,7 +572,7 @@ BucketArm default_arm() {
 }
 
 BucketArm arm_of(std::string_view size) {
-  if (size == "each") return {.label = "one per parameter", .caps_bytes = {1}};
+  if (size == "each") return {.label = "each", .caps_bytes = {1}};
   if (size == "one") {
     return {.label = "one",
             .caps_bytes = {std::numeric_limits<int64_t>::max()}};
@@ -420,6 +588,27 @@ BucketArm arm_of(std::string_view size) {
   const auto bytes = static_cast<int64_t>(mib * kBytesPerMib);
   return {.label = absl::StrCat(mib, " MiB"),
           .caps_bytes = {std::max<int64_t>(1, bytes)}};
+}
+
+BucketArm planned_arm(const BackwardModel& model) {
+  const auto plan = plan_for_cost(model.backward, model.cost);
+  TORCH_INTERNAL_ASSERT(plan.ok(), std::string(plan.status().message()));
+  // The k-th cap holds for the k-th bucket of each kind.
+  std::map<int, size_t> num_buckets;
+  BucketArm arm = {.label = "planned", .caps_bytes = {}};
+  for (const std::vector<size_t>& bucket : plan->buckets()) {
+    const ParameterSpec& first = model.backward.parameters[bucket.front()];
+    if (first.sparse) continue;
+    int64_t bytes = 0;
+    for (const size_t i : bucket) {
+      bytes += model.backward.parameters[i].size_bytes;
+    }
+    const size_t k = num_buckets[first.kind]++;
+    if (k == arm.caps_bytes.size()) arm.caps_bytes.push_back(1);
+    arm.caps_bytes[k] = std::max(arm.caps_bytes[k], bytes);
+  }
+  if (arm.caps_bytes.empty()) arm.caps_bytes = {1};
+  return arm;
 }
 
 SweepSamples measure(const std::vector<at::Tensor>& parameters,
@@ -445,6 +634,8 @@ SweepSamples measure(const std::vector<at::Tensor>& parameters,
   for (const at::Tensor& parameter : training.parameters()) {
     samples.gradient_bytes += static_cast<int64_t>(parameter.nbytes());
   }
+  samples.model = training.make_model();
+  arms.push_back(planned_arm(samples.model));
   for (const BucketArm& arm : arms) {
     training.add_arm(samples.plans, arm);
   }
@@ -485,7 +676,12 @@ SweepSummary summarize(const SweepSamples& samples) {
       .local_ms = quartiles(flat(samples.local_ms))};
   for (const PlanSamples& plan : samples.plans) {
     summary.arms.push_back(summary_of(plan, samples.local_ms));
+    summary.arms.back().predicted_ms =
+        predicted_ms(summary, samples.model, plan);
   }
+  summary.bound_ms =
+      step_ms(summary, samples.model,
+              earliest_end_s(samples.model.backward, samples.model.cost));
   for (size_t arm = 1; arm < samples.plans.size(); ++arm) {
     const Recommendation found = compare(samples, arm);
     if (!summary.best ||
@@ -499,7 +695,7 @@ SweepSummary summarize(const SweepSamples& samples) {
 std::string to_text(const std::string& name, const SweepSummary& summary) {
   std::string text = absl::StrFormat(
       "%s: %d parameters, %s\nstep without communication: %s ms %s\n"
-      "cap                buckets  largest  step ms [p25, p75]  exposed  alone "
+      "cap        buckets  largest  step ms [p25, p75] model  added  alone "
       "overlap\n",
       name, summary.num_parameters,
       readable_bytes(static_cast<double>(summary.gradient_bytes)),
@@ -513,12 +709,15 @@ std::string to_text(const std::string& name, const SweepSummary& summary) {
   }
   absl::StrAppendFormat(
       &text,
-      "%sA bucket's last parameter may exceed the cap.\n"
-      "exposed: ms that communication adds to a step; alone: ms of the\n"
+      "%sA bucket's last parameter may exceed the cap. planned: buckets for "
+      "this\nmodel and these links. model: predicted step; no plan is below "
+      "%s ms.\n"
+      "added: ms that communication adds to a step; alone: ms of the\n"
       "all-reduces without a step; overlap: share of alone that backward\n"
       "hides, - if alone is too short to tell. Medians of the slowest rank;\n"
       "rounds: %d, steps per round: %d.\n%s\n",
-      notes, summary.rounds, summary.steps, recommendation(summary));
+      notes, readable(summary.bound_ms), summary.rounds, summary.steps,
+      recommendation(summary));
   return text;
 }
 
@@ -529,6 +728,7 @@ std::string to_json(const std::string& name, const SweepSummary& summary) {
               {"parameters", summary.num_parameters},
               {"gradient_bytes", summary.gradient_bytes},
               {"local_ms", json(summary.local_ms)},
+              {"bound_ms", summary.bound_ms},
               {"arms", std::move(arms)},
               {"best", json_of_best(summary)},
               {"recommendation", recommendation(summary)}}

@@ -1,5 +1,6 @@
-// Sweep over bucket sizes: times a model's training steps with several sizes,
-// and recommends one. Results are a struct, a table and JSON.
+// Sweep over bucket sizes: times a model's training steps with several sizes
+// and with a plan made for the measured links, and recommends one. Results are
+// a struct, a table and JSON.
 //
 // Example, one process per rank:
 //
@@ -23,6 +24,7 @@
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 #include <vector>
 
+#include "brigade/planning/planners.h"
 #include "brigade/reducer/reducer_options.h"
 
 namespace brigade {
@@ -59,7 +61,10 @@ struct ArmSummary {
 
   // Time that communication adds to a step, in the same round. Negative values
   // are noise.
-  Quartiles exposed_ms = {};
+  Quartiles added_ms = {};
+
+  // step_ms.median according to the model in planning/planners.h.
+  double predicted_ms = 0;
 
   // Time of the buckets' all-reduces, one after another, without any
   // computation.
@@ -87,9 +92,10 @@ struct SweepSummary {
   int64_t num_parameters = 0;
   int64_t gradient_bytes = 0;
   int64_t rounds = 0;
-  int64_t steps = 0;                        // per round
-  Quartiles local_ms = {};                  // a step without communication
-  std::vector<ArmSummary> arms = {};        // the first is the default
+  int64_t steps = 0;                  // per round
+  Quartiles local_ms = {};            // a step without communication
+  std::vector<ArmSummary> arms = {};  // the first is the default
+  double bound_ms = 0;  // no plan has a faster step, by the same model
   std::optional<Recommendation> best = {};  // none: all sizes equal the default
 };
 
@@ -113,7 +119,7 @@ std::string to_text(const std::string& name, const SweepSummary& summary);
 // Formats the same as one JSON object.
 std::string to_json(const std::string& name, const SweepSummary& summary);
 
-// The steps of sweep(), which tests call.
+// ---- The steps of sweep(), which tests call.
 
 struct BucketArm {
   std::string label;
@@ -135,12 +141,23 @@ struct PlanSamples {
   std::vector<double> alone_ms = {};  // the buckets' all-reduces, by round
 };
 
+// The model's backward, and the time of its all-reduces.
+struct BackwardModel {
+  Backward backward = {};
+  CollectiveCost cost = *CollectiveCost::linear(0, 0);
+};
+
 struct SweepSamples {
   int64_t num_parameters = 0;
   int64_t gradient_bytes = 0;
+  BackwardModel model = {};
   std::vector<std::vector<double>> local_ms = {};  // no communication, by round
   std::vector<PlanSamples> plans = {};             // the default's first
 };
+
+// The plan of plan_for_cost(), as the sizes of its buckets. Exact for
+// parameters of one kind.
+BucketArm planned_arm(const BackwardModel& model);
 
 // Collects the samples of sweep(); same contract. All plans, and the same steps
 // without communication, take turns in one run, in alternating order. A slow

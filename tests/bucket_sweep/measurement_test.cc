@@ -56,7 +56,12 @@ TEST(SweepTest, TimesEachPlanOnceAndKeepsTheParameters) {
   EXPECT_EQ(samples.num_parameters, 2);
   EXPECT_EQ(samples.gradient_bytes, 1 << 20);
   ASSERT_EQ(samples.plans.size(), 2U);
-  EXPECT_EQ(samples.plans[0].arms.size(), 3U);  // default, 100, one
+  // default, 100, one; each, 0.001. The planned one equals either.
+  EXPECT_EQ(samples.plans[0].arms.size() + samples.plans[1].arms.size(), 6U);
+  EXPECT_EQ(samples.model.backward.order, (std::vector<size_t>{1, 0}));
+  EXPECT_EQ(samples.model.backward.ready_s, found[1].model.backward.ready_s);
+  EXPECT_TRUE(check_backward(samples.model.backward).ok());
+  EXPECT_GT(samples.model.cost.seconds(1 << 20), 0);
   EXPECT_EQ(samples.plans[0].arms[1].label, "100 MiB");
   EXPECT_THAT(samples.plans[0].bucket_bytes, ElementsAre(1 << 20));
   EXPECT_THAT(samples.plans[1].bucket_bytes, ElementsAre(1 << 19, 1 << 19));
@@ -83,7 +88,7 @@ TEST(SweepTest, OneCallReturnsASummaryForToText) {
     const std::string text = to_text(
         "Net", sweep_with({.sizes = {"each"}, .rounds = 1, .steps = 1}));
     EXPECT_THAT(text, HasSubstr("Net: 2 parameters, 1.00 MiB\nstep without"));
-    EXPECT_THAT(text, HasSubstr("\none per parameter        2 0.50 MiB"));
+    EXPECT_THAT(text, ::testing::ContainsRegex("\neach.* 2 0.50 MiB"));
     EXPECT_THAT(text, HasSubstr("recommended: "));
     EXPECT_THROW(sweep_with({.rounds = 0}), c10::ValueError);
   });

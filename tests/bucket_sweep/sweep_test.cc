@@ -23,6 +23,13 @@ SweepSamples samples_of(const std::vector<double>& default_ms,
                         const std::vector<double>& other_ms) {
   return {.num_parameters = 3,
           .gradient_bytes = 3'000'000,
+          .model = {.backward = {.parameters = {{1'000'000},
+                                                {1'000'000},
+                                                {1'000'000}},
+                                 .order = {2, 1, 0},
+                                 .ready_s = {0, 0.001, 0.002},
+                                 .end_s = 0.002},
+                    .cost = *CollectiveCost::linear(0.001, 1e-9)},
           .local_ms = one_step_each(std::vector<double>(default_ms.size(), 10)),
           .plans = {{.arms = {default_arm()},
                      .buckets = {{2}, {1, 0}},
@@ -58,8 +65,8 @@ TEST(SummaryTest, DifferencesAreTakenWithinARound) {
   samples.local_ms = {{10, 12, 14}, {100, 101, 102}};
   const SweepSummary summary = summarize(samples);
   EXPECT_EQ(summary.local_ms.median, 57);
-  EXPECT_EQ(summary.arms[0].exposed_ms.median, (8 + 19) / 2.0);
-  EXPECT_EQ(summary.arms[1].exposed_ms.median, (3 + 9) / 2.0);
+  EXPECT_EQ(summary.arms[0].added_ms.median, (8 + 19) / 2.0);
+  EXPECT_EQ(summary.arms[1].added_ms.median, (3 + 9) / 2.0);
   ASSERT_TRUE(summary.best);
   EXPECT_EQ(summary.best->saved_ms.p25, 6.25);
   EXPECT_EQ(summary.best->saved_ms.median, 7.5);
@@ -70,7 +77,7 @@ TEST(SummaryTest, OverlapIsAFractionUnlessTheTimesAreTooShortOrTooNoisy) {
   const Quartiles step = {.p25 = 18, .median = 20, .p75 = 22};
   const auto overlap_of = [&](double exposed, double alone) {
     return ArmSummary{
-        .step_ms = step, .exposed_ms = {.median = exposed}, .alone_ms = alone}
+        .step_ms = step, .added_ms = {.median = exposed}, .alone_ms = alone}
         .overlap();
   };
   EXPECT_EQ(overlap_of(6, 8), 0.25);
@@ -122,15 +129,18 @@ TEST(ReportTest, TheTableHasARowPerPlanAndARecommendation) {
       to_text("Net", summary_of(8, 20, 18)),
       "Net: 3 parameters, 2.86 MiB\n"
       "step without communication: 10.0 ms [10.0, 10.0]\n"
-      "cap                buckets  largest  step ms [p25, p75]  exposed  alone "
+      "cap        buckets  largest  step ms [p25, p75] model  added  alone "
       "overlap\n"
-      "default                  2 1.91 MiB   20.0 [20.0, 20.0]     10.0   4.00 "
+      "default          2 1.91 MiB   20.0 [20.0, 20.0]  13.0   10.0   4.00 "
       "    0 %\n"
-      "4 MiB*                   1 2.86 MiB   18.0 [18.0, 18.0]     8.00   8.00 "
+      "4 MiB*           1 2.86 MiB   18.0 [18.0, 18.0]  14.0   8.00   8.00 "
       "    0 %\n"
       "* same buckets as 4 MiB: one\n"
-      "A bucket's last parameter may exceed the cap.\n"
-      "exposed: ms that communication adds to a step; alone: ms of the\n"
+      "A bucket's last parameter may exceed the cap. planned: buckets for "
+      "this\n"
+      "model and these links. model: predicted step; no plan is below 12.0 "
+      "ms.\n"
+      "added: ms that communication adds to a step; alone: ms of the\n"
       "all-reduces without a step; overlap: share of alone that backward\n"
       "hides, - if alone is too short to tell. Medians of the slowest rank;\n"
       "rounds: 8, steps per round: 1.\n"
@@ -141,11 +151,39 @@ TEST(ReportTest, TheTableHasARowPerPlanAndARecommendation) {
       "  quartiles 2.00 to 2.00)\n");
 }
 
+TEST(SummaryTest, ThePlanOfTheModelIsGivenByTheSizesOfItsBuckets) {
+  SweepSamples samples = samples_of({20}, {20});
+  BackwardModel& model = samples.model;
+  EXPECT_EQ(planned_arm(model).label, "planned");
+  model.cost = *CollectiveCost::linear(0, 1e-9);
+  EXPECT_THAT(planned_arm(model).caps_bytes,
+              ::testing::ElementsAre(1'000'000, 1'000'000, 1'000'000));
+  model.cost = *CollectiveCost::linear(1, 1e-9);
+  EXPECT_THAT(planned_arm(model).caps_bytes, ::testing::ElementsAre(3'000'000));
+  for (ParameterSpec& spec : model.backward.parameters) spec.sparse = true;
+  EXPECT_THAT(planned_arm(model).caps_bytes, ::testing::ElementsAre(1));
+}
+
+TEST(ReportTest, APlanIsRecommendedAsAListOfCaps) {
+  SweepSamples samples =
+      samples_of(std::vector<double>(8, 20), std::vector<double>(8, 18));
+  samples.plans[1].arms = {{"planned", {1 << 20, 3 << 19}}};
+  EXPECT_THAT(
+      to_text("Net", summarize(samples)),
+      ::testing::HasSubstr("recommended: bucket_cap_mb_list=[1, 1.5]\n"
+                           "  (C++: bucket_cap_bytes = {1048576, 1572864})"));
+  samples.plans[1].arms = {{"planned", std::vector<int64_t>(30, 1)}};
+  EXPECT_THAT(
+      to_text("Net", summarize(samples)),
+      ::testing::HasSubstr("recommended: bucket_cap_mb_list of 30 caps"));
+}
+
 TEST(ReportTest, NoiseIsNotShownAsNegativeTimeOrAsOverlap) {
   SweepSamples samples = samples_of({9}, {9});
   samples.plans[0].alone_ms = {0.01};
-  EXPECT_THAT(to_text("Net", summarize(samples)),
-              ::testing::HasSubstr("[9.00, 9.00]     0.00   0.01       -\n"));
+  EXPECT_THAT(
+      to_text("Net", summarize(samples)),
+      ::testing::HasSubstr("[9.00, 9.00]  13.0   0.00   0.01       -\n"));
 }
 
 TEST(ReportTest, TheDefaultIsRecommendedUnlessAnotherSizeIsDecided) {
@@ -178,7 +216,8 @@ TEST(ReportTest, JsonHasTheNumbersOfTheTable) {
       "cap": "4 MiB, one", "caps_bytes": [4194304], "buckets": 1,
       "bucket_bytes": {"min": 3e6, "median": 3e6, "max": 3e6},
       "step_ms": {"p25": 18.0, "median": 18.0, "p75": 18.0},
-      "exposed_ms": {"p25": 8.0, "median": 8.0, "p75": 8.0},
+      "predicted_ms": 14.0,
+      "added_ms": {"p25": 8.0, "median": 8.0, "p75": 8.0},
       "alone_ms": 8.0, "overlap": 0.0})"));
   EXPECT_EQ(json["best"]["rounds_faster"], 8);
   EXPECT_EQ(json["best"]["decided"], true);

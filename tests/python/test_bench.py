@@ -74,10 +74,12 @@ def test_a_sweep_times_each_plan_once_and_keeps_the_module(rank, static_graph):
     # Four rows of 512 * 2 reach each weight of the last layer.
     average = torch.full((512, 256), 1.5 * 4 * 512 * 2)
     assert torch.equal(module[1].weight.grad, average)
-    assert [(arm["cap"], arm["buckets"]) for arm in data["arms"]] == [
+    assert [(arm["cap"].replace(", planned", ""), arm["buckets"]) for arm in data["arms"]] == [
         ("default, 100 MiB, one", 1),
-        ("one per parameter, 0.001 MiB", 2),
+        ("each, 0.001 MiB", 2),
     ]
+    assert sum("planned" in arm["cap"] for arm in data["arms"]) == 1
+    assert all(arm["predicted_ms"] >= data["bound_ms"] for arm in data["arms"])
     assert table.startswith("Sequential: 2 parameters, 1.00 MiB\n")
     assert "\nrecommended: " in table
     expect_equal_on_ranks(table)  # ranks agree on the slowest rank's times
@@ -112,10 +114,9 @@ def test_the_command_prints_the_table_and_writes_json(tmp_path):
     (title,) = (i for i, line in enumerate(lines) if line.startswith("MLP, bucket views: "))
     assert lines[title].endswith(": 16 parameters, 8.02 MiB")
     rows = lines[title + 3 : title + 6]
-    assert [row.split("  ")[0] for row in rows] == ["default", "one per parameter", "one"]
-    assert max(map(len, lines[title + 2 : title + 6])) <= 80
+    assert [row.split(" ")[0].rstrip("*") for row in rows] == ["default", "each", "one"]
+    assert max(map(len, lines[title + 2 : title + 7])) <= 80
     assert "recommended: keep the default (no cap is reliably faster)" in lines
-    advice = "too few rounds (1) to decide between 3 caps: run again with --rounds 6 or more"
-    assert f"  {advice}" in lines
+    assert any(line.startswith("  too few rounds (1) to decide between") for line in lines)
     (model,) = json.loads(file.read_text())["models"]
-    assert [arm["buckets"] for arm in model["arms"]] == [2, 16, 1]
+    assert [arm["buckets"] for arm in model["arms"]][:3] == [2, 16, 1]
