@@ -7,12 +7,6 @@
 #include "absl/strings/str_format.h"
 
 namespace brigade {
-namespace {
-
-constexpr int64_t kStepsOfKind = int64_t{1} << 56;
-constexpr int64_t kFirstSegment = 4 * kStepsOfKind;
-
-}  // namespace
 
 std::string message_of(const std::exception_ptr& error) {
   try {
@@ -53,10 +47,6 @@ std::string describe_unit(std::string_view name) {
 
 std::string describe_seconds(std::chrono::milliseconds time) {
   return absl::StrFormat("%.1f s", static_cast<double>(time.count()) / 1000.0);
-}
-
-int64_t iteration_of(SegmentKind kind, int64_t step) {
-  return kFirstSegment + static_cast<int64_t>(kind) * kStepsOfKind + step;
 }
 
 std::string describe_iteration(int64_t iteration) {

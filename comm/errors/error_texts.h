@@ -50,9 +50,14 @@ enum class SegmentKind : int8_t {
   kWithoutData,    // the peers' kind, on a rank without data
 };
 
+inline constexpr int64_t kStepsOfKind = int64_t{1} << 56;
+inline constexpr int64_t kFirstSegment = 4 * kStepsOfKind;
+
 // Returns the number by which statuses and stall reports name a segment, where
 // a reducer has the number of an iteration. Step 0: before the first one.
-int64_t iteration_of(SegmentKind kind, int64_t step);
+constexpr int64_t iteration_of(SegmentKind kind, int64_t step) {
+  return kFirstSegment + static_cast<int64_t>(kind) * kStepsOfKind + step;
+}
 
 // "iteration 7"; for a segment "the backward of step 7", or "step 7" if the
 // kind is unknown.

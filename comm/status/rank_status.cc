@@ -122,6 +122,12 @@ std::string describe_status(const RankStatus& rank_status) {
 
 absl::Status check_statuses(std::span<const RankStatus> by_rank,
                             const char* remedy) {
+  const RankStatus& first = by_rank.front();
+  if (first.kind != StatusKind::kFailed && all_equal(by_rank, place_of) &&
+      all_equal(by_rank, &RankStatus::fingerprint) &&
+      all_equal(by_rank, &RankStatus::others)) {
+    return absl::OkStatus();
+  }
   const auto failures =
       by_rank_of(by_rank, [](const RankStatus& s) -> std::string {
         return s.kind == StatusKind::kFailed ? describe_status(s) : "";
@@ -138,7 +144,6 @@ absl::Status check_statuses(std::span<const RankStatus> by_rank,
                     peer.fingerprint != s.fingerprint;
            });
   };
-  const RankStatus& first = by_rank.front();
   if (std::ranges::any_of(by_rank, has_new_hook)) {
     const auto describe_change = [&](const RankStatus& s) {
       if (!has_new_hook(s)) return describe_status(s);
@@ -173,18 +178,15 @@ absl::Status check_statuses(std::span<const RankStatus> by_rank,
         describe_by_value(by_rank_of(by_rank, describe_fingerprint)),
         ".\nGive every rank the same options."));
   }
-  if (!all_equal(by_rank, &RankStatus::others)) {
-    return absl::FailedPreconditionError(absl::StrCat(
-        "expected the collectives of comm hook ",
-        std::string(words_of(first.text)),
-        " and the program's own on this group in the same number and at the "
-        "same positions in ",
-        iteration,
-        " on every rank, found a difference; results may be wrong.\nLaunch the "
-        "same collectives on every rank, and those that follow a future with "
-        "then_collective()."));
-  }
-  return absl::OkStatus();
+  return absl::FailedPreconditionError(absl::StrCat(
+      "expected the collectives of comm hook ",
+      std::string(words_of(first.text)),
+      " and the program's own on this group in the same number and at the "
+      "same positions in ",
+      iteration,
+      " on every rank, found a difference; results may be wrong.\nLaunch the "
+      "same collectives on every rank, and those that follow a future with "
+      "then_collective()."));
 }
 
 bool must_close_groups(std::span<const RankStatus> by_rank) {
