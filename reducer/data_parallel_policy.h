@@ -24,7 +24,7 @@
 #include "brigade/hooks/graph_search.h"
 #include "brigade/planning/bucket_plan.h"
 #include "brigade/reducer/bucket.h"
-#include "brigade/reducer/bucket_memory.h"
+#include "brigade/reducer/bucket_replica.h"
 #include "brigade/reducer/collective.h"
 #include "brigade/reducer/learned_graph.h"
 #include "brigade/reducer/parameter_table.h"
