@@ -13,7 +13,6 @@
 #include "brigade/comm/backends/end_on_own_thread.h"
 #include "brigade/comm/errors/peer_error.h"
 #include "brigade/comm/ordered/host_sums.h"
-#include "brigade/comm_hooks/averaging_hook.h"
 #include "brigade/comm_hooks/hook_traits.h"
 #include "brigade/hooks/graph_search.h"
 #include "brigade/planning/bucket_plan.h"
