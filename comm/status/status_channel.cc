@@ -321,7 +321,7 @@ std::vector<RankStatus> StatusChannel::await(
         own.sequence, std::chrono::steady_clock::now() + limit);
     if (by_rank) return *std::move(by_rank);
   } catch (const RankLost& absent) {
-    fail_naming(absent.what(), own, /*probe=*/nullptr);
+    fail_with(absent.what(), own);
   } catch (...) {
     fail(own, std::current_exception(), limit);
   }
@@ -352,9 +352,6 @@ void StatusChannel::abort(const std::exception_ptr& cause) {
 // `cause`: null at the time limit.
 void StatusChannel::fail(const RankStatus& own, const std::exception_ptr& cause,
                          milliseconds limit) {
-  const std::string context =
-      absl::StrCat("waiting for the other ranks' statuses on rank ",
-                   group_->getRank(), ", which ", describe_status(own));
   LivenessProbe probe;
   if (!prefix_.empty()) {
     const std::string key = end_key(prefix_);
@@ -364,28 +361,27 @@ void StatusChannel::fail(const RankStatus& own, const std::exception_ptr& cause,
         group_, key, own.iteration, kProbeTimeout,
         [transport = transport_] { return transport->dead_ranks(); });
   }
-  const LivenessProbe* const shown = prefix_.empty() ? nullptr : &probe;
   const std::string leaver = describe_first_leaver(probe);
-  if (!leaver.empty()) fail_naming(leaver, own, /*probe=*/nullptr);
-  if (!cause) fail_naming(describe_silence(probe, limit), own, shown);
-  fail_with(context, cause, shown);
+  if (!leaver.empty()) fail_with(leaver, own);
+  fail_with(cause ? "" : describe_silence(probe, limit), own, cause,
+            prefix_.empty() ? nullptr : &probe);
 }
 
-void StatusChannel::fail_naming(const std::string& text, const RankStatus& own,
-                                const LivenessProbe* probe) {
-  fail_with("",
-            std::make_exception_ptr(std::runtime_error(absl::StrCat(
-                text, text.ends_with('.') ? "" : ".", "\nRank ",
-                group_->getRank(), ", which ", describe_status(own),
-                ", waited for the other ranks' statuses"))),
-            probe);
-}
-
-void StatusChannel::fail_with(const std::string& context,
+void StatusChannel::fail_with(const std::string& text, const RankStatus& own,
                               const std::exception_ptr& cause,
                               const LivenessProbe* probe) {
+  const std::string place =
+      absl::StrCat(group_->getRank(), ", which ", describe_status(own));
   try {
-    throw_peer_error(context, cause, probe);
+    if (cause) {
+      throw_peer_error("waiting for the other ranks' statuses on rank " + place,
+                       cause, probe);
+    }
+    throw_peer_error("",
+                     std::make_exception_ptr(std::runtime_error(absl::StrCat(
+                         text, text.ends_with('.') ? "" : ".", "\nRank ", place,
+                         ", waited for the other ranks' statuses"))),
+                     probe);
   } catch (...) {
     failure_ = std::current_exception();
     throw;

@@ -140,11 +140,10 @@ class StatusChannel {
   void check_process() const;
   [[noreturn]] void fail(const RankStatus& own, const std::exception_ptr& cause,
                          std::chrono::milliseconds limit);
-  [[noreturn]] void fail_naming(const std::string& text, const RankStatus& own,
-                                const LivenessProbe* probe);
-  [[noreturn]] void fail_with(const std::string& context,
-                              const std::exception_ptr& cause,
-                              const LivenessProbe* probe);
+  // `text`: in place of a cause.
+  [[noreturn]] void fail_with(const std::string& text, const RankStatus& own,
+                              const std::exception_ptr& cause = nullptr,
+                              const LivenessProbe* probe = nullptr);
 
   const c10::intrusive_ptr<c10d::ProcessGroup> group_;
   const pid_t process_;
