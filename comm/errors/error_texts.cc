@@ -1,6 +1,7 @@
 #include "brigade/comm/errors/error_texts.h"
 
 #include <c10/util/Exception.h>
+#include <unistd.h>
 
 #include <array>
 
@@ -34,6 +35,13 @@ std::string describe_ranks(std::span<const int> ranks) {
     first = last + 1;
   }
   return text;
+}
+
+void check_process(const char* user, pid_t maker) {
+  TORCH_CHECK(getpid() == maker, user, ": expected use in process ", maker,
+              ", which made it, found process ", getpid(),
+              ", which was forked from it.\nMake the group and its users after "
+              "the fork.");
 }
 
 std::string counted(size_t count, std::string_view noun) {

@@ -7,6 +7,7 @@
 #define BRIGADE_COMM_ERRORS_ERROR_TEXTS_H_
 
 #include <ATen/core/Tensor.h>
+#include <sys/types.h>
 
 #include <algorithm>
 #include <chrono>
@@ -28,6 +29,10 @@ std::string message_of(const std::exception_ptr& error);
 
 // "rank 3", "ranks 0, 2, 5-9".
 std::string describe_ranks(std::span<const int> ranks);
+
+// Throws RuntimeError if this process was forked from `maker`, which made the
+// object that `user` names.
+void check_process(const char* user, pid_t maker);
 
 // "1 bucket", "2 buckets"
 std::string counted(size_t count, std::string_view noun);

@@ -292,15 +292,8 @@ StatusChannel::~StatusChannel() {
                  milliseconds{0});
 }
 
-void StatusChannel::check_process() const {
-  TORCH_CHECK(is_usable_here(), "StatusChannel: expected use in process ",
-              process_, ", which made it, found process ", getpid(),
-              ", which was forked from it.\nMake the group and its users after "
-              "the fork.");
-}
-
 RankStatus StatusChannel::exchange(RankStatus own) {
-  check_process();
+  check_process("StatusChannel", process_);
   if (failure_) std::rethrow_exception(failure_);
   own.sequence = last_.sequence + 1;
   last_ = own;
@@ -310,7 +303,7 @@ RankStatus StatusChannel::exchange(RankStatus own) {
 
 std::vector<RankStatus> StatusChannel::await(
     const RankStatus& own, std::optional<milliseconds> timeout) {
-  check_process();
+  check_process("StatusChannel", process_);
   if (!transport_) {
     return std::vector<RankStatus>(static_cast<size_t>(group_->getSize()), own);
   }

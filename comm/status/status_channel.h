@@ -137,7 +137,6 @@ class StatusChannel {
 
  private:
   void connect();
-  void check_process() const;
   [[noreturn]] void fail(const RankStatus& own, const std::exception_ptr& cause,
                          std::chrono::milliseconds limit);
   // `text`: in place of a cause.
