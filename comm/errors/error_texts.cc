@@ -6,6 +6,7 @@
 #include <array>
 
 #include "absl/strings/str_format.h"
+#include "absl/strings/str_join.h"
 
 namespace brigade {
 

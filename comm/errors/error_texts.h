@@ -20,7 +20,6 @@
 #include <vector>
 
 #include "absl/strings/str_cat.h"
-#include "absl/strings/str_join.h"
 
 namespace brigade {
 
@@ -108,16 +107,22 @@ std::vector<RanksOfValue<T>> ranks_by_value(const std::vector<T>& by_rank) {
   return groups;
 }
 
-// "rank 0 has X, ranks 1, 2 have Y"
+// "rank 0 has X, ranks 1, 2 have Y". Omits values without text. `one`,
+// `several`: the words after one rank and after several.
 template <typename T>
-std::string describe_by_value(const std::vector<T>& by_rank) {
-  std::vector<std::string> parts;
+std::string describe_by_value(const std::vector<T>& by_rank,
+                              const char* one = " has ",
+                              const char* several = " have ",
+                              const char* separator = ", ") {
+  std::string text;
   for (const RanksOfValue<T>& group : ranks_by_value(by_rank)) {
-    parts.push_back(absl::StrCat(describe_ranks(group.ranks),
-                                 group.ranks.size() == 1 ? " has " : " have ",
-                                 group.value));
+    const std::string value = absl::StrCat(group.value);
+    if (value.empty()) continue;
+    absl::StrAppend(&text, text.empty() ? "" : separator,
+                    describe_ranks(group.ranks),
+                    group.ranks.size() == 1 ? one : several, value);
   }
-  return absl::StrJoin(parts, ", ");
+  return text;
 }
 
 }  // namespace brigade
