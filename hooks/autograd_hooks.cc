@@ -47,10 +47,19 @@ void refuse_compiled_autograd() {
       "autograd off.");
 }
 
+// Base of hooks that compiled autograd can't trace. `Hook`: of torch.
+template <typename Hook>
+class UntracedHook : public Hook {
+  void compiled_args(
+      torch::dynamo::autograd::CompiledNodeArgs&) const override {
+    refuse_compiled_autograd();
+  }
+};
+
 // Gradients become ready in nearly the same order in every backward, and an
 // accumulator has left the caches by its next use. Each hook remembers the hook
 // that was called after it, and prefetches the memory that this one will use.
-class ReadyHook final : public torch::autograd::FunctionPostHook {
+class ReadyHook final : public UntracedHook<torch::autograd::FunctionPostHook> {
  public:
   ReadyHook(GradientHooks& owner, VariableIndex variable,
             const Node* accumulator, const at::Tensor& parameter)
@@ -65,11 +74,6 @@ class ReadyHook final : public torch::autograd::FunctionPostHook {
     prefetch_next();
     owner_.listener_(variable_, inputs.at(0).defined() || is_taken_);
     return outputs;  // empty: an accumulator has no next edges
-  }
-
-  void compiled_args(
-      torch::dynamo::autograd::CompiledNodeArgs&) const override {
-    refuse_compiled_autograd();
   }
 
   void take(const at::Tensor& gradient) {
@@ -109,7 +113,7 @@ class ReadyHook final : public torch::autograd::FunctionPostHook {
 
 // Passes the gradient to the sink and replaces it with an undefined one: the
 // accumulator then calls its post-hooks without changing `.grad`.
-class SinkHook final : public FunctionPreHook {
+class SinkHook final : public UntracedHook<FunctionPreHook> {
  public:
   // REQUIRES: `ready`, of the same accumulator, outlives this object.
   explicit SinkHook(ReadyHook& ready) : ready_(ready) {}
@@ -117,11 +121,6 @@ class SinkHook final : public FunctionPreHook {
   variable_list operator()(const variable_list& gradients) override {
     ready_.take(gradients.at(0));
     return {at::Tensor()};
-  }
-
-  void compiled_args(
-      torch::dynamo::autograd::CompiledNodeArgs&) const override {
-    refuse_compiled_autograd();
   }
 
  private:
@@ -207,7 +206,7 @@ std::vector<Node*> GradientHooks::accumulators() const {
 
 namespace {
 
-class OutputHook final : public FunctionPreHook {
+class OutputHook final : public UntracedHook<FunctionPreHook> {
  public:
   OutputHook(size_t output, std::weak_ptr<void> owner,
              std::function<void()> on_reached)
@@ -219,11 +218,6 @@ class OutputHook final : public FunctionPreHook {
     if (!gradients.at(output_).defined()) return gradients;
     if (std::shared_ptr<void> alive = owner_.lock()) on_reached_();
     return gradients;
-  }
-
-  void compiled_args(
-      torch::dynamo::autograd::CompiledNodeArgs&) const override {
-    refuse_compiled_autograd();
   }
 
  private:
