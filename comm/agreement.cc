@@ -9,7 +9,6 @@
 #include <vector>
 
 #include "absl/strings/str_cat.h"
-#include "absl/strings/str_join.h"
 #include "brigade/comm/errors/error_texts.h"
 #include "brigade/comm/errors/peer_error.h"
 #include "brigade/comm/group/group_collectives.h"
@@ -65,16 +64,8 @@ class Comparison {
 };
 
 std::string describe_failures(const std::vector<std::string>& messages) {
-  const std::vector<RanksOfValue<std::string>> groups =
-      ranks_by_value(messages);
-  if (groups.size() == 1) return groups.front().value;
-  std::vector<std::string> parts;
-  for (const RanksOfValue<std::string>& group : groups) {
-    if (group.value.empty()) continue;  // ranks without a failure
-    parts.push_back(
-        absl::StrCat(describe_ranks(group.ranks), ": ", group.value));
-  }
-  return absl::StrJoin(parts, "\n");
+  if (ranks_by_value(messages).size() == 1) return messages.front();
+  return describe_by_value(messages, ": ", ": ", "\n");
 }
 
 // Names the item once if all texts have its name: "option a: 1" and "a: 2".
@@ -90,13 +81,9 @@ std::string describe_difference(const std::string& item, size_t index,
     name = first.substr(0, colon);
     for (std::string& text : texts) text.erase(0, colon + 2);
   }
-  std::string message =
-      absl::StrCat(item, " ", name, " differs between ranks:");
-  for (const RanksOfValue<std::string>& group : ranks_by_value(texts)) {
-    absl::StrAppend(&message, "\n  ", describe_ranks(group.ranks), ": ",
-                    group.value);
-  }
-  return message;
+  for (std::string& text : texts) text.insert(0, ": ");  // never empty
+  return absl::StrCat(item, " ", name, " differs between ranks:\n  ",
+                      describe_by_value(texts, "", "", "\n  "));
 }
 
 const char* remedy_of(std::string_view item) {

@@ -17,7 +17,7 @@
 #include "brigade/comm/agreement.h"
 #include "brigade/comm/errors/peer_error.h"
 #include "brigade/comm/group/group_info.h"
-#include "brigade/comm_hooks/averaging_hook.h"
+#include "brigade/comm_hooks/hook_traits.h"
 #include "brigade/ddp/module_tensors.h"
 #include "brigade/hooks/parameter_casts.h"
 

@@ -34,7 +34,6 @@
 #include <vector>
 
 #include "brigade/comm/errors/error_texts.h"
-#include "brigade/fsdp/backward_hooks.h"
 #include "brigade/fsdp/segment_run.h"
 #include "brigade/fsdp/sharded_model.h"
 #include "brigade/hooks/autograd_hooks.h"

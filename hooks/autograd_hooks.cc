@@ -4,13 +4,14 @@
 #include <c10/util/Exception.h>
 #include <torch/csrc/autograd/anomaly_mode.h>
 #include <torch/csrc/autograd/engine.h>
-#include <torch/csrc/autograd/function_hook.h>
 #include <torch/csrc/autograd/functions/accumulate_grad.h>
 #include <torch/csrc/autograd/graph_task.h>
 #include <torch/csrc/autograd/input_buffer.h>
 
-#include <exception>
+#include <algorithm>
+#include <map>
 #include <mutex>
+#include <ranges>
 #include <utility>
 
 namespace brigade {
@@ -46,10 +47,19 @@ void refuse_compiled_autograd() {
       "autograd off.");
 }
 
+// Base of hooks that compiled autograd can't trace. `Hook`: of torch.
+template <typename Hook>
+class UntracedHook : public Hook {
+  void compiled_args(
+      torch::dynamo::autograd::CompiledNodeArgs&) const override {
+    refuse_compiled_autograd();
+  }
+};
+
 // Gradients become ready in nearly the same order in every backward, and an
 // accumulator has left the caches by its next use. Each hook remembers the hook
 // that was called after it, and prefetches the memory that this one will use.
-class ReadyHook final : public torch::autograd::FunctionPostHook {
+class ReadyHook final : public UntracedHook<torch::autograd::FunctionPostHook> {
  public:
   ReadyHook(GradientHooks& owner, VariableIndex variable,
             const Node* accumulator, const at::Tensor& parameter)
@@ -64,11 +74,6 @@ class ReadyHook final : public torch::autograd::FunctionPostHook {
     prefetch_next();
     owner_.listener_(variable_, inputs.at(0).defined() || is_taken_);
     return outputs;  // empty: an accumulator has no next edges
-  }
-
-  void compiled_args(
-      torch::dynamo::autograd::CompiledNodeArgs&) const override {
-    refuse_compiled_autograd();
   }
 
   void take(const at::Tensor& gradient) {
@@ -108,7 +113,7 @@ class ReadyHook final : public torch::autograd::FunctionPostHook {
 
 // Passes the gradient to the sink and replaces it with an undefined one: the
 // accumulator then calls its post-hooks without changing `.grad`.
-class SinkHook final : public FunctionPreHook {
+class SinkHook final : public UntracedHook<FunctionPreHook> {
  public:
   // REQUIRES: `ready`, of the same accumulator, outlives this object.
   explicit SinkHook(ReadyHook& ready) : ready_(ready) {}
@@ -116,11 +121,6 @@ class SinkHook final : public FunctionPreHook {
   variable_list operator()(const variable_list& gradients) override {
     ready_.take(gradients.at(0));
     return {at::Tensor()};
-  }
-
-  void compiled_args(
-      torch::dynamo::autograd::CompiledNodeArgs&) const override {
-    refuse_compiled_autograd();
   }
 
  private:
@@ -206,7 +206,7 @@ std::vector<Node*> GradientHooks::accumulators() const {
 
 namespace {
 
-class OutputHook final : public FunctionPreHook {
+class OutputHook final : public UntracedHook<FunctionPreHook> {
  public:
   OutputHook(size_t output, std::weak_ptr<void> owner,
              std::function<void()> on_reached)
@@ -218,11 +218,6 @@ class OutputHook final : public FunctionPreHook {
     if (!gradients.at(output_).defined()) return gradients;
     if (std::shared_ptr<void> alive = owner_.lock()) on_reached_();
     return gradients;
-  }
-
-  void compiled_args(
-      torch::dynamo::autograd::CompiledNodeArgs&) const override {
-    refuse_compiled_autograd();
   }
 
  private:
@@ -282,6 +277,70 @@ class Sentinel {
   bool armed_ = false;
 };
 
+struct Segment {
+  std::weak_ptr<void> owner;
+  std::function<void()> on_end;
+  std::function<void()> on_abandoned;
+};
+
+std::mutex mutex;
+std::map<int, std::vector<Segment>> open_segments;  // by backward; not empty
+
+void end_segments(int backward, bool is_abandoned) {
+  std::vector<Segment> segments;
+  {
+    const std::lock_guard lock(mutex);
+    segments = std::move(open_segments[backward]);
+    open_segments.erase(backward);
+  }
+  std::exception_ptr error;
+  for (const Segment& segment : segments | std::views::reverse) {
+    const auto owner = segment.owner.lock();
+    if (!owner) continue;
+    if (is_abandoned || error != nullptr) {
+      segment.on_abandoned();
+      continue;
+    }
+    try {
+      segment.on_end();
+    } catch (...) {
+      error = std::current_exception();
+    }
+  }
+  if (error != nullptr) std::rethrow_exception(error);
+}
+
+ErrorTaker take_error = nullptr;
+
+// Returns the tensor's accumulator if it exists. Torch's optimizers in backward
+// register hooks there.
+auto accumulator_of(const at::Tensor& tensor) {
+  return torch::autograd::impl::try_get_grad_accumulator(tensor);
+}
+
+void call_hooks(const std::vector<at::Tensor>& tensors) {
+  std::exception_ptr first;
+  const auto attempt = [&](const auto& call) {
+    try {
+      call();
+    } catch (std::exception& error) {
+      if (take_error != nullptr) take_error(error);
+      if (first == nullptr) first = std::current_exception();
+    }
+  };
+  for (const at::Tensor& tensor : tensors) {
+    const auto& hooks = torch::autograd::impl::post_acc_grad_hooks(tensor);
+    if (hooks != nullptr) attempt([&] { (*hooks)(tensor); });
+    const auto accumulator = accumulator_of(tensor);
+    if (!accumulator) continue;
+    for (const auto& hook : accumulator->post_hooks()) {
+      if (is_gradient_hook(*hook)) continue;  // brigade's own
+      attempt([&] { (*hook)({}, {tensor.grad()}); });
+    }
+  }
+  if (first != nullptr) std::rethrow_exception(first);
+}
+
 }  // namespace
 
 bool watch_outputs(std::span<const at::Tensor> outputs,
@@ -313,6 +372,61 @@ bool accumulates_all_gradients() {
   const auto* const to_execute =
       torch::autograd::get_current_graph_task_exec_info();
   return to_execute != nullptr && to_execute->empty();
+}
+
+void end_with_backward(std::weak_ptr<void> owner, std::function<void()> on_end,
+                       std::function<void()> on_abandoned) {
+  const int backward = running_backward_id();
+  {
+    const std::lock_guard lock(mutex);
+    std::vector<Segment>& segments = open_segments[backward];
+    segments.push_back({.owner = std::move(owner),
+                        .on_end = std::move(on_end),
+                        .on_abandoned = std::move(on_abandoned)});
+    if (segments.size() > 1) return;
+  }
+  const auto watched = std::make_shared<char>();
+  watch_backward_end(
+      watched, [watched, backward] { end_segments(backward, false); },
+      [backward] { end_segments(backward, true); });
+}
+
+// ---- The user's post-accumulate-grad hooks.
+
+void set_error_taker(ErrorTaker taker) { take_error = taker; }
+
+HiddenPostAccumulateHooks::HiddenPostAccumulateHooks(
+    const std::vector<at::Tensor>& leaves) {
+  for (const at::Tensor& leaf : leaves) {
+    auto& hook = torch::autograd::impl::post_acc_grad_hooks(leaf);
+    if (hook != nullptr) hidden_.push_back({leaf, std::move(hook)});
+  }
+}
+
+HiddenPostAccumulateHooks::~HiddenPostAccumulateHooks() {
+  for (Hidden& hidden : hidden_) {
+    auto& hook = torch::autograd::impl::post_acc_grad_hooks(hidden.leaf);
+    if (hook == nullptr) hook = std::move(hidden.hook);
+  }
+}
+
+bool has_post_accumulate_hooks(const at::Tensor& tensor) {
+  if (torch::autograd::impl::post_acc_grad_hooks(tensor) != nullptr) {
+    return true;
+  }
+  const auto accumulator = accumulator_of(tensor);
+  return accumulator &&
+         std::ranges::any_of(accumulator->post_hooks(), [](const auto& hook) {
+           return !is_gradient_hook(*hook);
+         });
+}
+
+void call_hooks_after_backward(std::vector<at::Tensor> tensors) {
+  if (running_backward_id() < 0) return call_hooks(tensors);
+  const auto shared =
+      std::make_shared<std::vector<at::Tensor>>(std::move(tensors));
+  watch_backward_end(
+      shared, [shared] { call_hooks(*shared); }, [] {});
 }
 
 // ---- Saved tensors.

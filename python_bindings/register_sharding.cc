@@ -17,8 +17,8 @@
 #include <variant>
 #include <vector>
 
-#include "brigade/fsdp/backward_hooks.h"
 #include "brigade/fsdp/segmented_model.h"
+#include "brigade/hooks/autograd_hooks.h"
 #include "brigade/python_bindings/registrations.h"
 
 namespace brigade {

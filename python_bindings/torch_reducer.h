@@ -22,8 +22,8 @@
 #include <unordered_set>
 #include <vector>
 
-#include "brigade/comm_hooks/averaging_hook.h"
 #include "brigade/comm_hooks/comm_hooks.h"
+#include "brigade/comm_hooks/hook_traits.h"
 #include "brigade/python_bindings/python_hooks.h"
 #include "brigade/reducer/reducer.h"
 

@@ -24,7 +24,6 @@
 #include "brigade/comm/streams/streams.h"
 #include "brigade/comm_hooks/hook_traits.h"
 #include "brigade/planning/bucket_plan.h"
-#include "brigade/reducer/bucket_memory.h"
 #include "brigade/reducer/bucket_replica.h"
 #include "brigade/reducer/collective.h"
 #include "brigade/reducer/packing/packer.h"

@@ -29,7 +29,6 @@
 #include "brigade/hooks/autograd_hooks.h"
 #include "brigade/observing/stall_watch.h"
 #include "brigade/observing/timeline.h"
-#include "brigade/reducer/backward_membership.h"
 #include "brigade/reducer/data_parallel_policy.h"
 #include "brigade/reducer/iteration.h"
 #include "brigade/reducer/iteration_end.h"

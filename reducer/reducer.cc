@@ -17,7 +17,6 @@
 #include "brigade/comm/errors/peer_error.h"
 #include "brigade/comm/group/group_collectives.h"
 #include "brigade/comm/group/group_info.h"
-#include "brigade/comm_hooks/averaging_hook.h"
 #include "brigade/comm_hooks/hook_traits.h"
 #include "brigade/hooks/autograd_hooks.h"
 #include "brigade/reducer/engine.h"

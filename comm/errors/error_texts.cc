@@ -1,18 +1,14 @@
 #include "brigade/comm/errors/error_texts.h"
 
 #include <c10/util/Exception.h>
+#include <unistd.h>
 
 #include <array>
 
 #include "absl/strings/str_format.h"
+#include "absl/strings/str_join.h"
 
 namespace brigade {
-namespace {
-
-constexpr int64_t kStepsOfKind = int64_t{1} << 56;
-constexpr int64_t kFirstSegment = 4 * kStepsOfKind;
-
-}  // namespace
 
 std::string message_of(const std::exception_ptr& error) {
   try {
@@ -42,6 +38,13 @@ std::string describe_ranks(std::span<const int> ranks) {
   return text;
 }
 
+void check_process(const char* user, pid_t maker) {
+  TORCH_CHECK(getpid() == maker, user, ": expected use in process ", maker,
+              ", which made it, found process ", getpid(),
+              ", which was forked from it.\nMake the group and its users after "
+              "the fork.");
+}
+
 std::string counted(size_t count, std::string_view noun) {
   return absl::StrCat(count, " ", std::string(noun), count == 1 ? "" : "s");
 }
@@ -53,10 +56,6 @@ std::string describe_unit(std::string_view name) {
 
 std::string describe_seconds(std::chrono::milliseconds time) {
   return absl::StrFormat("%.1f s", static_cast<double>(time.count()) / 1000.0);
-}
-
-int64_t iteration_of(SegmentKind kind, int64_t step) {
-  return kFirstSegment + static_cast<int64_t>(kind) * kStepsOfKind + step;
 }
 
 std::string describe_iteration(int64_t iteration) {

@@ -7,6 +7,7 @@
 #define BRIGADE_COMM_ERRORS_ERROR_TEXTS_H_
 
 #include <ATen/core/Tensor.h>
+#include <sys/types.h>
 
 #include <algorithm>
 #include <chrono>
@@ -19,7 +20,6 @@
 #include <vector>
 
 #include "absl/strings/str_cat.h"
-#include "absl/strings/str_join.h"
 
 namespace brigade {
 
@@ -28,6 +28,10 @@ std::string message_of(const std::exception_ptr& error);
 
 // "rank 3", "ranks 0, 2, 5-9".
 std::string describe_ranks(std::span<const int> ranks);
+
+// Throws RuntimeError if this process was forked from `maker`, which made the
+// object that `user` names.
+void check_process(const char* user, pid_t maker);
 
 // "1 bucket", "2 buckets"
 std::string counted(size_t count, std::string_view noun);
@@ -50,9 +54,14 @@ enum class SegmentKind : int8_t {
   kWithoutData,    // the peers' kind, on a rank without data
 };
 
+inline constexpr int64_t kStepsOfKind = int64_t{1} << 56;
+inline constexpr int64_t kFirstSegment = 4 * kStepsOfKind;
+
 // Returns the number by which statuses and stall reports name a segment, where
 // a reducer has the number of an iteration. Step 0: before the first one.
-int64_t iteration_of(SegmentKind kind, int64_t step);
+constexpr int64_t iteration_of(SegmentKind kind, int64_t step) {
+  return kFirstSegment + static_cast<int64_t>(kind) * kStepsOfKind + step;
+}
 
 // "iteration 7"; for a segment "the backward of step 7", or "step 7" if the
 // kind is unknown.
@@ -98,16 +107,22 @@ std::vector<RanksOfValue<T>> ranks_by_value(const std::vector<T>& by_rank) {
   return groups;
 }
 
-// "rank 0 has X, ranks 1, 2 have Y"
+// "rank 0 has X, ranks 1, 2 have Y". Omits values without text. `one`,
+// `several`: the words after one rank and after several.
 template <typename T>
-std::string describe_by_value(const std::vector<T>& by_rank) {
-  std::vector<std::string> parts;
+std::string describe_by_value(const std::vector<T>& by_rank,
+                              const char* one = " has ",
+                              const char* several = " have ",
+                              const char* separator = ", ") {
+  std::string text;
   for (const RanksOfValue<T>& group : ranks_by_value(by_rank)) {
-    parts.push_back(absl::StrCat(describe_ranks(group.ranks),
-                                 group.ranks.size() == 1 ? " has " : " have ",
-                                 group.value));
+    const std::string value = absl::StrCat(group.value);
+    if (value.empty()) continue;
+    absl::StrAppend(&text, text.empty() ? "" : separator,
+                    describe_ranks(group.ranks),
+                    group.ranks.size() == 1 ? one : several, value);
   }
-  return absl::StrJoin(parts, ", ");
+  return text;
 }
 
 }  // namespace brigade

@@ -171,7 +171,7 @@ OrderedCollectives::~OrderedCollectives() {
 OrderedCollectives::FuturePtr OrderedCollectives::all_reduce(
     const at::Tensor& tensor, std::optional<double> scale,
     const FuturePtr& after) {
-  check_process();
+  check_process("OrderedCollectives", process_);
   check_tensor("the input", tensor);
   const at::Tensor flat = tensor.detach().view(-1);
   return launch({.kind = OrderedKind::kAllReduce,
@@ -185,7 +185,7 @@ OrderedCollectives::FuturePtr OrderedCollectives::all_reduce(
 OrderedCollectives::FuturePtr OrderedCollectives::reduce_scatter(
     const at::Tensor& input, const at::Tensor& output,
     std::optional<double> scale) {
-  check_process();
+  check_process("OrderedCollectives", process_);
   check_tensor("the input", input);
   check_tensor("the output", output);
   TORCH_INTERNAL_ASSERT(output.numel() == slice(input.numel()).numel &&
@@ -200,7 +200,7 @@ OrderedCollectives::FuturePtr OrderedCollectives::reduce_scatter(
 
 OrderedCollectives::FuturePtr OrderedCollectives::all_gather(
     const at::Tensor& whole) {
-  check_process();
+  check_process("OrderedCollectives", process_);
   check_layout("the output", whole);
   const at::Tensor flat = whole.detach().view(-1);
   return launch({.kind = OrderedKind::kAllGather,
@@ -356,14 +356,6 @@ std::string OrderedCollectives::describe(const InFlight& launched) const {
 std::exception_ptr OrderedCollectives::failure() const {
   const std::lock_guard<std::mutex> lock(mutex_);
   return failure_;
-}
-
-void OrderedCollectives::check_process() const {
-  TORCH_CHECK(getpid() == process_,
-              "OrderedCollectives: expected use in process ", process_,
-              ", which made it, found process ", getpid(),
-              ", which was forked from it.\nMake the group and its users after "
-              "the fork.");
 }
 
 }  // namespace brigade

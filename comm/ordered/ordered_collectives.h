@@ -127,7 +127,6 @@ class OrderedCollectives {
   void finish(InFlight launched);
   std::string describe(const InFlight& launched) const;
   std::exception_ptr failure() const;
-  void check_process() const;
   // Without a cause, the context is the complete text.
   std::exception_ptr failure_of(std::string_view context,
                                 const std::exception_ptr& cause) const noexcept;

@@ -8,7 +8,6 @@
 
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_format.h"
-#include "absl/strings/str_join.h"
 #include "brigade/comm/errors/error_texts.h"
 
 namespace brigade {
@@ -33,18 +32,6 @@ bool all_equal(std::span<const RankStatus> by_rank, auto part) {
   return std::ranges::all_of(by_rank, [&](const RankStatus& rank_status) {
     return std::invoke(part, rank_status) == std::invoke(part, by_rank.front());
   });
-}
-
-// "rank 0 ended iteration 7, ranks 1, 2 began iteration 8"
-std::string describe_actions(const std::vector<std::string>& actions,
-                             std::string_view separator) {
-  std::vector<std::string> parts;
-  for (const RanksOfValue<std::string>& group : ranks_by_value(actions)) {
-    if (group.value.empty()) continue;
-    parts.push_back(
-        absl::StrCat(describe_ranks(group.ranks), " ", group.value));
-  }
-  return absl::StrJoin(parts, std::string(separator));
 }
 
 std::string describe_fingerprint(const RankStatus& rank_status) {
@@ -122,11 +109,18 @@ std::string describe_status(const RankStatus& rank_status) {
 
 absl::Status check_statuses(std::span<const RankStatus> by_rank,
                             const char* remedy) {
+  const RankStatus& first = by_rank.front();
+  if (first.kind != StatusKind::kFailed && all_equal(by_rank, place_of) &&
+      all_equal(by_rank, &RankStatus::fingerprint) &&
+      all_equal(by_rank, &RankStatus::others)) {
+    return absl::OkStatus();
+  }
   const auto failures =
       by_rank_of(by_rank, [](const RankStatus& s) -> std::string {
         return s.kind == StatusKind::kFailed ? describe_status(s) : "";
       });
-  if (std::string text = describe_actions(failures, "\n"); !text.empty()) {
+  if (std::string text = describe_by_value(failures, " ", " ", "\n");
+      !text.empty()) {
     return absl::AbortedError(text);
   }
 
@@ -138,7 +132,6 @@ absl::Status check_statuses(std::span<const RankStatus> by_rank,
                     peer.fingerprint != s.fingerprint;
            });
   };
-  const RankStatus& first = by_rank.front();
   if (std::ranges::any_of(by_rank, has_new_hook)) {
     const auto describe_change = [&](const RankStatus& s) {
       if (!has_new_hook(s)) return describe_status(s);
@@ -147,15 +140,15 @@ absl::Status check_statuses(std::span<const RankStatus> by_rank,
                           ") before iteration ", s.iteration);
     };
     return absl::FailedPreconditionError(absl::StrCat(
-        describe_actions(by_rank_of(by_rank, describe_change), ", "),
+        describe_by_value(by_rank_of(by_rank, describe_change), " ", " "),
         ".\nRegister the same comm hook on every rank, before the same "
         "iteration."));
   }
   if (!all_equal(by_rank, place_of)) {
     return absl::FailedPreconditionError(absl::StrCat(
         "expected the same state on every rank: ",
-        describe_actions(by_rank_of(by_rank, describe_status), ", "), ".\n",
-        remedy));
+        describe_by_value(by_rank_of(by_rank, describe_status), " ", " "),
+        ".\n", remedy));
   }
   const std::string iteration = describe_iteration(first.iteration);
   if (!all_equal(by_rank, &RankStatus::fingerprint)) {
@@ -165,7 +158,7 @@ absl::Status check_statuses(std::span<const RankStatus> by_rank,
     if (!all_equal(by_rank, question)) {
       return absl::FailedPreconditionError(absl::StrCat(
           "expected the same call on every rank after ", iteration, ": ",
-          describe_actions(by_rank_of(by_rank, question), ", "),
+          describe_by_value(by_rank_of(by_rank, question), " ", " "),
           ".\nMake the same calls on all ranks, in the same order."));
     }
     return absl::FailedPreconditionError(absl::StrCat(
@@ -173,18 +166,15 @@ absl::Status check_statuses(std::span<const RankStatus> by_rank,
         describe_by_value(by_rank_of(by_rank, describe_fingerprint)),
         ".\nGive every rank the same options."));
   }
-  if (!all_equal(by_rank, &RankStatus::others)) {
-    return absl::FailedPreconditionError(absl::StrCat(
-        "expected the collectives of comm hook ",
-        std::string(words_of(first.text)),
-        " and the program's own on this group in the same number and at the "
-        "same positions in ",
-        iteration,
-        " on every rank, found a difference; results may be wrong.\nLaunch the "
-        "same collectives on every rank, and those that follow a future with "
-        "then_collective()."));
-  }
-  return absl::OkStatus();
+  return absl::FailedPreconditionError(absl::StrCat(
+      "expected the collectives of comm hook ",
+      std::string(words_of(first.text)),
+      " and the program's own on this group in the same number and at the "
+      "same positions in ",
+      iteration,
+      " on every rank, found a difference; results may be wrong.\nLaunch the "
+      "same collectives on every rank, and those that follow a future with "
+      "then_collective()."));
 }
 
 bool must_close_groups(std::span<const RankStatus> by_rank) {

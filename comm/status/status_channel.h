@@ -19,18 +19,74 @@
 #include <unistd.h>
 
 #include <chrono>
+#include <cstdint>
 #include <exception>
 #include <memory>
 #include <optional>
+#include <stdexcept>
 #include <string>
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 #include <vector>
 
 #include "brigade/comm/errors/peer_error.h"
 #include "brigade/comm/status/rank_status.h"
-#include "brigade/comm/status/status_transport.h"
 
 namespace brigade {
+
+// ---- Transport.
+
+// Number of exchanges that a rank may have sent and not yet received.
+inline constexpr int64_t kMaxStatusesInFlight = 40;
+
+// The awaited status can't arrive. The text names the rank and the reason.
+class RankLost : public std::runtime_error {
+  using std::runtime_error::runtime_error;
+};
+
+// One way to exchange statuses. Internal to comm/; tests simulate it.
+class StatusTransport {
+ public:
+  using Deadline = std::chrono::steady_clock::time_point;
+
+  // Other ranks that wait for a later exchange then get an error.
+  virtual ~StatusTransport() = default;
+
+  // Sends this rank's status of exchange `own.sequence` (1, 2, ...) without
+  // blocking. REQUIRES: at most kMaxStatusesInFlight exchanges have not been
+  // received.
+  virtual void send(const RankStatus& own) = 0;
+
+  // Returns true if receive() would not block.
+  virtual bool is_complete(int64_t sequence) = 0;
+
+  // Blocks until all ranks have sent exchange `sequence` and returns their
+  // statuses by rank; nullopt at the deadline. Called once per sequence, in any
+  // order. Throws RankLost, or the collective's error.
+  virtual std::optional<std::vector<RankStatus>> receive(int64_t sequence,
+                                                         Deadline deadline) = 0;
+
+  // Ends the waits of other ranks with an error now, before the destructor.
+  virtual void abort(const RankStatus& last) = 0;
+
+  // Returns the ranks whose processes are known to have ended.
+  virtual std::vector<int> dead_ranks() { return {}; }
+};
+
+// Collective. Makes the transport through shared memory, which detects a dead
+// rank within a second. Returns null on all ranks unless they share memory.
+// Throws as SharedSegment::make().
+std::unique_ptr<StatusTransport> make_shared_status_transport(
+    const c10::intrusive_ptr<c10d::ProcessGroup>& group);
+
+// Collective. Makes the transport by all-gathers, on a subgroup of all ranks,
+// so that they are never matched with the group's other collectives. A group
+// written in Python has no subgroups: its own all-gather is used. If the group
+// serves devices only, statuses are gathered in device memory and copied to
+// pinned memory. Throws as make_subgroup().
+std::unique_ptr<StatusTransport> make_gathering_status_transport(
+    const c10::intrusive_ptr<c10d::ProcessGroup>& group);
+
+// ---- Channel.
 
 class StatusChannel {
  public:
@@ -81,14 +137,12 @@ class StatusChannel {
 
  private:
   void connect();
-  void check_process() const;
   [[noreturn]] void fail(const RankStatus& own, const std::exception_ptr& cause,
                          std::chrono::milliseconds limit);
-  [[noreturn]] void fail_naming(const std::string& text, const RankStatus& own,
-                                const LivenessProbe* probe);
-  [[noreturn]] void fail_with(const std::string& context,
-                              const std::exception_ptr& cause,
-                              const LivenessProbe* probe);
+  // `text`: in place of a cause.
+  [[noreturn]] void fail_with(const std::string& text, const RankStatus& own,
+                              const std::exception_ptr& cause = nullptr,
+                              const LivenessProbe* probe = nullptr);
 
   const c10::intrusive_ptr<c10d::ProcessGroup> group_;
   const pid_t process_;

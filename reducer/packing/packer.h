@@ -110,8 +110,6 @@ struct PackerArguments {
 };
 
 // `slots`: in elements of the real dtype.
-std::unique_ptr<Packer> make_cpu_packer(PackerArguments arguments,
-                                        std::vector<SlotRange> slots);
 std::unique_ptr<Packer> make_cuda_packer(PackerArguments arguments,
                                          std::vector<SlotRange> slots);
 

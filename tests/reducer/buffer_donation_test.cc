@@ -9,7 +9,7 @@
 
 #include "brigade/comm/process_group.h"
 #include "brigade/comm_hooks/comm_hooks.h"
-#include "brigade/reducer/bucket_memory.h"
+#include "brigade/reducer/bucket_replica.h"
 #include "brigade/reducer/reducer.h"
 #include "brigade/tests/reducer/toy_model.h"
 #include "brigade/tests/support/local_ranks.h"

@@ -14,8 +14,8 @@
 #include <vector>
 
 #include "brigade/comm/status/rank_status.h"
-#include "brigade/comm_hooks/averaging_hook.h"
 #include "brigade/comm_hooks/comm_hooks.h"
+#include "brigade/comm_hooks/hook_traits.h"
 #include "brigade/reducer/reducer.h"
 #include "brigade/tests/reducer/failing.h"
 #include "brigade/tests/reducer/toy_model.h"

@@ -10,7 +10,7 @@
 
 #include "brigade/comm/group/group_info.h"
 #include "brigade/comm/process_group.h"
-#include "brigade/comm/status/status_transport.h"
+#include "brigade/comm/status/status_channel.h"
 #include "brigade/tests/support/identical_ranks_backend.h"
 
 namespace brigade {
