@@ -64,6 +64,9 @@ const Names kCopies = {"clone",     "copy_",      "_to_copy",  "fill",
 const Names kDraws = {"normal_", "uniform_",    "random_",   "exponential_",
                       "cauchy_", "log_normal_", "geometric_"};
 
+// Their kernels are empty_like() and a draw.
+const Names kDrawsLike = {"randn_like", "rand_like", "randint_like"};
+
 // Names with overloads.
 const Names kReductions = {
     // clip_grad_norm_(), LAMB.
@@ -152,6 +155,7 @@ Rule find_rule(const c10::OperatorHandle& op) {
     if (kDraws.contains(name) || overload == "bernoulli_.float") {
       return Rule::kDraw;
     }
+    if (kDrawsLike.contains(name)) return Rule::kDecompose;
     if (name.starts_with("_foreach_")) {
       return is_foreach_of_elementwise(name) ? Rule::kLocal : Rule::kRefused;
     }
@@ -742,9 +746,11 @@ void check_use_of_unsharded(Call& call, ParameterState state) {
   });
   const Shard& shard = *shard_of(named);
   if (!shard.name.empty() && shard.group != nullptr && shard.owner == nullptr) {
-    call.refuse("needs " + name_of(named) +
-                " unsharded; its model was destroyed, and its values with it. "
-                "Keep the model.");
+    call.refuse(
+        "needs " + name_of(named) +
+        " unsharded, but it has no model: the first forward makes it, and "
+        "its destructor drops the values. Run a forward first, and keep "
+        "the model.");
   }
   call.refuse("needs " + name_of(named) +
               " unsharded; outside of forward and backward this rank holds "

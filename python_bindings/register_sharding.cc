@@ -25,6 +25,14 @@ namespace brigade {
 namespace {
 
 using NoGil = py::call_guard<py::gil_scoped_release>;
+
+// Hides a function's operators from dispatch modes, as those of selective
+// activation checkpoints, which count the operators of forward.
+struct HiddenFromModes {
+  c10::impl::ExcludeDispatchKeyGuard no_modes{c10::DispatchKeySet(
+      {c10::DispatchKey::Python, c10::DispatchKey::PythonTLSSnapshot})};
+};
+using Hidden = py::call_guard<HiddenFromModes, py::gil_scoped_release>;
 using Group = c10::intrusive_ptr<c10d::ProcessGroup>;
 
 // Its flats move to the ShardedModel that takes the unit over.
@@ -346,8 +354,8 @@ void register_sharding(py::module_& module) {
           "its parent unit, and its mesh if that is not the group's: the ranks "
           "in the group, the number of shards, and a name that is equal on "
           "these ranks.")
-      .def("begin_forward", &SegmentedModel::begin_forward, NoGil())
-      .def("end_forward", &SegmentedModel::end_forward, NoGil(),
+      .def("begin_forward", &SegmentedModel::begin_forward, Hidden())
+      .def("end_forward", &SegmentedModel::end_forward, Hidden(),
            py::arg("outputs"))
       .def(
           "forward_failed",
@@ -355,13 +363,14 @@ void register_sharding(py::module_& module) {
             self.forward_failed(
                 std::make_exception_ptr(std::runtime_error(message)));
           },
-          NoGil(), py::arg("message"))
+          Hidden(), py::arg("message"))
       .def_property_readonly("is_in_forward", &SegmentedModel::is_in_forward)
-      .def("use_in_backward", &use_in_backward, NoGil(), py::arg("unit"))
-      .def("unshard", &SegmentedModel::unshard, NoGil(), py::arg("units"),
+      .def("use_in_backward", &use_in_backward, Hidden(), py::arg("unit"))
+      .def("unshard", &SegmentedModel::unshard, Hidden(), py::arg("units"),
            py::arg("may_write") = false)
       .def("reshard", &SegmentedModel::reshard,
-           py::call_guard<torch::PyWarningHandler, py::gil_scoped_release>(),
+           py::call_guard<HiddenFromModes, torch::PyWarningHandler,
+                          py::gil_scoped_release>(),
            py::arg("units"), py::arg("drops_writes") = false)
       .def("reduce", &SegmentedModel::reduce, NoGil(),
            "Reduces accumulated gradients. Collective.")

@@ -340,7 +340,14 @@ void DataParallelPolicy::mark_used_at_begin(bool is_shadow) {
 
 void DataParallelPolicy::on_backward_begins(bool is_shadow, Mark mark) {
   if (hook_.listener) hook_.listener->iteration_begins(!is_shadow);
-  if (!is_shadow) return mark_unused(mark, unused_);
+  if (!is_shadow) {
+    for (size_t number = 0; used_ && number < table_.num_variables();
+         ++number) {
+      if (table_[table_.variable(number)].grad().defined()) continue;
+      without_gradient_.push_back(number);
+    }
+    return mark_unused(mark, unused_);
+  }
   for (const std::vector<size_t>& bucket : bound_.plan.buckets()) {
     for (const size_t parameter : bucket) ready_order_.note(parameter);
   }
@@ -405,6 +412,12 @@ void DataParallelPolicy::on_iteration_over(Outcome outcome, bool is_shadow) {
     hook_.listener->iteration_begins(/*has_data=*/true);
   }
   if (outcome == Outcome::kAborted && hook_counts_) hook_counts_->abort();
+  // An unused parameter keeps its gradient: ranks with and without one would
+  // step differently later.
+  for (const size_t number : std::exchange(without_gradient_, {})) {
+    if (outcome != Outcome::kAborted) break;
+    table_[table_.variable(number)].mutable_grad().reset();
+  }
   if (outcome == Outcome::kDelivered) context_gradients_->write_back();
   context_gradients_.reset();
 }

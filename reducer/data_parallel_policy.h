@@ -372,6 +372,7 @@ class DataParallelPolicy {
   // Valid for the prepared iteration.
   std::vector<size_t> unused_;  // variables outside the graph; ascending
   bool none_reached_ = false;   // the graph contains no parameter
+  std::vector<size_t> without_gradient_;  // variables, if used_; at the begin
   std::optional<ContextGradients> context_gradients_;
 };
 

@@ -81,17 +81,21 @@ class _FullTensor(torch.autograd.Function):
 
 
 class TensorShard(torch.Tensor):
-    """A sharded tensor: a gradient, an optimizer's state, or the result of operators on shards.
+    """A sharded tensor: a parameter, its gradient, or the detach() or clone() of one.
 
     Outside of forward and backward, elementwise operators act on this rank's elements.
     `shape` is the unsharded shape. It has DTensor's to_local(), full_tensor(), device_mesh and
     placements, but is not a DTensor. It can't be pickled.
+
+    Other results of operators, such as an optimizer's state, are sharded torch.Tensors without
+    these methods: call them by the class.
 
     For example:
 
         gradient = model.weight.grad
         gradient.to_local().isfinite().all()  # on this rank
         gradient.full_tensor()  # collective
+        brigade.TensorShard.full_tensor(optimizer.state[model.weight]["exp_avg"])
     """
 
     __torch_function__ = torch._C._disabled_torch_function_impl

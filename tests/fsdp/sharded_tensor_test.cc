@@ -194,6 +194,23 @@ TEST(ShardOperatorsTest, RandomFillsHaveTheBitsOfOneProcess) {
   }
 }
 
+TEST(ShardOperatorsTest, RandomTensorsLikeAShardHaveTheBitsOfOneProcess) {
+  const auto draw = [](const at::Tensor& like) {
+    torch::manual_seed(3);
+    return std::vector<at::Tensor>{torch::randn_like(like),
+                                   torch::rand_like(like),
+                                   torch::randint_like(like, 9)};
+  };
+  const std::vector<at::Tensor> wholes = draw(torch::zeros({5, 7}));
+  for (int rank = 0; rank < kRanks; ++rank) {
+    const auto drawn = draw(sharded_copy(torch::zeros({5, 7}), rank));
+    for (size_t i = 0; i < wholes.size(); ++i) {
+      EXPECT_TRUE(torch::equal(shard_of(drawn[i])->local,
+                               piece_of(wholes[i], rank).local));
+    }
+  }
+}
+
 TEST(ShardOperatorsTest, UsesInAForwardUnshardParameters) {
   FakeRoot root;
   const auto weight = torch::randn({4, 4}).requires_grad_();

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.distributed._composable import checkpoint as composable_checkpoint
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 import brigade
 
@@ -41,6 +41,14 @@ class _Plain(_SomeOfIt):
     again = staticmethod(lambda function, *args: function(*args))
 
 
+def _selective(function, *args):
+    contexts = functools.partial(
+        create_selective_checkpoint_contexts,
+        [torch.ops.aten.mm.default, torch.ops.aten.addmm.default],
+    )
+    return checkpoint(function, *args, use_reentrant=False, context_fn=contexts)
+
+
 class _AroundCall(Block):
     """Checkpoints __call__(), and so the module's hooks, as transformers' layers do."""
 
@@ -53,6 +61,13 @@ def _with_blocks(cls, use_reentrant):
     for block in net.blocks:
         block.__class__ = cls
         block.again = _checkpoint(use_reentrant)
+    return net
+
+
+def _selectively(use_reentrant, cls):
+    net = _with_blocks(cls, use_reentrant)
+    for block in net.blocks:
+        block.again = _selective
     return net
 
 
@@ -80,7 +95,7 @@ def _wrapped(use_reentrant):
 def _trains(rank, make, use_reentrant, shard):
     net = make(use_reentrant)
     plain = make_net()
-    if make is _SOME:
+    if make in (_SOME, _SELECTIVE):
         for block in plain.blocks:
             block.__class__ = _Plain
     pair = Pair(rank, nets=(plain, shard(net)))
@@ -91,12 +106,15 @@ def _trains(rank, make, use_reentrant, shard):
 
 
 _SOME = functools.partial(_with_blocks, _SomeOfIt)
+_SELECTIVE = functools.partial(_selectively, cls=_SomeOfIt)
 _AROUND = functools.partial(_with_blocks, _AroundCall)
 _KINDS = {
     "some": _SOME,
     "around": _AROUND,
     "wrapper": _wrapped,
     "composed": _composed,
+    "selective": _SELECTIVE,
+    "selective around": functools.partial(_selectively, cls=_AroundCall),
     "around another": functools.partial(_nested, inner_is_reentrant=False),
     "around a reentrant one": functools.partial(_nested, inner_is_reentrant=True),
 }

@@ -7,6 +7,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
+import brigade
+
 from cases import pairwise
 from exact_training import MODES, SIZES, SumOverRanks, Training, UserError
 from ranks import on_ranks
@@ -114,3 +116,36 @@ def test_survivors_of_a_dead_rank_continue_in_a_new_group(rank, way, mode):
         os._exit(3)
     del training.wrapped
     dist.destroy_process_group()
+
+
+class _Raise(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        raise UserError("a bad batch")
+
+
+@on_ranks()
+def test_a_failed_backward_leaves_no_gradient_where_there_was_none(rank):
+    """zero_grad(set_to_none=False) would make zeros of it, which AdamW decays on one rank only."""
+    used, unused = torch.nn.Linear(3, 3), torch.nn.Linear(3, 3)
+    net = torch.nn.ModuleList([used, unused])
+    net.forward = lambda x, uses_both: unused(used(x)) if uses_both else used(x)
+    bad = used.register_forward_hook(lambda _, args, y: _Raise.apply(y) if rank == 1 else y)
+    model = brigade.DistributedDataParallel(net, find_unused_parameters=True)
+    optimizer = torch.optim.AdamW(net.parameters(), 0.1, weight_decay=0.1)
+    before = unused.weight.detach().clone()
+    with pytest.raises((UserError, RuntimeError)):
+        model(torch.ones(2, 3), rank == 0).sum().backward()
+    bad.remove()
+    for _ in range(2):
+        optimizer.zero_grad(set_to_none=False)
+        model(torch.ones(2, 3), False).sum().backward()
+        optimizer.step()
+    assert torch.equal(unused.weight, before)
+    both = [torch.empty(3, 3) for _ in range(2)]
+    dist.all_gather(both, used.weight.detach())
+    assert torch.equal(*both)

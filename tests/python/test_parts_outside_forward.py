@@ -80,6 +80,7 @@ def test_a_result_equals_the_unsharded_one_or_is_an_error(rank, world_size):
         with pytest.raises((NotImplementedError, RuntimeError, ValueError)):
             pytest.fail(f"{name} gave {of(part)}")
     assert torch.equal(part.to_local(), before)
+    assert torch.equal(brigade.TensorShard.full_tensor(part * 2), whole * 2)
     masked = part.clone()
     masked.masked_fill_(masked > 0, 0)  # `masked[masked > 0] = 0` since torch 2.15
     torch.testing.assert_close(masked.full_tensor(), whole.clamp(max=0))
