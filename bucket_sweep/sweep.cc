@@ -1,7 +1,6 @@
 #include "brigade/bucket_sweep/sweep.h"
 
 #include <ATen/ATen.h>
-#include <c10/core/impl/VirtualGuardImpl.h>
 #include <c10/util/Exception.h>
 
 #include <algorithm>
@@ -12,7 +11,6 @@
 #include <map>
 #include <memory>
 #include <nlohmann/json.hpp>
-#include <numeric>
 #include <utility>
 
 #include "absl/strings/numbers.h"
@@ -20,7 +18,6 @@
 #include "absl/strings/str_format.h"
 #include "absl/strings/str_join.h"
 #include "absl/strings/str_split.h"
-#include "brigade/comm/ordered/host_sums.h"
 #include "brigade/planning/bucket_plan.h"
 #include "brigade/reducer/reducer.h"
 
@@ -36,11 +33,7 @@ using Clock = std::chrono::steady_clock;
 // the second.
 constexpr int kStepsUntilRebuilt = 3;
 
-// Of the model's measurement.
 constexpr int kProfiledSteps = 5;
-constexpr int kRepeats = 7;
-constexpr int64_t kSmallestBytes = 1024;
-constexpr int kMaxConcurrency = 4;
 
 double ms_since(Clock::time_point begin) {
   return std::chrono::duration<double, std::milli>(Clock::now() - begin)
@@ -59,7 +52,7 @@ class Training {
     TORCH_CHECK_VALUE(!parameters_.empty(),
                       "bucket sweep: expected a parameter with requires_grad, "
                       "found none.\nPass a model with trainable parameters.");
-    host_sums_ = HostSums::get_or_make(group_, /*wants=*/true);
+    profiler_.emplace(parameters_, options_.expect_sparse_gradients, group_);
   }
 
   const std::vector<at::Tensor>& parameters() const { return parameters_; }
@@ -82,44 +75,16 @@ class Training {
 
   // Profiles some steps, and times all-reduces.
   BackwardModel make_model() {
-    // The host is ahead of a device: there a bucket's packing shows when its
-    // gradient is ready.
-    const bool is_cpu = device().is_cpu();
+    const bool is_cpu = parameters_.front().device().is_cpu();
     Reducer reducer(parameters_, group_,
                     options_of(is_cpu ? default_arm() : arm_of("each")));
     for (int step = 0; step < kStepsUntilRebuilt; ++step) timed_step(&reducer);
-    std::vector<std::vector<double>> ready_s(parameters_.size());
-    std::vector<double> end_s;
     for (int step = 0; step < kProfiledSteps; ++step) {
       timed_step(&reducer);
-      const Timeline timeline = reducer.timeline();
-      const auto note = [&](std::vector<double>& samples, int64_t ns) {
-        const int64_t since =
-            std::max<int64_t>(0, ns - timeline.backward_begin_ns);
-        samples.push_back(1e-9 * static_cast<double>(since));
-      };
-      for (const GradientTime& gradient : timeline.gradients) {
-        if (is_cpu)
-          note(ready_s[gradient.variable.parameter], gradient.ready_ns);
-      }
-      int64_t end_ns = is_cpu ? timeline.backward_end_ns : 0;
-      for (size_t b = 0; b < timeline.units.size(); ++b) {
-        const int64_t pack_ns = timeline.units[b].pack_begin_ns;
-        if (is_cpu || pack_ns == 0) continue;
-        note(ready_s[reducer.plan().buckets()[b].front()], pack_ns);
-        end_ns = std::max(end_ns, pack_ns);
-      }
-      note(end_s, end_ns);
+      profiler_->add(reducer.timeline(), reducer.plan());
     }
     drop_gradients();
-    // An unused parameter is ready at the end.
-    std::vector<double> times;
-    for (const std::vector<double>& samples : ready_s) {
-      times.push_back(quantile(samples.empty() ? end_s : samples, 0.5));
-    }
-    times.push_back(quantile(end_s, 0.5));
-    take_slowest(times);
-    return {.backward = backward_of(times), .cost = time_all_reduces()};
+    return profiler_->model();
   }
 
   void run_turn(PlanSamples& plan, int64_t num_steps) {
@@ -133,127 +98,16 @@ class Training {
     plan.alone_ms.push_back(all_reduce_alone(plan));
   }
 
-  // Collective. Replaces each sample by its maximum over ranks.
   void take_slowest(std::vector<double>& samples) const {
-    if (samples.empty()) return;
-    std::vector<at::Tensor> slowest = {
-        at::tensor(samples, at::kDouble).to(device())};
-    c10d::AllreduceOptions options;
-    options.reduceOp = c10d::ReduceOp::MAX;
-    group_->allreduce(slowest, options)->wait();
-    const at::Tensor found = slowest[0].cpu();
-    const double* const data = found.const_data_ptr<double>();
-    samples.assign(data, data + samples.size());
+    profiler_->take_slowest(samples);
   }
 
  private:
-  at::Device device() const { return parameters_.front().device(); }
-
   ReducerOptions options_of(const BucketArm& arm) const {
     ReducerOptions options = options_;
     options.bucket_plan = {};
     options.bucket_cap_bytes = arm.caps_bytes;
     return options;
-  }
-
-  // `times`: of each parameter's gradient, and of the end of backward.
-  Backward backward_of(const std::vector<double>& times) const {
-    Backward backward;
-    std::vector<at::TensorOptions> kinds;
-    for (size_t i = 0; i < parameters_.size(); ++i) {
-      const at::TensorOptions kind = parameters_[i].options();
-      size_t number = 0;
-      while (number < kinds.size() &&
-             (kinds[number].dtype() != kind.dtype() ||
-              kinds[number].device() != kind.device())) {
-        ++number;
-      }
-      if (number == kinds.size()) kinds.push_back(kind);
-      backward.parameters.push_back(
-          {.size_bytes = static_cast<int64_t>(parameters_[i].nbytes()),
-           .kind = static_cast<int>(number),
-           .sparse = i < options_.expect_sparse_gradients.size() &&
-                     options_.expect_sparse_gradients[i]});
-    }
-    backward.order.resize(parameters_.size());
-    std::iota(backward.order.rbegin(), backward.order.rend(), size_t{0});
-    std::ranges::stable_sort(backward.order, {},
-                             [&](size_t i) { return times[i]; });
-    for (const size_t i : backward.order) backward.ready_s.push_back(times[i]);
-    backward.end_s = std::max(times.back(), backward.ready_s.back());
-    return backward;
-  }
-
-  // Seconds of `count` all-reduces at once; median, on the slowest rank.
-  double time_all_reduces_of(int64_t bytes, int count) {
-    const at::Tensor& like = parameters_.front();
-    std::vector<at::Tensor> buffers;
-    for (int i = 0; i < count; ++i) {
-      buffers.push_back(
-          at::zeros({std::max<int64_t>(
-                        1, bytes / static_cast<int64_t>(like.element_size()))},
-                    like.options()));
-    }
-    std::vector<double> seconds;
-    for (int repeat = 0; repeat < kRepeats; ++repeat) {
-      barrier();
-      const Clock::time_point begin = Clock::now();
-      all_reduce(buffers, /*at_once=*/true);
-      seconds.push_back(1e-3 * ms_since(begin));
-    }
-    take_slowest(seconds);
-    return quantile(seconds, 0.5);
-  }
-
-  CollectiveCost time_all_reduces() {
-    int64_t largest = kSmallestBytes;
-    for (const at::Tensor& parameter : parameters_) {
-      largest += static_cast<int64_t>(parameter.nbytes());
-    }
-    std::vector<CostPoint> points;
-    for (int64_t bytes = kSmallestBytes;
-         points.size() < 2 || bytes < 4 * largest; bytes *= 4) {
-      const int64_t size = std::min(bytes, 2 * largest);
-      points.push_back(
-          {.bytes = size, .seconds = time_all_reduces_of(size, 1)});
-    }
-    // The latencies of collectives at once overlap.
-    const double at_once = time_all_reduces_of(kSmallestBytes, kMaxConcurrency);
-    const double ratio = kMaxConcurrency * points.front().seconds / at_once;
-    const int concurrency =
-        std::clamp(static_cast<int>(std::lround(ratio)), 1, kMaxConcurrency);
-    const auto cost = CollectiveCost::fit(points, concurrency);
-    TORCH_INTERNAL_ASSERT(cost.ok(), std::string(cost.status().message()));
-    return *cost;
-  }
-
-  void all_reduce(const std::vector<at::Tensor>& buffers, bool at_once) const {
-    std::vector<c10::intrusive_ptr<c10d::Work>> works;
-    for (const at::Tensor& buffer : buffers) {
-      if (host_sums_ && HostSums::can_reduce(buffer)) {
-        host_sums_->all_reduce(buffer)->waitAndThrow();
-        continue;
-      }
-      std::vector<at::Tensor> sum = {buffer};
-      works.push_back(group_->allreduce(sum));
-      if (!at_once) works.back()->wait();
-    }
-    for (const auto& work : works) {
-      if (at_once) work->wait();
-    }
-    synchronize();
-  }
-
-  void synchronize() const {
-    if (device().is_cpu()) return;
-    c10::impl::VirtualGuardImpl(device().type())
-        .synchronizeDevice(device().index());
-  }
-
-  void barrier() const {
-    std::vector<at::Tensor> token = {at::zeros({1}, device())};
-    group_->allreduce(token)->wait();
-    synchronize();
   }
 
   void drop_gradients() const {
@@ -264,7 +118,7 @@ class Training {
 
   double timed_step(Reducer* reducer) const {
     drop_gradients();
-    barrier();
+    profiler_->barrier();
     const Clock::time_point begin = Clock::now();
     const at::Tensor loss = loss_();
     TORCH_CHECK_VALUE(loss.numel() == 1,
@@ -273,7 +127,7 @@ class Training {
                       loss.sizes(), ".\nReturn its mean or its sum.");
     if (reducer != nullptr) reducer->prepare_for_backward(loss);
     loss.backward();
-    synchronize();
+    profiler_->synchronize();
     return ms_since(begin);
   }
 
@@ -306,18 +160,14 @@ class Training {
           {plan.bucket_bytes[b] / static_cast<int64_t>(like.element_size())},
           like.options()));
     }
-    barrier();
-    const Clock::time_point begin = Clock::now();
-    all_reduce(buffers, /*at_once=*/false);
-    return ms_since(begin);
+    return 1e3 * profiler_->all_reduce(buffers, /*at_once=*/false);
   }
 
   std::vector<at::Tensor> parameters_;
   const std::function<at::Tensor()>& loss_;
   const c10::intrusive_ptr<c10d::ProcessGroup>& group_;
-  std::shared_ptr<HostSums>
-      host_sums_;  // as the reducer: null if there are none
   const ReducerOptions& options_;
+  std::optional<BackwardProfiler> profiler_;
 };
 
 // Significance level: the probability of recommending a size that is no better.

@@ -24,7 +24,7 @@
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 #include <vector>
 
-#include "brigade/planning/planners.h"
+#include "brigade/reducer/backward_model.h"
 #include "brigade/reducer/reducer_options.h"
 
 namespace brigade {
@@ -139,12 +139,6 @@ struct PlanSamples {
   std::vector<int64_t> bucket_bytes = {};
   std::vector<std::vector<double>> rounds_ms = {};  // by round, then by step
   std::vector<double> alone_ms = {};  // the buckets' all-reduces, by round
-};
-
-// The model's backward, and the time of its all-reduces.
-struct BackwardModel {
-  Backward backward = {};
-  CollectiveCost cost = *CollectiveCost::linear(0, 0);
 };
 
 struct SweepSamples {

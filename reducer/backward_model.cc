@@ -1,0 +1,189 @@
+#include "brigade/reducer/backward_model.h"
+
+#include <ATen/ATen.h>
+#include <c10/core/impl/VirtualGuardImpl.h>
+#include <c10/util/Exception.h>
+
+#include <algorithm>
+#include <chrono>
+#include <cmath>
+#include <numeric>
+#include <string>
+#include <utility>
+
+#include "brigade/comm/ordered/host_sums.h"
+
+namespace brigade {
+namespace {
+
+constexpr int kRepeats = 7;
+constexpr int64_t kSmallestBytes = 1024;
+constexpr int kMaxConcurrency = 4;
+
+// REQUIRES: not empty.
+double median_of(std::vector<double> samples) {
+  const auto middle = samples.begin() + samples.size() / 2;
+  std::ranges::nth_element(samples, middle);
+  return *middle;
+}
+
+}  // namespace
+
+BackwardProfiler::BackwardProfiler(std::vector<at::Tensor> parameters,
+                                   std::vector<bool> sparse,
+                                   c10::intrusive_ptr<c10d::ProcessGroup> group)
+    : parameters_(std::move(parameters)),
+      sparse_(std::move(sparse)),
+      group_(std::move(group)),
+      host_sums_(HostSums::get_or_make(group_, /*wants=*/true)),
+      ready_s_(parameters_.size()) {}
+
+void BackwardProfiler::add(const Timeline& timeline, const BucketPlan& plan) {
+  if (timeline.iteration == 0) return;
+  int64_t end_ns = 0;
+  const auto seconds = [&](int64_t ns) {
+    end_ns = std::max(end_ns, ns);
+    return 1e-9 * static_cast<double>(
+                      std::max<int64_t>(0, ns - timeline.backward_begin_ns));
+  };
+  if (device().is_cpu()) {
+    for (const GradientTime& gradient : timeline.gradients) {
+      if (gradient.variable.replica > 0) continue;
+      ready_s_[gradient.variable.parameter].push_back(
+          seconds(gradient.ready_ns));
+    }
+    end_ns = std::max(end_ns, timeline.backward_end_ns);
+  } else {
+    for (size_t b = 0; b < timeline.units.size(); ++b) {
+      const int64_t packed_ns = timeline.units[b].pack_begin_ns;
+      if (packed_ns == 0) continue;
+      for (const size_t parameter : plan.buckets()[b]) {
+        ready_s_[parameter].push_back(seconds(packed_ns));
+      }
+    }
+  }
+  end_s_.push_back(seconds(end_ns));
+}
+
+BackwardModel BackwardProfiler::model() {
+  std::vector<double> times;
+  for (const std::vector<double>& steps : ready_s_) {
+    // An unused parameter is ready at the end.
+    const std::vector<double>& samples = steps.empty() ? end_s_ : steps;
+    times.push_back(samples.empty() ? 0 : median_of(samples));
+  }
+  times.push_back(end_s_.empty() ? 0 : median_of(end_s_));
+  take_slowest(times);
+  return {.backward = backward_of(times), .cost = time_all_reduces()};
+}
+
+void BackwardProfiler::take_slowest(std::vector<double>& seconds) const {
+  if (seconds.empty()) return;
+  std::vector<at::Tensor> slowest = {
+      at::tensor(seconds, at::kDouble).to(device())};
+  c10d::AllreduceOptions options;
+  options.reduceOp = c10d::ReduceOp::MAX;
+  group_->allreduce(slowest, options)->wait();
+  const at::Tensor found = slowest[0].cpu();
+  const double* const data = found.const_data_ptr<double>();
+  seconds.assign(data, data + seconds.size());
+}
+
+void BackwardProfiler::synchronize() const {
+  if (device().is_cpu()) return;
+  c10::impl::VirtualGuardImpl(device().type())
+      .synchronizeDevice(device().index());
+}
+
+void BackwardProfiler::barrier() const {
+  std::vector<at::Tensor> token = {at::zeros({1}, device())};
+  group_->allreduce(token)->wait();
+  synchronize();
+}
+
+double BackwardProfiler::all_reduce(const std::vector<at::Tensor>& buffers,
+                                    bool at_once) const {
+  barrier();
+  const auto begin = std::chrono::steady_clock::now();
+  std::vector<c10::intrusive_ptr<c10d::Work>> works;
+  for (const at::Tensor& buffer : buffers) {
+    if (host_sums_ && HostSums::can_reduce(buffer)) {
+      host_sums_->all_reduce(buffer)->waitAndThrow();
+      continue;
+    }
+    std::vector<at::Tensor> sum = {buffer};
+    works.push_back(group_->allreduce(sum));
+    if (!at_once) works.back()->wait();
+  }
+  for (const auto& work : works) {
+    if (at_once) work->wait();
+  }
+  synchronize();
+  const auto now = std::chrono::steady_clock::now();
+  return std::chrono::duration<double>(now - begin).count();
+}
+
+// `times`: of each parameter's gradient, and of the end of backward.
+Backward BackwardProfiler::backward_of(const std::vector<double>& times) const {
+  Backward backward;
+  std::vector<at::TensorOptions> kinds;
+  for (size_t i = 0; i < parameters_.size(); ++i) {
+    const at::TensorOptions kind = parameters_[i].options();
+    const auto known = std::ranges::find_if(kinds, [&](const auto& other) {
+      return other.dtype() == kind.dtype() && other.device() == kind.device();
+    });
+    const auto number = known - kinds.begin();
+    if (known == kinds.end()) kinds.push_back(kind);
+    backward.parameters.push_back(
+        {.size_bytes = static_cast<int64_t>(parameters_[i].nbytes()),
+         .kind = static_cast<int>(number),
+         .sparse = i < sparse_.size() && sparse_[i]});
+  }
+  backward.order.resize(parameters_.size());
+  std::iota(backward.order.rbegin(), backward.order.rend(), size_t{0});
+  std::ranges::stable_sort(backward.order, {},
+                           [&](size_t i) { return times[i]; });
+  for (const size_t i : backward.order) backward.ready_s.push_back(times[i]);
+  backward.end_s = std::max(times.back(), backward.ready_s.back());
+  return backward;
+}
+
+double BackwardProfiler::time_all_reduces_of(int64_t bytes, int count) const {
+  const at::Tensor& like = parameters_.front();
+  const int64_t numel =
+      std::max<int64_t>(1, bytes / static_cast<int64_t>(like.element_size()));
+  std::vector<at::Tensor> buffers;
+  for (int i = 0; i < count; ++i) {
+    buffers.push_back(at::zeros({numel}, like.options().requires_grad(false)));
+  }
+  std::vector<double> seconds;
+  for (int repeat = 0; repeat < kRepeats; ++repeat) {
+    seconds.push_back(all_reduce(buffers, /*at_once=*/true));
+  }
+  take_slowest(seconds);
+  return median_of(std::move(seconds));
+}
+
+CollectiveCost BackwardProfiler::time_all_reduces() const {
+  int64_t largest = 2 * kSmallestBytes;
+  for (const at::Tensor& parameter : parameters_) {
+    largest += 2 * static_cast<int64_t>(parameter.nbytes());
+  }
+  std::vector<CostPoint> points;
+  for (int64_t bytes = kSmallestBytes; bytes < largest; bytes *= 4) {
+    points.push_back(
+        {.bytes = bytes, .seconds = time_all_reduces_of(bytes, 1)});
+  }
+  points.push_back(
+      {.bytes = largest, .seconds = time_all_reduces_of(largest, 1)});
+  // The latencies of collectives at once overlap.
+  const double at_once = time_all_reduces_of(kSmallestBytes, kMaxConcurrency);
+  const double ratio = kMaxConcurrency * points.front().seconds / at_once;
+  const int concurrency =
+      std::clamp(static_cast<int>(std::lround(ratio)), 1, kMaxConcurrency);
+  const auto cost = CollectiveCost::fit(points, concurrency);
+  TORCH_INTERNAL_ASSERT(cost.ok(), std::string(cost.status().message()));
+  return *cost;
+}
+
+}  // namespace brigade

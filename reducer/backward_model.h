@@ -1,0 +1,72 @@
+// Model of a backward on the live group, for planning/planners.h: when its
+// gradients become ready, and the time of all-reduces.
+//
+// Thread safety: none.
+
+#ifndef BRIGADE_REDUCER_BACKWARD_MODEL_H_
+#define BRIGADE_REDUCER_BACKWARD_MODEL_H_
+
+#include <ATen/core/Tensor.h>
+
+#include <cstdint>
+#include <memory>
+#include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
+#include <vector>
+
+#include "brigade/observing/timeline.h"
+#include "brigade/planning/planners.h"
+
+namespace brigade {
+
+class HostSums;
+
+struct BackwardModel {
+  Backward backward = {};
+  CollectiveCost cost = *CollectiveCost::linear(0, 0);
+};
+
+class BackwardProfiler {
+ public:
+  // `sparse`: as ReducerOptions::expect_sparse_gradients.
+  BackwardProfiler(std::vector<at::Tensor> parameters, std::vector<bool> sparse,
+                   c10::intrusive_ptr<c10d::ProcessGroup> group);
+
+  // Adds a step with `plan`. On devices, where the host is ahead, a gradient is
+  // ready when its bucket is packed: profile with plan_each() there.
+  void add(const Timeline& timeline, const BucketPlan& plan);
+
+  // Medians of the added steps on the slowest rank, and all-reduces from 1 KiB
+  // to twice the gradients' size. Collective; equal on all ranks. A rank
+  // without steps, for want of data, takes part.
+  BackwardModel model();
+
+  // Collective. Replaces each number by its maximum over ranks.
+  void take_slowest(std::vector<double>& seconds) const;
+
+  // Collective. Blocks until all ranks and their devices have come here.
+  void barrier() const;
+
+  // All-reduces zeros of these sizes as the default hook does. `at_once`: all
+  // are launched before the first is awaited. Returns the seconds.
+  double all_reduce(const std::vector<at::Tensor>& buffers, bool at_once) const;
+
+  // Blocks until the device has finished its work.
+  void synchronize() const;
+
+ private:
+  at::Device device() const { return parameters_.front().device(); }
+  Backward backward_of(const std::vector<double>& times) const;
+  CollectiveCost time_all_reduces() const;
+  double time_all_reduces_of(int64_t bytes, int count) const;
+
+  const std::vector<at::Tensor> parameters_;
+  const std::vector<bool> sparse_;
+  const c10::intrusive_ptr<c10d::ProcessGroup> group_;
+  const std::shared_ptr<HostSums> host_sums_;  // null if there are none
+  std::vector<std::vector<double>> ready_s_;   // by parameter, then by step
+  std::vector<double> end_s_;                  // by step
+};
+
+}  // namespace brigade
+
+#endif  // BRIGADE_REDUCER_BACKWARD_MODEL_H_
