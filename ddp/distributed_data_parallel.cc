@@ -20,6 +20,7 @@
 #include "brigade/comm_hooks/hook_traits.h"
 #include "brigade/ddp/module_tensors.h"
 #include "brigade/hooks/parameter_casts.h"
+#include "brigade/reducer/auto_plan.h"
 
 namespace brigade {
 namespace {
@@ -78,6 +79,14 @@ absl::Status check_precision(const Options& options) {
   return absl::OkStatus();
 }
 
+absl::Status check_plan(const Options& options) {
+  if (!options.auto_plan || options.reducer.bucket_plan.empty()) {
+    return absl::OkStatus();
+  }
+  return absl::InvalidArgumentError(
+      "auto_plan and bucket_plan exclude each other; set one of them");
+}
+
 absl::Status check_ignored(const ModuleTensors& module,
                            std::vector<std::string> ignored) {
   for (const auto& tensors : {module.parameters, module.buffers}) {
@@ -92,8 +101,10 @@ absl::Status check_ignored(const ModuleTensors& module,
 
 // Describes the options that must be identical on all ranks.
 std::vector<std::string> describe_options(const Options& options) {
-  std::vector<std::string> items = {absl::StrCat(
-      "broadcast_buffers: ", options.broadcast_buffers ? "true" : "false")};
+  std::vector<std::string> items = {
+      absl::StrCat("broadcast_buffers: ",
+                   options.broadcast_buffers ? "true" : "false"),
+      absl::StrCat("auto_plan: ", options.auto_plan ? "true" : "false")};
   if (const auto& precision = options.mixed_precision) {
     items.push_back(
         absl::StrCat("mixed_precision: ", c10::toString(precision->parameters),
@@ -110,6 +121,7 @@ ModuleTensors verified_tensors(const AnyModule& module, const Options& options,
   ModuleTensors tensors = tensors_of_module(module);
   absl::Status status = check_ignored(tensors, options.ignored);
   status.Update(check_precision(options));
+  status.Update(check_plan(options));
   tensors.parameters = without(std::move(tensors.parameters), options.ignored);
   tensors.buffers = without(std::move(tensors.buffers), options.ignored);
   verify_module(tensors, group, status);
@@ -238,6 +250,7 @@ class ReplicatedModule::State {
   const Group group_;
   bool requires_gradient_sync_ = true;
   std::unique_ptr<Reducer> reducer_;
+  std::optional<AutoPlan> auto_plan_;
 
  private:
   void before_forward();
@@ -286,10 +299,14 @@ ReplicatedModule::State::State(AnyModule module, Group group, Options options)
     }
   }
   const bool connects = ordered && chosen.verify_across_ranks;
+  const std::vector<bool> sparse = chosen.expect_sparse_gradients;
   reducer_ =
       std::make_unique<Reducer>(values_of(reduced), group_, std::move(chosen));
   reducer_->expect_forwards();
   if (connects) ordered->connect_for(values_of(reduced));
+  if (options_.auto_plan && group_->getSize() > 1) {
+    auto_plan_.emplace(*reducer_, values_of(reduced), sparse, group_);
+  }
   if (const auto& precision = options_.mixed_precision;
       precision && precision->buffers) {
     for (const auto& [name, buffer] : buffers()) {
@@ -322,6 +339,7 @@ void ReplicatedModule::State::before_forward() {
 void ReplicatedModule::State::run(
     c10::function_ref<std::vector<at::Tensor>()> forward) {
   before_forward();
+  if (auto_plan_ && will_reduce()) auto_plan_->before_iteration();
   const std::vector<at::Tensor> outputs =
       options_.mixed_precision ? in_low_precision(forward) : forward();
   if (!at::GradMode::is_enabled()) return;
@@ -422,6 +440,7 @@ void ReplicatedModule::State::begin_iteration() {
 void ReplicatedModule::State::shadow() {
   if (should_broadcast_buffers()) broadcast_buffers();
   apply_divisor();
+  if (auto_plan_) auto_plan_->before_iteration();
   reducer_->shadow_iteration();
 }
 

@@ -253,6 +253,7 @@ void register_reducer(py::module_& module) {
           },
           py::arg("bucket"), NoGil())
       .def("_rebuild_buckets", &TorchReducer::rebuild_buckets, NoGil())
+      .def("_plan_automatically", &TorchReducer::plan_automatically, NoGil())
       .def("_remove_autograd_hooks", &TorchReducer::remove_hooks, NoGil())
       .def("_reset_state", &TorchReducer::reset, NoGil())
       .def(

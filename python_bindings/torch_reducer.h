@@ -25,6 +25,7 @@
 #include "brigade/comm_hooks/comm_hooks.h"
 #include "brigade/comm_hooks/hook_traits.h"
 #include "brigade/python_bindings/python_hooks.h"
+#include "brigade/reducer/auto_plan.h"
 #include "brigade/reducer/reducer.h"
 
 namespace brigade {
@@ -44,6 +45,10 @@ class TorchReducer {
   // Returns true if buckets were rebuilt. Errors: RuntimeError if the last
   // prepared backward left parameters without gradients.
   bool rebuild_buckets();
+
+  // Plans buckets for the model and its links (reducer/auto_plan.h) in
+  // rebuild_buckets(). Call it on all ranks before training.
+  void plan_automatically();
 
   void note_local_forward(const std::vector<at::Tensor>& outputs);
   void expect_forwards();
@@ -147,6 +152,7 @@ class TorchReducer {
 
  private:
   void make();
+  void make_auto_plan();
   void divide_by_count(bool has_data);
   bool ready();  // makes a Reducer if needed; false after remove_hooks()
   std::shared_ptr<c10d::CommHookInterface> with_steps(
@@ -174,7 +180,9 @@ class TorchReducer {
   int64_t failures_dropped_ = 0;  // aborted iterations with dropped gradients
   int64_t launched_before_ = 0;   // buckets of earlier iterations
   bool hooks_removed_ = false;
-  std::unique_ptr<Reducer> reducer_;  // null after reset() or remove_hooks()
+  bool plans_automatically_ = false;
+  std::unique_ptr<Reducer> reducer_;   // null after reset() or remove_hooks()
+  std::optional<AutoPlan> auto_plan_;  // of *reducer_
 };
 
 }  // namespace brigade

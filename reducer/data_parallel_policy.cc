@@ -240,8 +240,19 @@ bool DataParallelPolicy::expects_gradients() const {
 }
 
 bool DataParallelPolicy::replan() {
-  BucketPlan plan = value_or_throw(plan_by_size(
-      table_.specs(), ready_order_.order(), options_.bucket_cap_bytes));
+  return take(value_or_throw(plan_by_size(table_.specs(), ready_order_.order(),
+                                          options_.bucket_cap_bytes)));
+}
+
+bool DataParallelPolicy::set_plan(std::vector<std::vector<size_t>> buckets) {
+  BucketPlan plan =
+      value_or_throw(BucketPlan::create(std::move(buckets), table_.size()));
+  const absl::Status status = check_bucket_kinds(plan, table_.specs());
+  TORCH_CHECK_VALUE(status.ok(), std::string(status.message()));
+  return take(std::move(plan));
+}
+
+bool DataParallelPolicy::take(BucketPlan plan) {
   const bool is_other = plan != bound_.plan;
   if (is_other) adopt(bind(std::move(plan), hook_));
   ready_order_.freeze();

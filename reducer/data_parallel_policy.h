@@ -276,6 +276,10 @@ class DataParallelPolicy {
   // changed; equal on all ranks.
   bool replan();
 
+  // Takes these buckets, and drops an order that is not planned yet. Returns
+  // whether the sequence has changed. Errors: ValueError for an invalid plan.
+  bool set_plan(std::vector<std::vector<size_t>> buckets);
+
   void before_iteration();
   void on_prepared(std::span<const at::Tensor> outputs);
 
@@ -339,6 +343,7 @@ class DataParallelPolicy {
 
  private:
   BoundPlan bind(BucketPlan plan, const HookTraits& hook);
+  bool take(BucketPlan plan);
   void adopt(BoundPlan bound);
   std::shared_ptr<void> keep(BoundPlan bound);
   void keep_out_of_buckets(VariableIndex variable) const;

@@ -584,9 +584,10 @@ void Engine::require_not_reducing(std::string_view caller) const {
               " is being reduced.\nCall it before the backward or after it.");
 }
 
-void Engine::set_hook(std::shared_ptr<c10d::CommHookInterface> hook) {
+void Engine::change_sequence(std::string_view caller,
+                             const std::function<bool()>& change) {
   noting_errors([&] {
-    require_not_reducing("Reducer::set_comm_hook");
+    require_not_reducing(caller);
     // A late failure must not keep this rank from the collective below.
     std::exception_ptr late_failure;
     try {
@@ -594,15 +595,26 @@ void Engine::set_hook(std::shared_ptr<c10d::CommHookInterface> hook) {
     } catch (...) {
       late_failure = std::current_exception();
     }
-    if (policy_.set_hook(std::move(hook))) {
-      end_.adopt_sequence(iteration_.get());
-    }
-    peers_.compare_others(!policy_.hook_traits().fails_by_network_only);
+    if (change()) end_.adopt_sequence(iteration_.get());
     const int64_t begun = observations_.counts.begun;
-    watches_continuations_until_ = begun + kWatchedIterations;
     if (peers_.is_connected()) agree_on_sequence(*make_iteration(begun + 1));
     if (late_failure) std::rethrow_exception(late_failure);
   });
+}
+
+void Engine::set_hook(std::shared_ptr<c10d::CommHookInterface> hook) {
+  change_sequence("Reducer::set_comm_hook", [&] {
+    const bool has_changed = policy_.set_hook(std::move(hook));
+    peers_.compare_others(!policy_.hook_traits().fails_by_network_only);
+    watches_continuations_until_ =
+        observations_.counts.begun + kWatchedIterations;
+    return has_changed;
+  });
+}
+
+void Engine::set_plan(std::vector<std::vector<size_t>> buckets) {
+  change_sequence("Reducer::set_bucket_plan",
+                  [&] { return policy_.set_plan(std::move(buckets)); });
 }
 
 // Called where the sequence changes: later a peer may be in another collective.

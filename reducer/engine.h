@@ -62,6 +62,7 @@ class Engine {
   void finalize();
   bool replan();
   void set_hook(std::shared_ptr<c10d::CommHookInterface> hook);
+  void set_plan(std::vector<std::vector<size_t>> buckets);
   std::optional<ReductionError> last_error() const;
   void set_stall_report_after(std::chrono::milliseconds time);
   void set_stall_handler(
@@ -117,6 +118,9 @@ class Engine {
   void barrier(std::string_view action);
   void start_iteration();
   bool replan_if_due();
+  // `change` returns whether the sequence has changed.
+  void change_sequence(std::string_view caller,
+                       const std::function<bool()>& change);
   void require_no_running_backward() const;
   void require_not_reducing(std::string_view caller) const;
   void end_unfinished_iteration();

@@ -279,6 +279,10 @@ bool Reducer::hook_steps_parameters() const {
       [&] { return engine_->policy_.hook_traits().steps_parameters; });
 }
 
+void Reducer::set_bucket_plan(std::vector<std::vector<size_t>> buckets) {
+  engine_->set_plan(std::move(buckets));
+}
+
 BucketPlan Reducer::plan() const {
   return engine_->locked([&] { return engine_->policy_.plan(); });
 }

@@ -153,10 +153,14 @@ class Reducer {
   void set_comm_hook(std::shared_ptr<c10d::CommHookInterface> hook);
   std::shared_ptr<const c10d::CommHookInterface> comm_hook() const;
 
-  // Returns true if the hook steps an optimizer (step_in_backward()).
+  // True if the hook steps an optimizer (step_in_backward()).
   bool hook_steps_parameters() const;
 
-  BucketPlan plan() const;  // changes once, at the rebuild
+  // Sets the buckets from the next iteration on. Collective. Errors: ValueError
+  // for an invalid plan; RuntimeError during an iteration, and on all ranks if
+  // plans differ.
+  void set_bucket_plan(std::vector<std::vector<size_t>> buckets);
+  BucketPlan plan() const;
 
   // ---- Manual readiness and finalization
 
@@ -194,18 +198,16 @@ class Reducer {
   // Closes the group after a collective of the caller has failed.
   void abort_group();
 
-  // Returns the text and time of the last failed method or backward.
   std::optional<ReductionError> last_error() const;
 
   // ---- Observation
 
-  // Returns the parameters whose gradients the iteration waits for, ascending.
+  // The parameters whose gradients the iteration waits for, ascending.
   std::vector<size_t> missing_gradients() const;
 
   ReducerStatistics statistics() const;
 
-  // Records the begin of a forward in the timeline.
-  void forward_begins();
+  void forward_begins();  // recorded in the timeline
 
   // Returns the timeline of the last iteration that was sampled and reduced.
   // Waits for the streams of devices.
@@ -222,8 +224,7 @@ class Reducer {
 
   // Sets a function that receives the text instead of a warning; null: warn. It
   // runs on another thread while the reducer may be locked: it may call only
-  // last_error() and these two methods. Its exceptions are dropped. The
-  // destructor waits for it.
+  // last_error() and these two methods. Its exceptions are dropped.
   void set_stall_handler(
       std::function<void(const std::string& report)> handler);
 

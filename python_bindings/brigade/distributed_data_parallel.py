@@ -188,6 +188,9 @@ class DistributedDataParallel(_TorchDistributedDataParallel):
         check_module: Action if forward finds that the module's parameters have changed since
             construction: "error", "warn" or "off" (no check).
         bucket_plan: The result of bucket_plan() in an earlier run. Buckets are not rebuilt then.
+            "auto": plans buckets for this model and its links in the first 10 iterations, and keeps
+            them if they are faster than those of bucket_cap_mb. More than 2 ranks then get other
+            bits, unless `reproducible` is set.
         one_backward_per_forward: Raises at the end of a backward that left parameters without
             gradients. By default the next forward raises.
         max_unconfirmed_iterations: On devices: the number of iterations, 0 to 32, that may deliver
@@ -216,6 +219,7 @@ class DistributedDataParallel(_TorchDistributedDataParallel):
     bucket_bytes_cap_list: Sequence[int] = ()
     check_module = "error"
     _given_plan: list[list[int]] | None = None
+    _plans_automatically = False
     _own_options: Mapping[str, Any] = {}  # reducer options that torch's reducer lacks
 
     def __init__(
@@ -243,7 +247,7 @@ class DistributedDataParallel(_TorchDistributedDataParallel):
         lazy_bucket_allocation: bool = False,
         *,
         check_module: Literal["error", "warn", "off"] = "error",
-        bucket_plan: Sequence[Sequence[int]] | None = None,
+        bucket_plan: Sequence[Sequence[int]] | Literal["auto"] | None = None,
         one_backward_per_forward: bool = False,
         max_unconfirmed_iterations: int = 1,
         reproducible: bool = False,
@@ -293,7 +297,9 @@ class DistributedDataParallel(_TorchDistributedDataParallel):
                     f"reproducible and {other} exclude each other: {other} does not add in rank "
                     "order.\nLeave out one of them.",
                 )
-            self._given_plan = None if bucket_plan is None else _checks.checked_plan(bucket_plan)
+            self._plans_automatically = bucket_plan == "auto"
+            if bucket_plan is not None and not self._plans_automatically:
+                self._given_plan = _checks.checked_plan(bucket_plan)
         self.dim = dim
         syncs_buffers_at_init = self._set_up_buffers(broadcast_buffers, forward_sync_buffers)
         self.find_unused_parameters = find_unused_parameters
@@ -611,6 +617,8 @@ class DistributedDataParallel(_TorchDistributedDataParallel):
             **self._own_options,
         )
         self.reducer._expect_forwards()
+        if self._plans_automatically:
+            self.reducer._plan_automatically()
         syncs_batch_norm = any(isinstance(m, torch.nn.SyncBatchNorm) for m in self.module.modules())
         self.logger = Logger(
             self.reducer,

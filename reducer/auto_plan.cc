@@ -1,0 +1,161 @@
+#include "brigade/reducer/auto_plan.h"
+
+#include <c10/util/Exception.h>
+
+#include <algorithm>
+#include <iostream>
+#include <span>
+#include <utility>
+
+#include "absl/strings/str_cat.h"
+#include "absl/strings/str_format.h"
+#include "brigade/comm/errors/error_texts.h"
+
+namespace brigade {
+namespace {
+
+// Of each plan, after one that is not counted.
+constexpr size_t kTimedSteps = 3;
+
+// From the begin of backward to the delivery; on devices, to the last
+// collective's end.
+double seconds_of(const Timeline& timeline, bool is_cpu) {
+  int64_t end_ns = is_cpu ? timeline.finalize_end_ns : 0;
+  for (const UnitTimes& unit : timeline.units) {
+    end_ns = std::max(end_ns, unit.complete_ns);
+  }
+  return 1e-9 * static_cast<double>(
+                    std::max<int64_t>(0, end_ns - timeline.backward_begin_ns));
+}
+
+// REQUIRES: kTimedSteps elements.
+double median_of(std::span<const double> seconds) {
+  std::vector<double> sorted(seconds.begin(), seconds.end());
+  std::ranges::sort(sorted);
+  return sorted[kTimedSteps / 2];
+}
+
+template <typename T>
+T value_of(absl::StatusOr<T> value) {
+  TORCH_INTERNAL_ASSERT(value.ok(), std::string(value.status().message()));
+  return *std::move(value);
+}
+
+}  // namespace
+
+AutoPlan::AutoPlan(Reducer& reducer, std::vector<at::Tensor> parameters,
+                   std::vector<bool> sparse,
+                   const c10::intrusive_ptr<c10d::ProcessGroup>& group)
+    : reducer_(reducer),
+      profiler_(parameters, std::move(sparse), group),
+      is_cpu_(parameters.front().device().is_cpu()),
+      is_rank_0_(group->getRank() == 0) {}
+
+// All ranks change the stage in the same call: they reduce the same iterations.
+void AutoPlan::before_iteration() {
+  if (is_done()) return;
+  note_step();
+  const int64_t num_reduced = reducer_.statistics().reduced;
+  if (num_reduced < num_reduced_ + num_steps_) return;
+  num_reduced_ = num_reduced;
+  reducer_.barrier("came to a change of bucket plan");
+  try {
+    next_stage();
+  } catch (const c10::DistBackendError&) {
+    reducer_.abort_group();
+    throw;
+  }
+  if (is_done() && is_rank_0_) {
+    std::clog << "brigade: " << report_ << std::endl;
+  }
+}
+
+void AutoPlan::next_stage() {
+  switch (stage_) {
+    case Stage::kLearn: {
+      reducer_.rebuild_buckets();
+      default_ = reducer_.plan().buckets();
+      if (is_cpu_) return plan();
+      Buckets each;
+      for (const auto& bucket : default_) {
+        for (const size_t parameter : bucket) each.push_back({parameter});
+      }
+      reducer_.set_bucket_plan(std::move(each));
+      stage_ = Stage::kProfile;
+      num_steps_ = 1;
+      return;
+    }
+    case Stage::kProfile:
+      return plan();
+    case Stage::kTimePlanned:
+      reducer_.set_bucket_plan(default_);
+      stage_ = Stage::kTimeDefault;
+      return;
+    case Stage::kTimeDefault:
+      return decide();
+    case Stage::kDone:
+      return;
+  }
+}
+
+void AutoPlan::note_step() {
+  const Timeline timeline = reducer_.timeline();
+  if (timeline.iteration <= std::exchange(last_noted_, timeline.iteration)) {
+    return;
+  }
+  if (stage_ == Stage::kTimePlanned) {
+    planned_s_.push_back(seconds_of(timeline, is_cpu_));
+  } else if (stage_ == Stage::kTimeDefault) {
+    default_s_.push_back(seconds_of(timeline, is_cpu_));
+  } else if (timeline.iteration > 1 && (is_cpu_ || stage_ == Stage::kProfile)) {
+    profiler_.add(timeline, reducer_.plan());  // the first step is slow
+  }
+}
+
+void AutoPlan::plan() {
+  const BackwardModel model = profiler_.model();
+  const auto end_s = [&](const BucketPlan& plan) {
+    return value_of(predict(plan, model.backward, model.cost)).end_s();
+  };
+  const BucketPlan planned =
+      value_of(plan_for_cost(model.backward, model.cost));
+  planned_ = planned.buckets();
+  const BucketPlan by_default =
+      value_of(BucketPlan::create(default_, model.backward.order.size()));
+  predicted_ = absl::StrFormat(
+      "predicted: %.2f ms instead of %.2f; no plan is below %.2f",
+      1e3 * end_s(planned), 1e3 * end_s(by_default),
+      1e3 * earliest_end_s(model.backward, model.cost));
+  const bool gains = end_s(planned) < end_s(by_default);
+  if (!gains || planned_ == default_) {
+    reducer_.set_bucket_plan(default_);
+    report_ = absl::StrCat("kept the ", counted(default_.size(), "bucket"),
+                           " of the default\n  (", predicted_, ")");
+    stage_ = Stage::kDone;
+    return;
+  }
+  reducer_.set_bucket_plan(planned_);
+  stage_ = Stage::kTimePlanned;
+  num_steps_ = kTimedSteps + 1;
+}
+
+void AutoPlan::decide() {
+  std::vector<double> seconds;
+  for (std::vector<double>* const samples : {&planned_s_, &default_s_}) {
+    samples->resize(std::max(samples->size(), kTimedSteps));  // no data: 0
+    seconds.insert(seconds.end(), samples->end() - kTimedSteps, samples->end());
+  }
+  profiler_.take_slowest(seconds);
+  const double planned_s = median_of(std::span(seconds).first(kTimedSteps));
+  const double default_s = median_of(std::span(seconds).last(kTimedSteps));
+  const bool is_faster = planned_s < default_s;
+  if (is_faster) reducer_.set_bucket_plan(planned_);
+  report_ = absl::StrFormat(
+      "%s %d buckets planned for this model and its links instead of %d:\n"
+      "  backward with communication takes %.2f ms instead of %.2f (%s)",
+      is_faster ? "took" : "did not take", planned_.size(), default_.size(),
+      1e3 * planned_s, 1e3 * default_s, predicted_);
+  stage_ = Stage::kDone;
+}
+
+}  // namespace brigade

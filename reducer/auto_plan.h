@@ -1,0 +1,74 @@
+// Buckets planned for a model and its links while it trains.
+//
+//   iterations 1, 2   default buckets; the times of gradients are recorded
+//   before the 3rd    all-reduces are timed, and buckets are planned
+//   3 to 6, 7 to 10   planned buckets, then default ones, are timed
+//   from the 11th on  the faster of both
+//
+// On devices an iteration with one bucket per parameter precedes the planned
+// ones.
+//
+// Thread safety: none.
+
+#ifndef BRIGADE_REDUCER_AUTO_PLAN_H_
+#define BRIGADE_REDUCER_AUTO_PLAN_H_
+
+#include <ATen/core/Tensor.h>
+
+#include <cstdint>
+#include <string>
+#include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
+#include <vector>
+
+#include "brigade/reducer/backward_model.h"
+#include "brigade/reducer/reducer.h"
+
+namespace brigade {
+
+class AutoPlan {
+ public:
+  // The arguments of `reducer`, which lives longer.
+  AutoPlan(Reducer& reducer, std::vector<at::Tensor> parameters,
+           std::vector<bool> sparse,
+           const c10::intrusive_ptr<c10d::ProcessGroup>& group);
+
+  // Call before each prepare_for_backward() and shadow_iteration(), on all
+  // ranks. Collective in the iterations above. Throws the errors of
+  // Reducer::barrier() and set_bucket_plan(); DistBackendError if an all-reduce
+  // fails, and can_continue() is false then.
+  void before_iteration();
+
+  bool is_done() const { return stage_ == Stage::kDone; }
+
+  // Two lines once it is done: the numbers of buckets, and the measured and
+  // predicted times. Equal on all ranks; rank 0 prints it to stderr.
+  const std::string& report() const { return report_; }
+
+ private:
+  enum class Stage { kLearn, kProfile, kTimePlanned, kTimeDefault, kDone };
+  using Buckets = std::vector<std::vector<size_t>>;
+
+  void note_step();
+  void next_stage();
+  void plan();
+  void decide();
+
+  Reducer& reducer_;
+  BackwardProfiler profiler_;
+  const bool is_cpu_;
+  const bool is_rank_0_;
+  Stage stage_ = Stage::kLearn;
+  int64_t num_steps_ = 2;    // of the stage
+  int64_t num_reduced_ = 0;  // iterations before the stage
+  int64_t last_noted_ = 0;   // iteration of the last timeline
+  Buckets default_;
+  Buckets planned_;
+  std::string predicted_;
+  std::vector<double> planned_s_;  // by timed step
+  std::vector<double> default_s_;
+  std::string report_;
+};
+
+}  // namespace brigade
+
+#endif  // BRIGADE_REDUCER_AUTO_PLAN_H_
