@@ -1,0 +1,68 @@
+"""bucket_plan="auto": buckets planned while training; 2 ranks keep torch's bits."""
+
+import itertools
+
+import pytest
+import torch
+from torch import nn
+
+import brigade
+
+from cases import pairwise
+from ranks import on_ranks
+from sharded_training import expect_equal_on_ranks
+from training import CLASSES, assert_equal, inputs, loss_of
+
+
+def _model():
+    torch.manual_seed(0)
+    return nn.Sequential(*itertools.chain(*((nn.Linear(6, 6), nn.Tanh()) for _ in range(9))))
+
+
+@pairwise(
+    static_graph=[False, True],
+    gradient_as_bucket_view=[False, True],
+    find_unused_parameters=[False, True],
+    accumulates=[False, True],
+)
+@on_ranks()
+def test_training_keeps_torchs_bits(rank, accumulates, **options):
+    results = {}
+    for name, wrapper in CLASSES.items():
+        own = {"bucket_plan": "auto", "bucket_cap_mb": 1e-5} if name == "brigade" else {}
+        model = wrapper(_model(), **options, **own)
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        for step, x in enumerate(inputs(rank, 16)):
+            optimizer.zero_grad()
+            if accumulates and step % 3 == 1:
+                with model.no_sync():
+                    loss_of(model(x)).backward()
+            loss_of(model(x)).backward()
+            optimizer.step()
+        results[name] = [p.detach() for p in model.parameters()]
+    assert_equal(results["brigade"], results["torch"])
+    plan = model.bucket_plan()
+    expect_equal_on_ranks(plan)
+    resumed = brigade.DistributedDataParallel(_model(), bucket_plan=plan)
+    assert resumed.bucket_plan() == plan
+
+
+@pytest.mark.parametrize("longest", [0, 1])
+@on_ranks()
+def test_ranks_may_have_different_numbers_of_batches(rank, longest):
+    model = brigade.DistributedDataParallel(_model(), bucket_plan="auto", bucket_cap_mb=1e-5)
+    with model.join():
+        for x in inputs(rank, 16 if rank == longest else 5):
+            model.zero_grad()
+            loss_of(model(x)).backward()
+    expect_equal_on_ranks(model.bucket_plan())
+
+
+@on_ranks()
+def test_ranks_that_disagree_get_an_error(rank):
+    plans = ({"bucket_plan": "auto"}, {})
+    model = brigade.DistributedDataParallel(_model(), **plans[rank])
+    with pytest.raises(RuntimeError, match="change of bucket plan"):
+        for x in inputs(rank, 4):
+            model.zero_grad()
+            loss_of(model(x)).backward()

@@ -1,0 +1,195 @@
+#include "brigade/reducer/auto_plan.h"
+
+#include <torch/torch.h>
+
+#include <mutex>
+#include <string>
+#include <vector>
+
+#include "brigade/reducer/reducer.h"
+#include "brigade/tests/support/local_ranks.h"
+#include "gmock/gmock.h"
+#include "gtest/gtest.h"
+
+namespace brigade {
+namespace {
+
+using ::brigade::testing::run_ranks;
+using ::testing::AnyOf;
+using ::testing::HasSubstr;
+using ::testing::StartsWith;
+using Group = c10::intrusive_ptr<c10d::ProcessGroup>;
+
+constexpr int kIterations = 14;
+
+// A sum of parameters with integer weights: gradients are exact.
+struct Sum {
+  explicit Sum(int size) {
+    for (int i = 0; i < size; ++i) {
+      parameters.push_back(torch::zeros({50 + i}).requires_grad_());
+    }
+  }
+
+  at::Tensor forward(int factor) const {
+    at::Tensor sum = torch::zeros({});
+    for (size_t i = 0; i < parameters.size(); ++i) {
+      sum = sum + parameters[i].sum() * static_cast<double>((i + 1) * factor);
+    }
+    return sum;
+  }
+
+  // `average`: of the ranks' factors.
+  void expect_gradients(double average) const {
+    for (size_t i = 0; i < parameters.size(); ++i) {
+      const double expected = static_cast<double>(i + 1) * average;
+      EXPECT_TRUE(parameters[i].grad().eq(expected).all().item<bool>()) << i;
+    }
+  }
+
+  void zero_grad() const {
+    for (const at::Tensor& parameter : parameters) {
+      parameter.mutable_grad().reset();
+    }
+  }
+
+  std::vector<at::Tensor> parameters;
+};
+
+struct Result {
+  std::string report;
+  std::vector<std::vector<size_t>> buckets;
+  int64_t rebuilds = 0;
+};
+
+// Trains with one bucket per parameter as the default.
+Result train(const Group& group, ReducerOptions options) {
+  const Sum net(30);
+  options.bucket_cap_bytes = {1};
+  Reducer reducer(net.parameters, group, options);
+  AutoPlan plan(reducer, net.parameters, {}, group);
+  const int rank = group->getRank();
+  for (int iteration = 1; iteration <= kIterations; ++iteration) {
+    plan.before_iteration();
+    EXPECT_EQ(plan.is_done(), !plan.report().empty());
+    const at::Tensor loss = net.forward(rank + iteration);
+    reducer.prepare_for_backward(loss);
+    loss.backward();
+    net.expect_gradients(iteration + (group->getSize() - 1) / 2.0);
+    net.zero_grad();
+  }
+  EXPECT_TRUE(plan.is_done());
+  return {plan.report(), reducer.plan().buckets(),
+          reducer.statistics().rebuilds};
+}
+
+// The times of a run decide between the plans; all ranks decide alike.
+class AutoPlanTest : public ::testing::TestWithParam<int> {
+ protected:
+  static void expect_equal_ends(const ReducerOptions& options) {
+    std::mutex mutex;
+    std::vector<Result> results;
+    run_ranks(GetParam(), [&](const Group& group) {
+      Result result = train(group, options);
+      const std::lock_guard lock(mutex);
+      results.push_back(std::move(result));
+    });
+    ASSERT_EQ(results.size(), static_cast<size_t>(GetParam()));
+    for (const Result& result : results) {
+      EXPECT_EQ(result.report, results[0].report);
+      EXPECT_EQ(result.buckets, results[0].buckets);
+    }
+    EXPECT_THAT(results[0].report,
+                AnyOf(StartsWith("took "), StartsWith("did not take "),
+                      StartsWith("kept the 30 buckets of the default")));
+    EXPECT_THAT(results[0].report, HasSubstr("no plan is below"));
+    if (results[0].report.starts_with("took ")) {
+      EXPECT_LT(results[0].buckets.size(), 30U);
+    } else {
+      EXPECT_EQ(results[0].buckets.size(), 30U);
+    }
+  }
+};
+
+TEST_P(AutoPlanTest, EndsWithTheSamePlanOnAllRanks) { expect_equal_ends({}); }
+
+TEST_P(AutoPlanTest, FollowsAStaticGraph) {
+  expect_equal_ends({.static_graph = true});
+}
+
+TEST_P(AutoPlanTest, AllowsUnusedParameters) {
+  expect_equal_ends({.find_unused_parameters = true});
+}
+
+TEST_P(AutoPlanTest, GoesOnAfterFailedIterations) {
+  run_ranks(GetParam(), [](const Group& group) {
+    const Sum net(8);
+    Reducer reducer(net.parameters, group, {.bucket_cap_bytes = {1}});
+    AutoPlan plan(reducer, net.parameters, {}, group);
+    const bool fails = group->getRank() == 1;
+    for (int iteration = 1; iteration <= 2 * kIterations; ++iteration) {
+      plan.before_iteration();
+      at::Tensor loss = net.forward(1);
+      reducer.prepare_for_backward(loss);
+      if (iteration % 2 == 0) {
+        loss.backward();
+        net.expect_gradients(1);
+      } else {
+        const auto handle = net.parameters[3].register_hook(
+            [fails](const at::Tensor& gradient) {
+              if (fails) throw std::runtime_error("a bad batch");
+              return gradient;
+            });
+        EXPECT_ANY_THROW(loss.backward());
+        net.parameters[3].remove_hook(handle);
+      }
+      net.zero_grad();
+    }
+    EXPECT_TRUE(plan.is_done());
+  });
+}
+
+INSTANTIATE_TEST_SUITE_P(Ranks, AutoPlanTest, ::testing::Values(2, 3));
+
+TEST(SetBucketPlanTest, TakesEffectInTheNextIteration) {
+  run_ranks(2, [](const Group& group) {
+    const Sum net(4);
+    Reducer reducer(net.parameters, group);
+    for (const std::vector<std::vector<size_t>>& buckets :
+         {std::vector<std::vector<size_t>>{{3, 2}, {1, 0}},
+          std::vector<std::vector<size_t>>{{0}, {1}, {2}, {3}},
+          std::vector<std::vector<size_t>>{{2, 0, 1, 3}}}) {
+      reducer.set_bucket_plan(buckets);
+      EXPECT_EQ(reducer.plan().buckets(), buckets);
+      for (int step = 0; step < 2; ++step) {
+        const at::Tensor loss = net.forward(group->getRank() + 1);
+        reducer.prepare_for_backward(loss);
+        loss.backward();
+        net.expect_gradients(1.5);
+        net.zero_grad();
+      }
+      EXPECT_EQ(reducer.plan().buckets(), buckets);
+    }
+  });
+}
+
+TEST(SetBucketPlanTest, RefusesInvalidPlansAndPlansThatDiffer) {
+  run_ranks(2, [](const Group& group) {
+    const Sum net(2);
+    Reducer reducer(net.parameters, group);
+    EXPECT_THROW(reducer.set_bucket_plan({{0}}), c10::ValueError);
+    const at::Tensor loss = net.forward(1);
+    reducer.prepare_for_backward(loss);
+    loss.backward();
+    try {
+      reducer.set_bucket_plan(group->getRank() == 0
+                                  ? std::vector<std::vector<size_t>>{{0, 1}}
+                                  : std::vector<std::vector<size_t>>{{1, 0}});
+      ADD_FAILURE() << "expected an error";
+    } catch (const c10::Error& error) {
+      EXPECT_THAT(error.what(), HasSubstr("same plan and options"));
+    }
+  });
+}
+
+}  // namespace
+}  // namespace brigade
