@@ -97,13 +97,15 @@ using NextCollective = std::function<HookFuturePtr(const c10::IValue&)>;
 //         group->allreduce(scale, {.reduceOp = c10d::ReduceOp::MAX});
 //     return then_collective(largest->getFuture(), [=](const c10::IValue&) {
 //       std::vector<at::Tensor> sent = {(buffer / scale[0]).to(at::kHalf)};
+//       const int size = group->getSize();
 //       return group->allreduce(sent)->getFuture()->then(
-//           [=](auto&) {
-//             return c10::IValue(sent[0] * (scale[0] / group->getSize()));
-//           },
+//           [=](auto&) { return c10::IValue(sent[0] * (scale[0] / size)); },
 //           c10::TensorType::get());
 //     });
 //   });
+//
+// A function that is passed to then() must not hold the group: it is destroyed
+// on a thread of the group, which can't end its own group.
 //
 // Call it on the thread that runs the hook. Outside of a reducer's hook, waits
 // for `first` and calls `next` at once.

@@ -102,10 +102,9 @@ TEST(ThenCollectiveTest, AveragesInScaledFloat16) {
           group->allreduce(scale, {.reduceOp = c10d::ReduceOp::MAX});
       return then_collective(largest->getFuture(), [=](const c10::IValue&) {
         std::vector<at::Tensor> sent = {(buffer / scale[0]).to(at::kHalf)};
+        const int size = group->getSize();
         return group->allreduce(sent)->getFuture()->then(
-            [=](auto&) {
-              return c10::IValue(sent[0] * (scale[0] / group->getSize()));
-            },
+            [=](auto&) { return c10::IValue(sent[0] * (scale[0] / size)); },
             c10::TensorType::get());
       });
     });
