@@ -172,7 +172,7 @@ def test_a_unit_that_differs_on_one_rank_is_an_error_on_all(rank):
     model = shard_blocks(make_net())
     for setter in ("set_requires_gradient_sync", "set_requires_all_reduce"):
         getattr(model.blocks[0], setter)(rank == 0)
-        with pytest.raises(ValueError, match="(?s)setting .* of unit 'blocks.0' differs.*rank"):
+        with pytest.raises(ValueError, match=r"(?s)setting .* of unit 'blocks\.0' differs.*rank"):
             loss_of(model, rank, 0).backward()
         model.set_requires_gradient_sync(True)
         loss_of(model, rank, 0).backward()
