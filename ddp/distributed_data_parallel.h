@@ -69,7 +69,7 @@ struct DistributedDataParallelOptions {
   // order, each once. Default of parameter_names: the module's names.
   ReducerOptions reducer = {};
 
-  // Plans buckets for this model and its links in the first 10 iterations, and
+  // Plans buckets for this model and its links in the first 12 iterations, and
   // keeps them if they are faster (reducer/auto_plan.h). bucket_cap_bytes are
   // the default that they replace. Bits then depend on the plan, unless sums
   // are in rank order or there are 2 ranks: set bucket_plan to reducer().plan()

@@ -444,11 +444,13 @@ void FlatShard::read_own_slice() {
     const at::Tensor rounded = shard_.to(own.scalar_type());
     const at::Tensor is_same =
         rounded.eq(own).logical_or(rounded.isnan().logical_and(own.isnan()));
-    if (!is_same.all().item<bool>()) {
+    if (!has_warned_ && !is_same.all().item<bool>()) {
+      has_warned_ = true;
       TORCH_WARN("fully_shard: writes to parameter '", parameters_[0].name,
-                 "' or others of its unit were rounded to ",
+                 "' or others of its unit were made in ",
                  describe_dtype(own.scalar_type()),
-                 ", their param_dtype.\nWrite before fully_shard() or load a "
+                 ", their param_dtype, and more digits are lost.\nWrite before "
+                 "fully_shard() or load a "
                  "checkpoint to keep ",
                  describe_dtype(dtype()), ".");
     }

@@ -210,7 +210,8 @@ class FlatShard {
   StreamUses shard_uses_;
   bool is_bound_ = false;
   bool shows_compute_dtype_ = false;
-  at::Tensor whole_;  // while bound
+  bool has_warned_ = false;  // of writes in the compute dtype
+  at::Tensor whole_;         // while bound
 
   at::Tensor gradients_;
   std::vector<Slot> slots_;  // of gradients_, by parameter

@@ -97,7 +97,7 @@ std::vector<CostPiece> supporting_lines(const std::vector<CostPiece>& pieces,
   std::vector<Corner> hull;
   for (size_t i = 0; i < pieces.size(); ++i) {
     const auto begin = static_cast<double>(pieces[i].from_bytes);
-    // Where the cost jumps, its lower value.
+    // The lower value, where the cost jumps.
     const CostPiece& before = pieces[i == 0 ? 0 : i - 1];
     const Corner corner = {begin, value_at(before, begin) - shift};
     while (hull.size() > 1 && hull[hull.size() - 2].slope_to(hull.back()) >=

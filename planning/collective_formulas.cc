@@ -31,8 +31,8 @@ constexpr std::array<std::array<NcclLatencies, 3>, 2> kNcclLatencies = {{
       {14e-6, 1.9e-6, 2.5e-6, 4.0e-6},
       {8.4e-6, 3.4e-6, 5.7e-6, 14e-6}}},
     {{{6.8e-6, 0.6e-6, 1.0e-6, 5.0e-6},
-      {14e-6, 1.25e-6, 2.5e-6, 8.5e-6},
-      {8.4e-6, 4.0e-6, 5.7e-6, 14e-6}}},
+      {14e-6, 1.25e-6, 1.9e-6, 8.5e-6},
+      {8.4e-6, 4.0e-6, 4.0e-6, 14e-6}}},
 }};
 constexpr std::array<double, 3> kNcclShare = {0.5, 120.0 / 128, 1};
 

@@ -248,7 +248,7 @@ void improve(const std::vector<Stream>& streams, const CollectiveCost& cost,
   while (has_improved && budget > 0) {
     has_improved = false;
     for (size_t s = 0; s < streams.size(); ++s) {
-      for (size_t b = 0; b < cuts[s].size(); ++b) {
+      for (size_t b = 0; b < cuts[s].size() && budget > 0; ++b) {
         const size_t begin = b == 0 ? 0 : cuts[s][b - 1];
         const size_t end = cuts[s][b];
         if (end - begin > 1) {

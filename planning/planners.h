@@ -29,7 +29,7 @@ namespace brigade {
 
 struct Backward {
   std::vector<ParameterSpec> parameters = {};
-  std::vector<size_t> order = {};    // parameters as their gradients come
+  std::vector<size_t> order = {};    // parameters, in order of readiness
   std::vector<double> ready_s = {};  // by position in `order`; not decreasing
   double end_s = 0;                  // not before the last gradient
 };

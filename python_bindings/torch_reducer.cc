@@ -155,6 +155,10 @@ std::shared_ptr<c10d::CommHookInterface> TorchReducer::with_steps(
 
 void TorchReducer::step_in_backward(const std::vector<at::Tensor>& parameters,
                                     ParameterStep step) {
+  TORCH_CHECK(!plans_automatically_,
+              "Reducer: expected no optimizer steps in backward with "
+              "bucket_plan=\"auto\", which mixes parameters with and without a "
+              "step.\nLeave out one of them.");
   step_ = std::move(step);
   for (const at::Tensor& parameter : parameters) {
     stepped_.insert(parameter.unsafeGetTensorImpl());

@@ -3,6 +3,7 @@
 #include <c10/util/Exception.h>
 
 #include <algorithm>
+#include <exception>
 #include <iostream>
 #include <span>
 #include <utility>
@@ -10,12 +11,10 @@
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_format.h"
 #include "brigade/comm/errors/error_texts.h"
+#include "brigade/comm/errors/peer_error.h"
 
 namespace brigade {
 namespace {
-
-// Of each plan, after one that is not counted.
-constexpr size_t kTimedSteps = 3;
 
 // From the begin of backward to the delivery; on devices, to the last
 // collective's end.
@@ -28,11 +27,11 @@ double seconds_of(const Timeline& timeline, bool is_cpu) {
                     std::max<int64_t>(0, end_ns - timeline.backward_begin_ns));
 }
 
-// REQUIRES: kTimedSteps elements.
+// Returns 0 if a time is missing. REQUIRES: not empty.
 double median_of(std::span<const double> seconds) {
   std::vector<double> sorted(seconds.begin(), seconds.end());
   std::ranges::sort(sorted);
-  return sorted[kTimedSteps / 2];
+  return sorted.front() == 0 ? 0 : sorted[sorted.size() / 2];
 }
 
 template <typename T>
@@ -49,21 +48,28 @@ AutoPlan::AutoPlan(Reducer& reducer, std::vector<at::Tensor> parameters,
     : reducer_(reducer),
       profiler_(parameters, std::move(sparse), group),
       is_cpu_(parameters.front().device().is_cpu()),
-      is_rank_0_(group->getRank() == 0) {}
+      is_rank_0_(group->getRank() == 0),
+      num_timed_(is_cpu_ ? 3 : 2) {
+  TORCH_CHECK_VALUE(!reducer.hook_steps_parameters(),
+                    "automatic bucket plan: expected a comm hook without "
+                    "optimizer steps, found step_in_backward().\nLeave out one "
+                    "of them.");
+}
 
-// All ranks change the stage in the same call: they reduce the same iterations.
+// All ranks change the stage in the same call: their counts are equal.
 void AutoPlan::before_iteration() {
   if (is_done()) return;
   note_step();
-  const int64_t num_reduced = reducer_.statistics().reduced;
-  if (num_reduced < num_reduced_ + num_steps_) return;
-  num_reduced_ = num_reduced;
-  reducer_.barrier("came to a change of bucket plan");
+  const int64_t num_begun = reducer_.statistics().begun;
+  if (num_begun < num_begun_ + num_steps_) return;
+  reducer_.barrier("changes the bucket plan");
+  if (!is_cpu_) reducer_.await_statuses();
+  num_begun_ = num_begun;
   try {
     next_stage();
-  } catch (const c10::DistBackendError&) {
+  } catch (...) {
     reducer_.abort_group();
-    throw;
+    throw_peer_error("automatic bucket plan", std::current_exception());
   }
   if (is_done() && is_rank_0_) {
     std::clog << "brigade: " << report_ << std::endl;
@@ -136,18 +142,28 @@ void AutoPlan::plan() {
   }
   reducer_.set_bucket_plan(planned_);
   stage_ = Stage::kTimePlanned;
-  num_steps_ = kTimedSteps + 1;
+  num_steps_ = static_cast<int64_t>(num_timed_) + 1;  // the first is slow
 }
 
 void AutoPlan::decide() {
   std::vector<double> seconds;
   for (std::vector<double>* const samples : {&planned_s_, &default_s_}) {
-    samples->resize(std::max(samples->size(), kTimedSteps));  // no data: 0
-    seconds.insert(seconds.end(), samples->end() - kTimedSteps, samples->end());
+    samples->resize(std::max(samples->size(), num_timed_));  // missing: 0
+    seconds.insert(seconds.end(),
+                   samples->end() - static_cast<std::ptrdiff_t>(num_timed_),
+                   samples->end());
   }
   profiler_.take_slowest(seconds);
-  const double planned_s = median_of(std::span(seconds).first(kTimedSteps));
-  const double default_s = median_of(std::span(seconds).last(kTimedSteps));
+  const double planned_s = median_of(std::span(seconds).first(num_timed_));
+  const double default_s = median_of(std::span(seconds).last(num_timed_));
+  stage_ = Stage::kDone;
+  if (planned_s == 0 || default_s == 0) {
+    report_ = absl::StrCat("kept the ", counted(default_.size(), "bucket"),
+                           " of the default: too few iterations had a "
+                           "timeline\n  (",
+                           predicted_, ")");
+    return;
+  }
   const bool is_faster = planned_s < default_s;
   if (is_faster) reducer_.set_bucket_plan(planned_);
   report_ = absl::StrFormat(
@@ -155,7 +171,6 @@ void AutoPlan::decide() {
       "  backward with communication takes %.2f ms instead of %.2f (%s)",
       is_faster ? "took" : "did not take", planned_.size(), default_.size(),
       1e3 * planned_s, 1e3 * default_s, predicted_);
-  stage_ = Stage::kDone;
 }
 
 }  // namespace brigade

@@ -6,7 +6,9 @@
 //   from the 11th on  the faster of both
 //
 // On devices an iteration with one bucket per parameter precedes the planned
-// ones.
+// ones, and one iteration less is timed of each. Times are those of timelines:
+// without them, because the sample rate is 0 or iterations failed, the default
+// is kept.
 //
 // Thread safety: none.
 
@@ -27,14 +29,15 @@ namespace brigade {
 
 class AutoPlan {
  public:
-  // The arguments of `reducer`, which lives longer.
+  // The arguments of `reducer`, which lives longer. Throws ValueError if its
+  // hook steps an optimizer, which restricts buckets.
   AutoPlan(Reducer& reducer, std::vector<at::Tensor> parameters,
            std::vector<bool> sparse,
            const c10::intrusive_ptr<c10d::ProcessGroup>& group);
 
   // Call before each prepare_for_backward() and shadow_iteration(), on all
   // ranks. Collective in the iterations above. Throws the errors of
-  // Reducer::barrier() and set_bucket_plan(); DistBackendError if an all-reduce
+  // Reducer::barrier() and await_statuses(); DistBackendError if a collective
   // fails, and can_continue() is false then.
   void before_iteration();
 
@@ -57,10 +60,11 @@ class AutoPlan {
   BackwardProfiler profiler_;
   const bool is_cpu_;
   const bool is_rank_0_;
+  const size_t num_timed_;  // iterations of each plan
   Stage stage_ = Stage::kLearn;
-  int64_t num_steps_ = 2;    // of the stage
-  int64_t num_reduced_ = 0;  // iterations before the stage
-  int64_t last_noted_ = 0;   // iteration of the last timeline
+  int64_t num_steps_ = 2;   // of the stage
+  int64_t num_begun_ = 0;   // iterations before the stage
+  int64_t last_noted_ = 0;  // iteration of the last timeline
   Buckets default_;
   Buckets planned_;
   std::string predicted_;

@@ -35,7 +35,6 @@ BackwardProfiler::BackwardProfiler(std::vector<at::Tensor> parameters,
     : parameters_(std::move(parameters)),
       sparse_(std::move(sparse)),
       group_(std::move(group)),
-      host_sums_(HostSums::get_or_make(group_, /*wants=*/true)),
       ready_s_(parameters_.size()) {}
 
 void BackwardProfiler::add(const Timeline& timeline, const BucketPlan& plan) {
@@ -66,6 +65,7 @@ void BackwardProfiler::add(const Timeline& timeline, const BucketPlan& plan) {
 }
 
 BackwardModel BackwardProfiler::model() {
+  host_sums_ = HostSums::get_or_make(group_, /*wants=*/true);
   std::vector<double> times;
   for (const std::vector<double>& steps : ready_s_) {
     // An unused parameter is ready at the end.
@@ -148,7 +148,8 @@ Backward BackwardProfiler::backward_of(const std::vector<double>& times) const {
   return backward;
 }
 
-double BackwardProfiler::time_all_reduces_of(int64_t bytes, int count) const {
+double BackwardProfiler::time_all_reduces_of(int64_t bytes, int count,
+                                             bool at_once) const {
   const at::Tensor& like = parameters_.front();
   const int64_t numel =
       std::max<int64_t>(1, bytes / static_cast<int64_t>(like.element_size()));
@@ -158,7 +159,7 @@ double BackwardProfiler::time_all_reduces_of(int64_t bytes, int count) const {
   }
   std::vector<double> seconds;
   for (int repeat = 0; repeat < kRepeats; ++repeat) {
-    seconds.push_back(all_reduce(buffers, /*at_once=*/true));
+    seconds.push_back(all_reduce(buffers, at_once));
   }
   take_slowest(seconds);
   return median_of(std::move(seconds));
@@ -167,18 +168,19 @@ double BackwardProfiler::time_all_reduces_of(int64_t bytes, int count) const {
 CollectiveCost BackwardProfiler::time_all_reduces() const {
   int64_t largest = 2 * kSmallestBytes;
   for (const at::Tensor& parameter : parameters_) {
-    largest += 2 * static_cast<int64_t>(parameter.nbytes());
+    largest += static_cast<int64_t>(parameter.nbytes());
   }
   std::vector<CostPoint> points;
   for (int64_t bytes = kSmallestBytes; bytes < largest; bytes *= 4) {
     points.push_back(
-        {.bytes = bytes, .seconds = time_all_reduces_of(bytes, 1)});
+        {.bytes = bytes, .seconds = time_all_reduces_of(bytes, 1, true)});
   }
   points.push_back(
-      {.bytes = largest, .seconds = time_all_reduces_of(largest, 1)});
+      {.bytes = largest, .seconds = time_all_reduces_of(largest, 1, true)});
   // The latencies of collectives at once overlap.
-  const double at_once = time_all_reduces_of(kSmallestBytes, kMaxConcurrency);
-  const double ratio = kMaxConcurrency * points.front().seconds / at_once;
+  const double ratio =
+      time_all_reduces_of(kSmallestBytes, kMaxConcurrency, false) /
+      time_all_reduces_of(kSmallestBytes, kMaxConcurrency, true);
   const int concurrency =
       std::clamp(static_cast<int>(std::lround(ratio)), 1, kMaxConcurrency);
   const auto cost = CollectiveCost::fit(points, concurrency);

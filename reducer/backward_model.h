@@ -36,18 +36,19 @@ class BackwardProfiler {
   void add(const Timeline& timeline, const BucketPlan& plan);
 
   // Medians of the added steps on the slowest rank, and all-reduces from 1 KiB
-  // to twice the gradients' size. Collective; equal on all ranks. A rank
+  // to the gradients' size. Collective; equal on all ranks. A rank
   // without steps, for want of data, takes part.
   BackwardModel model();
 
   // Collective. Replaces each number by its maximum over ranks.
   void take_slowest(std::vector<double>& seconds) const;
 
-  // Collective. Blocks until all ranks and their devices have come here.
+  // Collective. Blocks until all ranks and their devices have reached it.
   void barrier() const;
 
-  // All-reduces zeros of these sizes as the default hook does. `at_once`: all
-  // are launched before the first is awaited. Returns the seconds.
+  // All-reduces these tensors as the default hook does, after model().
+  // `at_once`: all are launched before the first is awaited. Returns the
+  // seconds. Collective.
   double all_reduce(const std::vector<at::Tensor>& buffers, bool at_once) const;
 
   // Blocks until the device has finished its work.
@@ -57,14 +58,14 @@ class BackwardProfiler {
   at::Device device() const { return parameters_.front().device(); }
   Backward backward_of(const std::vector<double>& times) const;
   CollectiveCost time_all_reduces() const;
-  double time_all_reduces_of(int64_t bytes, int count) const;
+  double time_all_reduces_of(int64_t bytes, int count, bool at_once) const;
 
   const std::vector<at::Tensor> parameters_;
   const std::vector<bool> sparse_;
   const c10::intrusive_ptr<c10d::ProcessGroup> group_;
-  const std::shared_ptr<HostSums> host_sums_;  // null if there are none
-  std::vector<std::vector<double>> ready_s_;   // by parameter, then by step
-  std::vector<double> end_s_;                  // by step
+  std::shared_ptr<HostSums> host_sums_;       // set by model(); null: none
+  std::vector<std::vector<double>> ready_s_;  // by parameter, then by step
+  std::vector<double> end_s_;                 // by step
 };
 
 }  // namespace brigade

@@ -264,6 +264,7 @@ void DataParallelPolicy::before_iteration() {
   for (Bucket& bucket : bound_.buckets) bucket.restart();
   unused_.clear();
   none_reached_ = false;
+  without_gradient_.reset();
   context_gradients_.emplace();
 }
 
@@ -349,14 +350,19 @@ void DataParallelPolicy::mark_used_at_begin(bool is_shadow) {
   }
 }
 
+void DataParallelPolicy::note_missing_gradients() {
+  if (!used_ || without_gradient_) return;
+  without_gradient_.emplace();
+  for (size_t number = 0; number < table_.num_variables(); ++number) {
+    if (table_[table_.variable(number)].grad().defined()) continue;
+    without_gradient_->push_back(number);
+  }
+}
+
 void DataParallelPolicy::on_backward_begins(bool is_shadow, Mark mark) {
   if (hook_.listener) hook_.listener->iteration_begins(!is_shadow);
   if (!is_shadow) {
-    for (size_t number = 0; used_ && number < table_.num_variables();
-         ++number) {
-      if (table_[table_.variable(number)].grad().defined()) continue;
-      without_gradient_.push_back(number);
-    }
+    note_missing_gradients();
     return mark_unused(mark, unused_);
   }
   for (const std::vector<size_t>& bucket : bound_.plan.buckets()) {
@@ -425,9 +431,11 @@ void DataParallelPolicy::on_iteration_over(Outcome outcome, bool is_shadow) {
   if (outcome == Outcome::kAborted && hook_counts_) hook_counts_->abort();
   // An unused parameter keeps its gradient: ranks with and without one would
   // step differently later.
-  for (const size_t number : std::exchange(without_gradient_, {})) {
-    if (outcome != Outcome::kAborted) break;
-    table_[table_.variable(number)].mutable_grad().reset();
+  const auto missing = std::exchange(without_gradient_, std::nullopt);
+  if (missing && outcome == Outcome::kAborted) {
+    for (const size_t number : *missing) {
+      table_[table_.variable(number)].mutable_grad().reset();
+    }
   }
   if (outcome == Outcome::kDelivered) context_gradients_->write_back();
   context_gradients_.reset();

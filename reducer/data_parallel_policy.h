@@ -289,6 +289,10 @@ class DataParallelPolicy {
   // Marks the gradient of a variable ready.
   using Mark = c10::function_ref<void(size_t variable, Slot slot)>;
 
+  // Notes variables without a gradient, for on_iteration_over(). Call before
+  // the first gradient; later calls have no effect.
+  void note_missing_gradients();
+
   // A backward begins. Marks used parameters; call before the bitmap's launch.
   // `is_shadow`: this rank launches substitutes only.
   void mark_used_at_begin(bool is_shadow);
@@ -377,7 +381,7 @@ class DataParallelPolicy {
   // Valid for the prepared iteration.
   std::vector<size_t> unused_;  // variables outside the graph; ascending
   bool none_reached_ = false;   // the graph contains no parameter
-  std::vector<size_t> without_gradient_;  // variables, if used_; at the begin
+  std::optional<std::vector<size_t>> without_gradient_;  // variables, if used_
   std::optional<ContextGradients> context_gradients_;
 };
 

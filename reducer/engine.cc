@@ -305,6 +305,7 @@ void Engine::on_output_reached(Preparation preparation) {
       return;
     }
     observations_.timeline.backward_begins();
+    policy_.note_missing_gradients();
     enter_backward(backward_id);
     try {
       // Launches entries that wait for no gradient before backward runs a
@@ -613,8 +614,11 @@ void Engine::set_hook(std::shared_ptr<c10d::CommHookInterface> hook) {
 }
 
 void Engine::set_plan(std::vector<std::vector<size_t>> buckets) {
-  change_sequence("Reducer::set_bucket_plan",
-                  [&] { return policy_.set_plan(std::move(buckets)); });
+  change_sequence("Reducer::set_bucket_plan", [&] {
+    const bool has_changed = policy_.set_plan(std::move(buckets));
+    peers_.set_agreed(0);  // compare also if it is the same
+    return has_changed;
+  });
 }
 
 // Called where the sequence changes: later a peer may be in another collective.

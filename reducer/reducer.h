@@ -157,8 +157,8 @@ class Reducer {
   bool hook_steps_parameters() const;
 
   // Sets the buckets from the next iteration on. Collective. Errors: ValueError
-  // for an invalid plan; RuntimeError during an iteration, and on all ranks if
-  // plans differ.
+  // on this rank for an invalid plan; RuntimeError during an iteration, and on
+  // all ranks if plans differ.
   void set_bucket_plan(std::vector<std::vector<size_t>> buckets);
   BucketPlan plan() const;
 

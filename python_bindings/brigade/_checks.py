@@ -62,7 +62,7 @@ def cap_in_bytes(name: str, mib: Any) -> int:
 
 def checked_plan(bucket_plan: Any) -> list[list[int]]:
     wrong = "bucket_plan must be a list of lists of parameter indices, got "
-    advice = ".\nPass the result of bucket_plan(), or leave it out."
+    advice = '.\nPass "auto" or the result of bucket_plan(), or leave it out.'
     try:
         plan = [[operator.index(i) for i in bucket] for bucket in bucket_plan]
     except TypeError:

@@ -188,9 +188,10 @@ class DistributedDataParallel(_TorchDistributedDataParallel):
         check_module: Action if forward finds that the module's parameters have changed since
             construction: "error", "warn" or "off" (no check).
         bucket_plan: The result of bucket_plan() in an earlier run. Buckets are not rebuilt then.
-            "auto": plans buckets for this model and its links in the first 10 iterations, and keeps
+            "auto": plans buckets for this model and its links in the first 12 iterations, and keeps
             them if they are faster than those of bucket_cap_mb. More than 2 ranks then get other
-            bits, unless `reproducible` is set.
+            bits, unless `reproducible` is set. Until then every forward with gradients is
+            collective, also under no_sync().
         one_backward_per_forward: Raises at the end of a backward that left parameters without
             gradients. By default the next forward raises.
         max_unconfirmed_iterations: On devices: the number of iterations, 0 to 32, that may deliver
@@ -326,6 +327,7 @@ class DistributedDataParallel(_TorchDistributedDataParallel):
                 f"one_backward_per_forward: {one_backward_per_forward}",
                 f"mixed_precision: {mixed_precision}",
                 f"delayed parameters: {len(delayed)}",
+                f"bucket_plan: {'auto' if self._plans_automatically else 'given or by size'}",
             ]
             require_agreement(group, "DistributedDataParallel: option", options)
             require_agreement(
@@ -808,8 +810,9 @@ class DistributedDataParallel(_TorchDistributedDataParallel):
     def bucket_plan(self) -> list[list[int]]:
         """Returns the parameter indices of each bucket, in launch order.
 
-        The plan changes once, when buckets are rebuilt. Pass it to the constructor to resume
-        training with equal bits.
+        The plan changes when buckets are rebuilt after the first iteration, and with
+        bucket_plan="auto" in the first 12. Pass it to the constructor to resume training with equal
+        bits.
 
         For example:
 

@@ -1,5 +1,6 @@
 """bucket_plan="auto": buckets planned while training; 2 ranks keep torch's bits."""
 
+import copy
 import itertools
 
 import pytest
@@ -61,8 +62,23 @@ def test_ranks_may_have_different_numbers_of_batches(rank, longest):
 @on_ranks()
 def test_ranks_that_disagree_get_an_error(rank):
     plans = ({"bucket_plan": "auto"}, {})
-    model = brigade.DistributedDataParallel(_model(), **plans[rank])
-    with pytest.raises(RuntimeError, match="change of bucket plan"):
-        for x in inputs(rank, 4):
-            model.zero_grad()
-            loss_of(model(x)).backward()
+    with pytest.raises(ValueError, match=r"(?s)option bucket_plan differs.*rank 0: auto"):
+        brigade.DistributedDataParallel(_model(), **plans[rank])
+
+
+@on_ranks()
+def test_optimizer_steps_in_backward_are_refused(rank):
+    model = brigade.DistributedDataParallel(_model(), bucket_plan="auto")
+    with pytest.raises(RuntimeError, match='bucket_plan="auto"'):
+        model._register_fused_optim(torch.optim.SGD, 0.1)
+
+
+@on_ranks()
+def test_one_rank_may_copy_the_model(rank):
+    model = brigade.DistributedDataParallel(_model(), bucket_plan="auto")
+    if rank == 1:
+        copy.deepcopy(model)
+    for x in inputs(rank, 14):
+        model.zero_grad()
+        loss_of(model(x)).backward()
+    expect_equal_on_ranks(model.bucket_plan())

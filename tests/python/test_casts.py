@@ -184,7 +184,7 @@ def test_a_write_in_param_dtype_is_reported_as_rounded(rank):
         model.head.bias.copy_(model.head.bias)  # changes nothing
     for part, whole in zip(model.parameters(), before, strict=True):
         assert torch.equal(part.full_tensor(), whole)
-    rounded = r"(?s)writes to parameter 'embed.weight' or others.*to bfloat16.*to keep float32"
+    rounded = r"(?s)writes to parameter 'embed.weight' or others.*bfloat16.*to keep float32"
     with (
         pytest.warns(UserWarning, match=rounded),
         torch.no_grad(),

@@ -141,6 +141,7 @@ def test_a_failed_backward_leaves_no_gradient_where_there_was_none(rank):
     with pytest.raises((UserError, RuntimeError)):
         model(torch.ones(2, 3), rank == 0).sum().backward()
     bad.remove()
+    assert all(parameter.grad is None for parameter in net.parameters())
     for _ in range(2):
         optimizer.zero_grad(set_to_none=False)
         model(torch.ones(2, 3), False).sum().backward()

@@ -82,7 +82,7 @@ Result train(const Group& group, ReducerOptions options) {
           reducer.statistics().rebuilds};
 }
 
-// The times of a run decide between the plans; all ranks decide alike.
+// The times of a run decide between the plans; all ranks decide the same.
 class AutoPlanTest : public ::testing::TestWithParam<int> {
  protected:
   static void expect_equal_ends(const ReducerOptions& options) {
