@@ -148,7 +148,7 @@ TEST_P(AutoPlanTest, GoesOnAfterFailedIterations) {
   });
 }
 
-INSTANTIATE_TEST_SUITE_P(Ranks, AutoPlanTest, ::testing::Values(2, 3));
+INSTANTIATE_TEST_SUITE_P(Ranks, AutoPlanTest, ::testing::Values(2, 4));
 
 TEST(SetBucketPlanTest, TakesEffectInTheNextIteration) {
   run_ranks(2, [](const Group& group) {
