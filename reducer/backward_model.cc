@@ -18,7 +18,7 @@ namespace {
 
 constexpr int kRepeats = 7;
 constexpr int64_t kSmallestBytes = 1024;
-constexpr int kMaxConcurrency = 4;
+constexpr int kMostAtOnce = 8;
 
 // REQUIRES: not empty.
 double median_of(std::vector<double> samples) {
@@ -148,8 +148,7 @@ Backward BackwardProfiler::backward_of(const std::vector<double>& times) const {
   return backward;
 }
 
-double BackwardProfiler::time_all_reduces_of(int64_t bytes, int count,
-                                             bool at_once) const {
+double BackwardProfiler::time_all_reduces_of(int64_t bytes, int count) const {
   const at::Tensor& like = parameters_.front();
   const int64_t numel =
       std::max<int64_t>(1, bytes / static_cast<int64_t>(like.element_size()));
@@ -159,7 +158,7 @@ double BackwardProfiler::time_all_reduces_of(int64_t bytes, int count,
   }
   std::vector<double> seconds;
   for (int repeat = 0; repeat < kRepeats; ++repeat) {
-    seconds.push_back(all_reduce(buffers, at_once));
+    seconds.push_back(all_reduce(buffers, /*at_once=*/true));
   }
   take_slowest(seconds);
   return median_of(std::move(seconds));
@@ -171,19 +170,17 @@ CollectiveCost BackwardProfiler::time_all_reduces() const {
     largest += static_cast<int64_t>(parameter.nbytes());
   }
   std::vector<CostPoint> points;
-  for (int64_t bytes = kSmallestBytes; bytes < largest; bytes *= 4) {
+  const auto time = [&](int64_t bytes) {
+    // Several at once, as in a backward: latencies overlap, and a single one
+    // may fit into the buffers of the network.
+    const auto count =
+        static_cast<int>(std::clamp<int64_t>(largest / bytes, 1, kMostAtOnce));
     points.push_back(
-        {.bytes = bytes, .seconds = time_all_reduces_of(bytes, 1, true)});
-  }
-  points.push_back(
-      {.bytes = largest, .seconds = time_all_reduces_of(largest, 1, true)});
-  // The latencies of collectives at once overlap.
-  const double ratio =
-      time_all_reduces_of(kSmallestBytes, kMaxConcurrency, false) /
-      time_all_reduces_of(kSmallestBytes, kMaxConcurrency, true);
-  const int concurrency =
-      std::clamp(static_cast<int>(std::lround(ratio)), 1, kMaxConcurrency);
-  const auto cost = CollectiveCost::fit(points, concurrency);
+        {.bytes = bytes, .seconds = time_all_reduces_of(bytes, count) / count});
+  };
+  for (int64_t bytes = kSmallestBytes; bytes < largest; bytes *= 4) time(bytes);
+  time(largest);
+  const auto cost = CollectiveCost::fit(points);
   TORCH_INTERNAL_ASSERT(cost.ok(), std::string(cost.status().message()));
   return *cost;
 }

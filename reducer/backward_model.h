@@ -58,7 +58,7 @@ class BackwardProfiler {
   at::Device device() const { return parameters_.front().device(); }
   Backward backward_of(const std::vector<double>& times) const;
   CollectiveCost time_all_reduces() const;
-  double time_all_reduces_of(int64_t bytes, int count, bool at_once) const;
+  double time_all_reduces_of(int64_t bytes, int count) const;
 
   const std::vector<at::Tensor> parameters_;
   const std::vector<bool> sparse_;
