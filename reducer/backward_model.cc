@@ -16,7 +16,7 @@
 namespace brigade {
 namespace {
 
-constexpr int kRepeats = 7;
+constexpr int kRepeats = 3;
 constexpr int64_t kSmallestBytes = 1024;
 constexpr int kMostAtOnce = 8;
 
