@@ -30,7 +30,7 @@ SWEEP = "-m brigade.bench --caps each,1,4,25,100,one --rounds 4 --steps 2"
 # Name of the JSON file, and arguments of torchrun.
 PROGRAMS = {name: f"benchmarks/{name}.py" for name in ("real_steps", "fsdp_against_torch")}
 PROGRAMS |= {name: f"{SWEEP} benchmarks/bucket_size.py:{name}" for name in SHAPES}
-CAPS = ["default", "each", "1 MiB", "4 MiB", "25 MiB", "100 MiB", "one"]
+CAPS = ["default", "planned", "each", "1 MiB", "4 MiB", "25 MiB", "100 MiB", "one"]
 # The rows of README's table and of the picture: settings, and their name in the picture.
 MAIN = {
     ("default cap", "torch, fastest cap"): "",
