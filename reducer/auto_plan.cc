@@ -34,12 +34,6 @@ double median_of(std::span<const double> seconds) {
   return sorted.front() == 0 ? 0 : sorted[sorted.size() / 2];
 }
 
-template <typename T>
-T value_of(absl::StatusOr<T> value) {
-  TORCH_INTERNAL_ASSERT(value.ok(), std::string(value.status().message()));
-  return *std::move(value);
-}
-
 }  // namespace
 
 AutoPlan::AutoPlan(Reducer& reducer, std::vector<at::Tensor> parameters,
@@ -121,13 +115,13 @@ void AutoPlan::note_step() {
 void AutoPlan::plan() {
   const BackwardModel model = profiler_.model();
   const auto end_s = [&](const BucketPlan& plan) {
-    return value_of(predict(plan, model.backward, model.cost)).end_s();
+    return value_or_throw(predict(plan, model.backward, model.cost)).end_s();
   };
   const BucketPlan planned =
-      value_of(plan_for_cost(model.backward, model.cost));
+      value_or_throw(plan_for_cost(model.backward, model.cost));
   planned_ = planned.buckets();
   const BucketPlan by_default =
-      value_of(BucketPlan::create(default_, model.backward.order.size()));
+      value_or_throw(BucketPlan::create(default_, model.backward.order.size()));
   predicted_ = absl::StrFormat(
       "predicted: %.2f ms instead of %.2f; no plan is below %.2f",
       1e3 * end_s(planned), 1e3 * end_s(by_default),
