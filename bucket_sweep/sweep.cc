@@ -18,6 +18,7 @@
 #include "absl/strings/str_format.h"
 #include "absl/strings/str_join.h"
 #include "absl/strings/str_split.h"
+#include "brigade/comm/errors/peer_error.h"
 #include "brigade/planning/bucket_plan.h"
 #include "brigade/reducer/reducer.h"
 
@@ -218,11 +219,11 @@ double step_ms(const SweepSummary& summary, const BackwardModel& model,
 
 double predicted_ms(const SweepSummary& summary, const BackwardModel& model,
                     const PlanSamples& plan) {
-  const auto prediction =
-      predict(*BucketPlan::create(plan.buckets, model.backward.order.size()),
-              model.backward, model.cost);
-  TORCH_INTERNAL_ASSERT(prediction.ok());
-  return step_ms(summary, model, prediction->end_s());
+  const BucketPlan given = value_or_throw(
+      BucketPlan::create(plan.buckets, model.backward.order.size()));
+  const StepPrediction prediction =
+      value_or_throw(predict(given, model.backward, model.cost));
+  return step_ms(summary, model, prediction.end_s());
 }
 
 ArmSummary summary_of(const PlanSamples& plan, const Rounds& local) {
@@ -441,12 +442,12 @@ BucketArm arm_of(std::string_view size) {
 }
 
 BucketArm planned_arm(const BackwardModel& model) {
-  const auto plan = plan_for_cost(model.backward, model.cost);
-  TORCH_INTERNAL_ASSERT(plan.ok(), std::string(plan.status().message()));
+  const BucketPlan plan =
+      value_or_throw(plan_for_cost(model.backward, model.cost));
   // The k-th cap holds for the k-th bucket of each kind.
   std::map<int, size_t> num_buckets;
   BucketArm arm = {.label = "planned", .caps_bytes = {}};
-  for (const std::vector<size_t>& bucket : plan->buckets()) {
+  for (const std::vector<size_t>& bucket : plan.buckets()) {
     const ParameterSpec& first = model.backward.parameters[bucket.front()];
     if (first.sparse) continue;
     int64_t bytes = 0;

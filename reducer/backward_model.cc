@@ -2,15 +2,13 @@
 
 #include <ATen/ATen.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
-#include <c10/util/Exception.h>
 
 #include <algorithm>
 #include <chrono>
-#include <cmath>
 #include <numeric>
-#include <string>
 #include <utility>
 
+#include "brigade/comm/errors/peer_error.h"
 #include "brigade/comm/ordered/host_sums.h"
 
 namespace brigade {
@@ -180,9 +178,7 @@ CollectiveCost BackwardProfiler::time_all_reduces() const {
   };
   for (int64_t bytes = kSmallestBytes; bytes < largest; bytes *= 4) time(bytes);
   time(largest);
-  const auto cost = CollectiveCost::fit(points);
-  TORCH_INTERNAL_ASSERT(cost.ok(), std::string(cost.status().message()));
-  return *cost;
+  return value_or_throw(CollectiveCost::fit(points));
 }
 
 }  // namespace brigade
