@@ -1,6 +1,6 @@
-"""Workloads for brigade.bench with the parameter shapes of ResNet-50, BERT-base and GPT-2.
+"""Workloads for `brigade bench` with the parameter shapes of ResNet-50, BERT-base and GPT-2.
 
-    torchrun --standalone --nproc-per-node 2 -m brigade.bench benchmarks/bucket_size.py:resnet50
+    torchrun --standalone --nproc-per-node 2 -m brigade bench benchmarks/bucket_size.py:resnet50
 
 Other workloads: bert_base, gpt2. Nothing is computed: backward sleeps 1 ms per MB of gradients
 before each gradient is ready, as if a GPU computed it. This measures the reducer and the network,

@@ -26,7 +26,7 @@ ROOT = pathlib.Path(__file__).resolve().parents[1]
 STORE = ROOT / "docs/benchmarks"
 PAGE = "docs/benchmarks.md"
 SHAPES = {"resnet50": "ResNet-50", "bert_base": "BERT-base", "gpt2": "GPT-2 small"}
-SWEEP = "-m brigade.bench --caps each,1,4,25,100,one --rounds 4 --steps 2"
+SWEEP = "-m brigade bench --caps each,1,4,25,100,one --rounds 4 --steps 2"
 # Name of the JSON file, and arguments of torchrun.
 PROGRAMS = {name: f"benchmarks/{name}.py" for name in ("real_steps", "fsdp_against_torch")}
 PROGRAMS |= {name: f"{SWEEP} benchmarks/bucket_size.py:{name}" for name in SHAPES}

@@ -10,14 +10,11 @@
 #include <limits>
 #include <map>
 #include <memory>
-#include <nlohmann/json.hpp>
 #include <utility>
 
 #include "absl/strings/numbers.h"
 #include "absl/strings/str_cat.h"
-#include "absl/strings/str_format.h"
 #include "absl/strings/str_join.h"
-#include "absl/strings/str_split.h"
 #include "brigade/comm/errors/peer_error.h"
 #include "brigade/planning/bucket_plan.h"
 #include "brigade/reducer/reducer.h"
@@ -88,19 +85,24 @@ class Training {
     return profiler_->model();
   }
 
+  // Adds a round of `num_steps` steps without communication.
+  void run_local_turn(std::vector<std::vector<double>>& rounds_ms,
+                      int64_t num_steps) {
+    time_steps(rounds_ms, num_steps, nullptr);
+  }
+
+  // Adds a round of `num_steps` steps with the plan.
   void run_turn(PlanSamples& plan, int64_t num_steps) {
-    if (plan.buckets.empty()) return time_steps(plan, num_steps, nullptr);
     {
       ReducerOptions options = options_;
       options.bucket_plan = plan.buckets;
       Reducer reducer(parameters_, group_, options);
-      time_steps(plan, num_steps, &reducer);
+      time_steps(plan.rounds_ms, num_steps, &reducer);
+      plan.timeline = timeline_of(reducer);
     }
-    plan.alone_ms.push_back(all_reduce_alone(plan));
-  }
-
-  void take_slowest(std::vector<double>& samples) const {
-    profiler_->take_slowest(samples);
+    std::vector<double> alone_ms = {all_reduce_alone(plan)};
+    profiler_->take_slowest(alone_ms);
+    plan.alone_ms.push_back(alone_ms[0]);
   }
 
  private:
@@ -132,13 +134,35 @@ class Training {
     return ms_since(begin);
   }
 
-  void time_steps(PlanSamples& plan, int64_t num_steps, Reducer* reducer) {
+  void time_steps(std::vector<std::vector<double>>& rounds_ms,
+                  int64_t num_steps, Reducer* reducer) {
     timed_step(reducer);  // warm-up
-    std::vector<double>& times = plan.rounds_ms.emplace_back();
+    std::vector<double>& times = rounds_ms.emplace_back();
     for (int64_t step = 0; step < num_steps; ++step) {
       times.push_back(timed_step(reducer));
     }
     drop_gradients();
+    profiler_->take_slowest(times);
+  }
+
+  // Times of the last step's buckets on the slowest rank.
+  std::vector<StepPrediction::Collective> timeline_of(
+      const Reducer& reducer) const {
+    const Timeline timeline = reducer.timeline();
+    std::vector<double> seconds;
+    for (const UnitTimes& unit : timeline.units) {
+      for (const int64_t ns : {unit.launch_ns, unit.complete_ns}) {
+        seconds.push_back(1e-9 * static_cast<double>(std::max<int64_t>(
+                                     0, ns - timeline.backward_begin_ns)));
+      }
+    }
+    profiler_->take_slowest(seconds);
+    std::vector<StepPrediction::Collective> collectives;
+    for (size_t i = 0; i < seconds.size(); i += 2) {
+      collectives.push_back(
+          {.launched_s = seconds[i], .complete_s = seconds[i + 1]});
+    }
+    return collectives;
   }
 
   std::vector<int64_t> bytes_of(
@@ -171,13 +195,15 @@ class Training {
   std::optional<BackwardProfiler> profiler_;
 };
 
-// Significance level: the probability of recommending a size that is no better.
-constexpr double kSignificance = 0.05;
+// Probabilities of recommending an arm that is no better: after the rounds
+// asked for, and after three times as many.
+constexpr double kFirstLevel = 0.04;
+constexpr double kSecondLevel = 0.01;
+constexpr int64_t kMostRounds = 3;     // times the rounds asked for
+constexpr double kWorthRounds = 0.01;  // saved share of a step
 
 // Shorter communication has no measurable overlap.
 constexpr double kShortestMs = 0.1;
-
-constexpr size_t kMostPrintedCaps = 24;
 
 using Rounds = std::vector<std::vector<double>>;
 
@@ -217,15 +243,6 @@ double step_ms(const SweepSummary& summary, const BackwardModel& model,
   return summary.local_ms.median + 1e3 * (end_s - model.backward.end_s);
 }
 
-double predicted_ms(const SweepSummary& summary, const BackwardModel& model,
-                    const PlanSamples& plan) {
-  const BucketPlan given = value_or_throw(
-      BucketPlan::create(plan.buckets, model.backward.order.size()));
-  const StepPrediction prediction =
-      value_or_throw(predict(given, model.backward, model.cost));
-  return step_ms(summary, model, prediction.end_s());
-}
-
 ArmSummary summary_of(const PlanSamples& plan, const Rounds& local) {
   std::string label;
   for (const BucketArm& arm : plan.arms) {
@@ -251,6 +268,14 @@ double binomial_tail(int64_t heads, int64_t throws) {
   return ways / std::exp2(static_cast<double>(throws));
 }
 
+double num_candidates(const SweepSamples& samples) {
+  return static_cast<double>(samples.plans.size() - 1);
+}
+
+double level(int64_t rounds_asked_for, int64_t rounds) {
+  return rounds > rounds_asked_for ? kSecondLevel : kFirstLevel;
+}
+
 Recommendation compare(const SweepSamples& samples, size_t arm) {
   const std::vector<double> before = medians(samples.plans[0].rounds_ms);
   const std::vector<double> after = medians(samples.plans[arm].rounds_ms);
@@ -262,136 +287,76 @@ Recommendation compare(const SweepSamples& samples, size_t arm) {
   }
   found.saved_ms = quartiles(saved);
   found.saved_share = found.saved_ms.median / median(before);
-  const auto num_candidates = static_cast<double>(samples.plans.size() - 1);
-  found.decided =
-      num_candidates * binomial_tail(found.rounds_faster,
-                                     static_cast<int64_t>(saved.size())) <=
-      kSignificance;
+  found.decided = num_candidates(samples) *
+                      binomial_tail(found.rounds_faster,
+                                    static_cast<int64_t>(saved.size())) <=
+                  level(samples.rounds, static_cast<int64_t>(saved.size()));
   return found;
 }
 
-// Shows three digits or more.
-std::string readable(double value) {
-  const double size = std::fabs(value);
-  return absl::StrFormat("%.*f", size >= 100 ? 0 : size >= 10 ? 1 : 2, value);
-}
-
-std::string readable_bytes(double bytes) {
-  if (bytes < 0x1p17) return readable(bytes / 0x1p10) + " KiB";
-  return readable(bytes / 0x1p20) + " MiB";
-}
-
-std::string spread(const Quartiles& times) {
-  return absl::StrCat("[", readable(times.p25), ", ", readable(times.p75), "]");
-}
-
-// Returns the first of the arm's sizes, and the others.
-std::pair<std::string, std::string> sizes_of(const ArmSummary& arm) {
-  return absl::StrSplit(arm.label, absl::MaxSplits(", ", 1));
-}
-
-std::string row(const std::string& size, const ArmSummary& arm) {
-  const std::optional<double> overlap = arm.overlap();
-  return absl::StrFormat(
-      "%-10s %7d %8s  %5s %12s %5s  %5s  %5s %7s\n", size,
-      arm.bucket_bytes.size(),
-      readable_bytes(static_cast<double>(std::ranges::max(arm.bucket_bytes))),
-      readable(arm.step_ms.median), spread(arm.step_ms),
-      readable(arm.predicted_ms), readable(std::max(0.0, arm.added_ms.median)),
-      readable(arm.alone_ms),
-      overlap ? absl::StrFormat("%.0f %%", 100 * *overlap) : "-");
-}
-
-std::string setting_of(const ArmSummary& arm) {
-  const int64_t bytes = arm.caps_bytes.front();
-  if (arm.caps_bytes.size() > kMostPrintedCaps) {
-    return absl::StrCat("bucket_cap_mb_list of ", arm.caps_bytes.size(),
-                        " caps, in bytes \"caps_bytes\" of the JSON file");
+std::optional<Recommendation> fastest(const SweepSamples& samples) {
+  std::optional<Recommendation> best;
+  for (size_t arm = 1; arm < samples.plans.size(); ++arm) {
+    const Recommendation found = compare(samples, arm);
+    if (!best || found.saved_ms.median > best->saved_ms.median) best = found;
   }
-  if (arm.caps_bytes.size() > 1) {
-    const auto append_mib = [](std::string* text, int64_t cap) {
-      absl::StrAppendFormat(text, "%.8g", static_cast<double>(cap) / 0x1p20);
-    };
-    return absl::StrCat("bucket_cap_mb_list=[",
-                        absl::StrJoin(arm.caps_bytes, ", ", append_mib),
-                        "]\n  (C++: bucket_cap_bytes = {",
-                        absl::StrJoin(arm.caps_bytes, ", "), "})");
-  }
-  if (bytes == std::numeric_limits<int64_t>::max()) {
-    return "bucket_cap_mb=1e6 (C++: bucket_cap_bytes = {INT64_MAX})";
-  }
-  return absl::StrFormat("bucket_cap_mb=%g (C++: bucket_cap_bytes = {%d})",
-                         bytes == 1 ? 0 : static_cast<double>(bytes) / 0x1p20,
-                         bytes);
+  return best;
 }
 
-std::string recommendation(const SweepSummary& summary) {
-  if (!summary.best) {
-    return "recommended: keep the default (all caps give the same buckets)";
-  }
-  const Recommendation& best = *summary.best;
-  const ArmSummary& arm = summary.arms[best.arm];
-  std::string text = absl::StrCat(
-      "recommended: ", best.decided
-                           ? setting_of(arm)
-                           : "keep the default (no cap is reliably faster)");
-  if (best.saved_ms.median > 0) {
-    absl::StrAppendFormat(
-        &text,
-        "\n  fastest in this run: %s, faster in %d of %d rounds,\n"
-        "  %s ms less per step than the default (median of the rounds' "
-        "differences;\n  quartiles %s to %s)",
-        sizes_of(arm).first, best.rounds_faster, summary.rounds,
-        readable(best.saved_ms.median), readable(best.saved_ms.p25),
-        readable(best.saved_ms.p75));
-  }
-  // The sign test of a cap that is faster in all rounds.
-  const auto num_candidates = static_cast<double>(summary.arms.size() - 1);
-  const auto least = static_cast<int64_t>(
-      std::ceil(std::log2(num_candidates / kSignificance)));
-  if (summary.rounds < least) {
-    absl::StrAppendFormat(&text,
-                          "\n  too few rounds (%d) to decide between %d caps: "
-                          "run again with --rounds %d or more",
-                          summary.rounds, summary.arms.size(), least);
-  }
-  return text;
+// Returns the rounds after which an arm that is faster in each is decided.
+int64_t least_rounds(double candidates, double level) {
+  return candidates == 0
+             ? 0
+             : static_cast<int64_t>(std::ceil(std::log2(candidates / level)));
 }
 
-using Json = nlohmann::ordered_json;
-
-Json json(const Quartiles& times) {
-  return {{"p25", times.p25}, {"median", times.median}, {"p75", times.p75}};
+int64_t num_rounds(const SweepSamples& samples) {
+  return static_cast<int64_t>(samples.local_ms.size());
 }
 
-Json json(const ArmSummary& arm) {
-  const std::vector<double> bytes(arm.bucket_bytes.begin(),
-                                  arm.bucket_bytes.end());
-  const std::optional<double> overlap = arm.overlap();
-  return {{"cap", arm.label},
-          {"caps_bytes", arm.caps_bytes},
-          {"buckets", arm.bucket_bytes.size()},
-          {"bucket_bytes",
-           {{"min", quantile(bytes, 0)},
-            {"median", median(bytes)},
-            {"max", quantile(bytes, 1)}}},
-          {"step_ms", json(arm.step_ms)},
-          {"predicted_ms", arm.predicted_ms},
-          {"added_ms", json(arm.added_ms)},
-          {"alone_ms", arm.alone_ms},
-          {"overlap", overlap ? Json(*overlap) : Json(nullptr)}};
+SweepSamples first_samples(Training& training, std::vector<BucketArm> arms,
+                           const SweepOptions& options) {
+  SweepSamples samples{
+      .num_parameters = static_cast<int64_t>(training.parameters().size()),
+      .names = options.reducer.parameter_names,
+      .rounds = options.rounds,
+      .steps = options.steps,
+      .model = training.make_model()};
+  for (const at::Tensor& parameter : training.parameters()) {
+    samples.gradient_bytes += static_cast<int64_t>(parameter.nbytes());
+  }
+  arms.push_back(planned_arm(samples.model));
+  for (const BucketArm& arm : arms) training.add_arm(samples.plans, arm);
+  return samples;
 }
 
-Json json_of_best(const SweepSummary& summary) {
-  if (!summary.best) return nullptr;
-  const Recommendation& best = *summary.best;
-  return {{"cap", summary.arms[best.arm].label},
-          {"caps_bytes", summary.arms[best.arm].caps_bytes},
-          {"saved_ms", json(best.saved_ms)},
-          {"saved_share", best.saved_share},
-          {"rounds_faster", best.rounds_faster},
-          {"rounds", summary.rounds},
-          {"decided", best.decided}};
+SweepSamples checked(const SweepSamples& resumed, const Training& training,
+                     const std::vector<BucketArm>& arms,
+                     const SweepOptions& options) {
+  std::vector<std::string> found;
+  for (const PlanSamples& plan : resumed.plans) {
+    for (const BucketArm& arm : plan.arms) found.push_back(arm.label);
+  }
+  std::vector<std::string> expected = {"planned"};
+  for (const BucketArm& arm : arms) expected.push_back(arm.label);
+  std::ranges::sort(found);
+  std::ranges::sort(expected);
+  const std::vector<ParameterSpec>& known = resumed.model.backward.parameters;
+  bool fits = found == expected && resumed.rounds == options.rounds &&
+              resumed.steps == options.steps &&
+              known.size() == training.parameters().size();
+  for (size_t i = 0; fits && i < known.size(); ++i) {
+    fits = known[i].size_bytes ==
+           static_cast<int64_t>(training.parameters()[i].nbytes());
+  }
+  TORCH_CHECK_VALUE(
+      fits,
+      "bucket sweep: expected the parameters, sizes, rounds and steps of the "
+      "sweep to continue, found ",
+      known.size(), " parameters, sizes ", absl::StrJoin(found, ", "), ", ",
+      resumed.rounds, " rounds of ", resumed.steps,
+      " steps there.\nPass the same ones, or start a new sweep.");
+  return resumed;
 }
 
 }  // namespace
@@ -477,38 +442,37 @@ SweepSamples measure(const std::vector<at::Tensor>& parameters,
       group->getSize() > 1,
       "bucket sweep: expected at least 2 ranks, found 1: nothing is "
       "communicated.\nStart more, for example with torchrun --standalone "
-      "--nproc-per-node 2 -m brigade.bench ...");
+      "--nproc-per-node 2 -m brigade bench ...");
   Training training(parameters, loss, group, options.reducer);
-
-  SweepSamples samples;
-  samples.num_parameters = static_cast<int64_t>(training.parameters().size());
-  for (const at::Tensor& parameter : training.parameters()) {
-    samples.gradient_bytes += static_cast<int64_t>(parameter.nbytes());
-  }
-  samples.model = training.make_model();
-  arms.push_back(planned_arm(samples.model));
-  for (const BucketArm& arm : arms) {
-    training.add_arm(samples.plans, arm);
-  }
-
-  PlanSamples local;
-  std::vector<PlanSamples*> order = {&local};
-  for (PlanSamples& plan : samples.plans) order.push_back(&plan);
-  for (int64_t round = 0; round < options.rounds; ++round) {
-    for (PlanSamples* const plan : order) {
-      training.run_turn(*plan, options.steps);
+  SweepSamples samples =
+      options.resumed ? checked(*options.resumed, training, arms, options)
+                      : first_samples(training, arms, options);
+  int64_t round = num_rounds(samples);
+  while (round < rounds_to_take(samples)) {
+    // Every second round is in reverse order.
+    const bool forth = round % 2 == 0;
+    if (forth) training.run_local_turn(samples.local_ms, options.steps);
+    for (size_t i = 0; i < samples.plans.size(); ++i) {
+      training.run_turn(samples.plans[forth ? i : samples.plans.size() - 1 - i],
+                        options.steps);
     }
-    std::ranges::reverse(order);
+    if (!forth) training.run_local_turn(samples.local_ms, options.steps);
+    ++round;
+    if (options.after_round) options.after_round(samples);
   }
-
-  for (PlanSamples* const plan : order) {
-    for (std::vector<double>& times : plan->rounds_ms) {
-      training.take_slowest(times);
-    }
-    training.take_slowest(plan->alone_ms);
-  }
-  samples.local_ms = std::move(local.rounds_ms);
   return samples;
+}
+
+int64_t rounds_to_take(const SweepSamples& samples) {
+  const int64_t most = kMostRounds * samples.rounds;
+  const int64_t taken = num_rounds(samples);
+  if (taken != samples.rounds)
+    return taken < samples.rounds ? samples.rounds : most;
+  const std::optional<Recommendation> best = fastest(samples);
+  const bool is_worth =
+      best && !best->decided && best->saved_share > kWorthRounds &&
+      most >= least_rounds(num_candidates(samples), kSecondLevel);
+  return is_worth ? most : samples.rounds;
 }
 
 SweepSummary sweep(const std::vector<at::Tensor>& parameters,
@@ -516,6 +480,13 @@ SweepSummary sweep(const std::vector<at::Tensor>& parameters,
                    const c10::intrusive_ptr<c10d::ProcessGroup>& group,
                    const SweepOptions& options) {
   return summarize(measure(parameters, loss, group, options));
+}
+
+StepPrediction prediction_of(const PlanSamples& plan,
+                             const BackwardModel& model) {
+  const BucketPlan given = value_or_throw(
+      BucketPlan::create(plan.buckets, model.backward.order.size()));
+  return value_or_throw(predict(given, model.backward, model.cost));
 }
 
 SweepSummary summarize(const SweepSamples& samples) {
@@ -527,63 +498,16 @@ SweepSummary summarize(const SweepSamples& samples) {
       .local_ms = quartiles(flat(samples.local_ms))};
   for (const PlanSamples& plan : samples.plans) {
     summary.arms.push_back(summary_of(plan, samples.local_ms));
-    summary.arms.back().predicted_ms =
-        predicted_ms(summary, samples.model, plan);
+    summary.arms.back().predicted_ms = step_ms(
+        summary, samples.model, prediction_of(plan, samples.model).end_s());
   }
   summary.bound_ms =
       step_ms(summary, samples.model,
               earliest_end_s(samples.model.backward, samples.model.cost));
-  for (size_t arm = 1; arm < samples.plans.size(); ++arm) {
-    const Recommendation found = compare(samples, arm);
-    if (!summary.best ||
-        found.saved_ms.median > summary.best->saved_ms.median) {
-      summary.best = found;
-    }
-  }
+  summary.best = fastest(samples);
+  summary.least_rounds = least_rounds(num_candidates(samples),
+                                      level(samples.rounds, summary.rounds));
   return summary;
-}
-
-std::string to_text(const std::string& name, const SweepSummary& summary) {
-  std::string text = absl::StrFormat(
-      "%s: %d parameters, %s\nstep without communication: %s ms %s\n"
-      "cap        buckets  largest  step ms [p25, p75] model  added  alone "
-      "overlap\n",
-      name, summary.num_parameters,
-      readable_bytes(static_cast<double>(summary.gradient_bytes)),
-      readable(summary.local_ms.median), spread(summary.local_ms));
-  std::string notes;
-  for (const ArmSummary& arm : summary.arms) {
-    const auto [size, others] = sizes_of(arm);
-    text += row(others.empty() ? size : size + "*", arm);
-    if (others.empty()) continue;
-    absl::StrAppend(&notes, "* same buckets as ", size, ": ", others, "\n");
-  }
-  absl::StrAppendFormat(
-      &text,
-      "%sA bucket's last parameter may exceed the cap. planned: buckets for "
-      "this\nmodel and these links. model: predicted step; no plan is below "
-      "%s ms.\n"
-      "added: ms that communication adds to a step; alone: ms of the\n"
-      "all-reduces without a step; overlap: share of alone that backward\n"
-      "hides, - if alone is too short to tell. Medians of the slowest rank;\n"
-      "rounds: %d, steps per round: %d.\n%s\n",
-      notes, readable(summary.bound_ms), summary.rounds, summary.steps,
-      recommendation(summary));
-  return text;
-}
-
-std::string to_json(const std::string& name, const SweepSummary& summary) {
-  Json arms = Json::array();
-  for (const ArmSummary& arm : summary.arms) arms.push_back(json(arm));
-  return Json{{"name", name},
-              {"parameters", summary.num_parameters},
-              {"gradient_bytes", summary.gradient_bytes},
-              {"local_ms", json(summary.local_ms)},
-              {"bound_ms", summary.bound_ms},
-              {"arms", std::move(arms)},
-              {"best", json_of_best(summary)},
-              {"recommendation", recommendation(summary)}}
-      .dump(2);
 }
 
 }  // namespace brigade

@@ -18,12 +18,14 @@
 
 #include <cstdint>
 #include <functional>
+#include <memory>
 #include <optional>
 #include <string>
 #include <string_view>
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 #include <vector>
 
+#include "absl/status/statusor.h"
 #include "brigade/reducer/backward_model.h"
 #include "brigade/reducer/reducer_options.h"
 
@@ -39,17 +41,30 @@ Quartiles quartiles(const std::vector<double>& samples);
 // Interpolates linearly. REQUIRES: samples not empty; 0 <= q <= 1.
 double quantile(std::vector<double> samples, double q);
 
+struct SweepSamples;
+
 struct SweepOptions {
   // Bucket caps in MiB; "one" bucket for all parameters; "each": one bucket per
   // parameter.
   std::vector<std::string> sizes = {"each", "0.25", "1",   "4",
                                     "10",   "25",   "100", "one"};
-  int64_t rounds = 8;  // turns of each size
-  int64_t steps = 3;   // timed per turn, after one warm-up step
+
+  // Turns of each size; three times as many if the fastest arm saves more than
+  // 1 % of a step and chance may be the reason.
+  int64_t rounds = 8;
+  int64_t steps = 3;  // timed per turn, after one warm-up step
 
   // Bucket caps and bucket plan are ignored. Names are those of the parameters
   // that require a gradient.
   ReducerOptions reducer = {};
+
+  // Called after each round, on all ranks, with equal samples. An exception
+  // ends the sweep.
+  std::function<void(const SweepSamples&)> after_round = {};
+
+  // Samples of an interrupted sweep, which this one continues; the same on all
+  // ranks. null: a new sweep.
+  std::shared_ptr<const SweepSamples> resumed = {};
 };
 
 // Results for one bucket plan, which several sizes may have in common.
@@ -84,7 +99,8 @@ struct Recommendation {
   int64_t rounds_faster = 0;
 
   // True if chance is an unlikely explanation: a sign test over the rounds,
-  // corrected for the number of arms, has p <= 0.05.
+  // corrected for the number of arms, has p <= 0.04 after
+  // SweepOptions::rounds, or p <= 0.01 after three times as many.
   bool decided = false;
 };
 
@@ -97,6 +113,7 @@ struct SweepSummary {
   std::vector<ArmSummary> arms = {};  // the first is the default
   double bound_ms = 0;  // no plan has a faster step, by the same model
   std::optional<Recommendation> best = {};  // none: all sizes equal the default
+  int64_t least_rounds = 0;                 // no arm is decided in fewer
 };
 
 // Collective. `loss()` runs the forward on this rank's data and returns a
@@ -105,8 +122,9 @@ struct SweepSummary {
 // not broadcast.
 //
 // Errors: ValueError if rounds or steps are < 1, a size is invalid, the group
-// has 1 rank, no parameter requires a gradient, or the loss has several
-// elements; the errors of Reducer.
+// has 1 rank, no parameter requires a gradient, the loss has several elements,
+// or resumed samples have other parameters, sizes, rounds or steps; the errors
+// of Reducer.
 SweepSummary sweep(const std::vector<at::Tensor>& parameters,
                    const std::function<at::Tensor()>& loss,
                    const c10::intrusive_ptr<c10d::ProcessGroup>& group,
@@ -116,8 +134,12 @@ SweepSummary sweep(const std::vector<at::Tensor>& parameters,
 // and a recommendation.
 std::string to_text(const std::string& name, const SweepSummary& summary);
 
-// Formats the same as one JSON object.
-std::string to_json(const std::string& name, const SweepSummary& summary);
+// Formats the same, and the samples, as one JSON object: docs/guides/
+// bucket_sizes.md lists its keys.
+std::string to_json(const std::string& name, const SweepSamples& samples);
+
+// Reads to_json()'s text. Errors: InvalidArgument if it is no such text.
+absl::StatusOr<SweepSamples> samples_from_json(std::string_view text);
 
 // ---- The steps of sweep(), which tests call.
 
@@ -139,11 +161,17 @@ struct PlanSamples {
   std::vector<int64_t> bucket_bytes = {};
   std::vector<std::vector<double>> rounds_ms = {};  // by round, then by step
   std::vector<double> alone_ms = {};  // the buckets' all-reduces, by round
+
+  // By bucket, of the last step.
+  std::vector<StepPrediction::Collective> timeline = {};
 };
 
 struct SweepSamples {
   int64_t num_parameters = 0;
   int64_t gradient_bytes = 0;
+  std::vector<std::string> names = {};  // of parameters; may be empty
+  int64_t rounds = 0;                   // as in SweepOptions
+  int64_t steps = 0;
   BackwardModel model = {};
   std::vector<std::vector<double>> local_ms = {};  // no communication, by round
   std::vector<PlanSamples> plans = {};             // the default's first
@@ -161,6 +189,11 @@ SweepSamples measure(const std::vector<at::Tensor>& parameters,
                      const c10::intrusive_ptr<c10d::ProcessGroup>& group,
                      const SweepOptions& options);
 SweepSummary summarize(const SweepSamples& samples);
+StepPrediction prediction_of(const PlanSamples& plan,
+                             const BackwardModel& model);
+
+// Rounds that measure() takes in all, given the samples so far.
+int64_t rounds_to_take(const SweepSamples& samples);
 
 }  // namespace brigade
 

@@ -1,8 +1,10 @@
 #include <c10/util/Exception.h>
 #include <pybind11/functional.h>
 #include <pybind11/stl.h>
+#include <torch/csrc/jit/python/pybind_utils.h>
 
 #include <functional>
+#include <memory>
 #include <string>
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 #include <tuple>
@@ -13,7 +15,9 @@
 #include "brigade/bucket_sweep/sweep.h"
 #include "brigade/comm/agreement.h"
 #include "brigade/comm/errors/error_texts.h"
+#include "brigade/comm/errors/peer_error.h"
 #include "brigade/comm/group/group_info.h"
+#include "brigade/comm_hooks/hook_traits.h"
 #include "brigade/python_bindings/registrations.h"
 #include "brigade/reducer/parameter_table.h"
 
@@ -83,25 +87,38 @@ std::vector<RegisteredParameter> registered(const Named& named) {
   return parameters;
 }
 
-// Returns the table, and the figures as JSON.
-std::pair<std::string, std::string> sweep_in_python(
-    const std::string& name, const std::vector<at::Tensor>& parameters,
-    const std::vector<std::string>& parameter_names,
-    const std::function<at::Tensor()>& loss,
-    const std::vector<std::string>& sizes,
-    const c10::intrusive_ptr<c10d::ProcessGroup>& group, int64_t rounds,
-    int64_t steps, bool find_unused_parameters, bool static_graph,
-    bool gradient_as_bucket_view) {
-  const SweepSummary summary =
-      sweep(parameters, loss, group,
-            {.sizes = sizes,
-             .rounds = rounds,
-             .steps = steps,
-             .reducer = {.parameter_names = parameter_names,
-                         .find_unused_parameters = find_unused_parameters,
-                         .static_graph = static_graph,
-                         .gradient_as_bucket_view = gradient_as_bucket_view}});
-  return {to_text(name, summary), to_json(name, summary)};
+// Returns the figures as JSON.
+std::string sweep_in_python(const std::string& name,
+                            const std::vector<at::Tensor>& parameters,
+                            const std::vector<std::string>& parameter_names,
+                            const std::function<at::Tensor()>& loss,
+                            const std::vector<std::string>& sizes,
+                            const c10::intrusive_ptr<c10d::ProcessGroup>& group,
+                            int64_t rounds, int64_t steps,
+                            bool find_unused_parameters, bool static_graph,
+                            bool gradient_as_bucket_view,
+                            const std::function<void(std::string)>& after_round,
+                            const std::string& resumed) {
+  SweepOptions options{
+      .sizes = sizes,
+      .rounds = rounds,
+      .steps = steps,
+      .reducer = {.parameter_names = parameter_names,
+                  .find_unused_parameters = find_unused_parameters,
+                  .static_graph = static_graph,
+                  .gradient_as_bucket_view = gradient_as_bucket_view},
+      .after_round = [&](const SweepSamples& samples) {
+        after_round(to_json(name, samples));
+      }};
+  if (!resumed.empty()) {
+    options.resumed = std::make_shared<SweepSamples>(
+        value_or_throw(samples_from_json(resumed)));
+  }
+  return to_json(name, measure(parameters, loss, group, options));
+}
+
+std::string sweep_table(const std::string& name, const std::string& figures) {
+  return to_text(name, summarize(value_or_throw(samples_from_json(figures))));
 }
 
 }  // namespace
@@ -148,15 +165,32 @@ void register_functions(py::module_& module) {
       "temporary tensor replaces the parameter). The module may also have "
       "`others`. Returns False if there is a temporary tensor, so that "
       "parameters will change again.");
+  py::class_<OrderedAllReduce>(
+      module, "OrderedAllReduce",
+      "Sums of a group in rank order. Make it on all ranks in the same order.")
+      .def(py::init<const c10::intrusive_ptr<c10d::ProcessGroup>&>(),
+           py::arg("group"))
+      .def(
+          "run",
+          [](OrderedAllReduce& self, const at::Tensor& tensor) {
+            return std::make_shared<torch::jit::PythonFutureWrapper>(
+                self.run(tensor, /*scale=*/1));
+          },
+          py::arg("tensor"), py::call_guard<py::gil_scoped_release>(),
+          "Collective. Replaces the tensor by its sum over ranks; returns a "
+          "future.");
   module.def("sweep", &sweep_in_python, py::arg("name"), py::arg("parameters"),
              py::arg("parameter_names"), py::arg("loss"), py::arg("sizes"),
              py::arg("group"), py::kw_only(), py::arg("rounds"),
              py::arg("steps"), py::arg("find_unused_parameters") = false,
              py::arg("static_graph") = false,
-             py::arg("gradient_as_bucket_view") = false,
-             py::call_guard<py::gil_scoped_release>(),
-             "Collective. Returns the table, and all figures as JSON; see "
-             "bucket_sweep/sweep.h.");
+             py::arg("gradient_as_bucket_view") = false, py::arg("after_round"),
+             py::arg("resumed") = "", py::call_guard<py::gil_scoped_release>(),
+             "Collective. Returns all figures as JSON; see "
+             "bucket_sweep/sweep.h. `after_round` receives those so far, "
+             "`resumed` are those of an interrupted sweep.");
+  module.def("sweep_table", &sweep_table, py::arg("name"), py::arg("figures"),
+             "Returns the table of sweep()'s figures.");
 }
 
 }  // namespace brigade

@@ -72,7 +72,10 @@ BackwardModel BackwardProfiler::model() {
   }
   times.push_back(end_s_.empty() ? 0 : median_of(end_s_));
   take_slowest(times);
-  return {.backward = backward_of(times), .cost = time_all_reduces()};
+  BackwardModel model = {.backward = backward_of(times),
+                         .points = time_all_reduces()};
+  model.cost = value_or_throw(CollectiveCost::fit(model.points));
+  return model;
 }
 
 void BackwardProfiler::take_slowest(std::vector<double>& seconds) const {
@@ -162,7 +165,7 @@ double BackwardProfiler::time_all_reduces_of(int64_t bytes, int count) const {
   return median_of(std::move(seconds));
 }
 
-CollectiveCost BackwardProfiler::time_all_reduces() const {
+std::vector<CostPoint> BackwardProfiler::time_all_reduces() const {
   int64_t largest = 2 * kSmallestBytes;
   for (const at::Tensor& parameter : parameters_) {
     largest += static_cast<int64_t>(parameter.nbytes());
@@ -178,7 +181,7 @@ CollectiveCost BackwardProfiler::time_all_reduces() const {
   };
   for (int64_t bytes = kSmallestBytes; bytes < largest; bytes *= 4) time(bytes);
   time(largest);
-  return value_or_throw(CollectiveCost::fit(points));
+  return points;
 }
 
 }  // namespace brigade

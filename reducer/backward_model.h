@@ -22,7 +22,8 @@ class HostSums;
 
 struct BackwardModel {
   Backward backward = {};
-  CollectiveCost cost = *CollectiveCost::linear(0, 0);
+  std::vector<CostPoint> points = {};                   // measured all-reduces
+  CollectiveCost cost = *CollectiveCost::linear(0, 0);  // fitted to them
 };
 
 class BackwardProfiler {
@@ -57,7 +58,7 @@ class BackwardProfiler {
  private:
   at::Device device() const { return parameters_.front().device(); }
   Backward backward_of(const std::vector<double>& times) const;
-  CollectiveCost time_all_reduces() const;
+  std::vector<CostPoint> time_all_reduces() const;
   double time_all_reduces_of(int64_t bytes, int count) const;
 
   const std::vector<at::Tensor> parameters_;

@@ -15,4 +15,4 @@ on_two_ranks=("$venv/bin/torchrun" --standalone --nproc-per-node 2)
 "${on_two_ranks[@]}" --no-python "$build/examples/digits/digits"
 echo
 echo "demo: timing training steps with several bucket sizes"
-PYTHONPATH="$build/python" "${on_two_ranks[@]}" -m brigade.bench examples/python/bench_mlp.py:mlp
+PYTHONPATH="$build/python" "${on_two_ranks[@]}" -m brigade bench examples/python/bench_mlp.py:mlp

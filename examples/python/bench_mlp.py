@@ -1,6 +1,6 @@
-"""A workload for brigade.bench, which times training steps with several bucket sizes.
+"""A workload for `brigade bench`, which times training steps with several bucket sizes.
 
-    torchrun --standalone --nproc-per-node 2 -m brigade.bench examples/python/bench_mlp.py:mlp
+    torchrun --standalone --nproc-per-node 2 -m brigade bench examples/python/bench_mlp.py:mlp
 
 To sweep your own model, write such a function. It returns the module and a function that
 computes the loss on this rank's data. All ranks must return the same module. Use one batch for

@@ -1,6 +1,6 @@
 """Measures a model's step time with several bucket caps and recommends one.
 
-    torchrun --standalone --nproc-per-node 2 -m brigade.bench my_training.py:workload
+    torchrun --standalone --nproc-per-node 2 -m brigade bench my_training.py:workload
 
 ``workload`` is a function that returns a module and a function of one step's loss:
 
@@ -17,13 +17,14 @@ Implemented in bucket_sweep/.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import importlib
 import json
 import os
 import pathlib
 import platform
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -44,6 +45,8 @@ def sweep(
     steps: int = 3,
     name: str = "",
     group: dist.ProcessGroup | None = None,
+    after_round: Callable[[dict[str, Any]], None] = lambda figures: None,
+    resumed: dict[str, Any] | None = None,
     **options: bool,
 ) -> tuple[str, dict[str, Any]]:
     """Measures step times with the default bucket caps and with each of `sizes`. Collective.
@@ -56,20 +59,24 @@ def sweep(
             tensor of one element. Called once per step, and timed with backward.
         sizes: Bucket caps in MiB, or "each" (one bucket per parameter) or "one" (one bucket).
             Sizes with equal buckets are measured once.
-        rounds: Number of times that each size is measured; sizes alternate.
+        rounds: Number of times that each size is measured; sizes alternate. Three times as many
+            if the fastest saves more than 1 % of a step and chance may be the reason.
         steps: Number of timed steps per measurement.
         name: Title of the table; default: the module's class.
         group: Default: the default group.
+        after_round: Receives the figures so far, equal on all ranks. An exception ends the sweep.
+        resumed: Figures of an interrupted sweep, which this one continues; the same on all ranks.
         options: find_unused_parameters, static_graph or gradient_as_bucket_view, as of
             DistributedDataParallel.
 
     Returns:
-        The table with a recommendation, and the same figures as a dict. The first row is the
-        default.
+        The table with a recommendation, and the figures as a dict (docs/guides/bucket_sizes.md
+        lists its keys). The first row is the default.
 
     Raises:
         ValueError: A size is invalid, `rounds` or `steps` is below 1, the group has 1 rank, no
-            parameter requires a gradient, or the loss has several elements.
+            parameter requires a gradient, the loss has several elements, or `resumed` has other
+            parameters, sizes, rounds or steps.
 
     For example:
 
@@ -80,8 +87,9 @@ def sweep(
         known = ", ".join(_OPTIONS)
         raise TypeError(f"bucket sweep: option {min(unknown)!r} is unknown.\nUse {known} or name.")
     named = {key: value for key, value in module.named_parameters() if value.requires_grad}
-    table, data = _C.sweep(
-        name or type(module).__name__,
+    name = name or type(module).__name__
+    data = _C.sweep(
+        name,
         list(named.values()),
         list(named),
         lambda: loss(module),
@@ -89,9 +97,11 @@ def sweep(
         dist.group.WORLD if group is None else group,
         rounds=rounds,
         steps=steps,
+        after_round=lambda data: after_round(json.loads(data)),
+        resumed=json.dumps(resumed) if resumed else "",
         **options,
     )
-    return table, json.loads(data)
+    return _C.sweep_table(name, data), json.loads(data)
 
 
 def find_factory(name: str) -> Callable[[], Any]:
@@ -109,25 +119,76 @@ def find_factory(name: str) -> Callable[[], Any]:
     return found
 
 
-def _set_up(device: torch.device) -> dict[str, str]:
-    """Returns the conditions of the measurement."""
+def set_up(device: torch.device) -> dict[str, str]:
+    """Returns the conditions of a measurement that starts now."""
     backend = dist.group.WORLD._get_backend(device).name()
     cores, load = os.cpu_count() or 1, os.getloadavg()[0]
     note = ": times are unreliable" if load > cores else ""
-    return {
+    found = {
         "ranks": f"{dist.get_world_size()}, {backend}, {device.type}",
         "CPU": f"{platform.machine()}, {cores} cores, load {load:.1f}{note}",
         "torch": torch.__version__,
-        "command": " ".join(["brigade.bench", *sys.argv[1:]]),
+        "command": " ".join(["brigade", *sys.argv[1:]]),
     }
+    if variables := [f"{k}={v}" for k, v in sorted(os.environ.items()) if k.startswith("NCCL_")]:
+        found["NCCL"] = " ".join(variables)
+    return found
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(
-        prog="torchrun --standalone --nproc-per-node 2 -m brigade.bench",
-        description="Measures a model's step time with several bucket caps.",
+def start(backend: str | None) -> None:
+    """Joins the default group of torchrun's ranks."""
+    if torch.accelerator.is_available():
+        torch.accelerator.set_device_index(int(os.environ.get("LOCAL_RANK", "0")))
+    dist.init_process_group(backend)
+
+
+def write(file: str | None, figures: dict[str, Any]) -> None:
+    """Replaces the file, on rank 0. A reader never sees a part of it."""
+    if file is None or dist.get_rank() > 0:
+        return
+    part = pathlib.Path(f"{file}.part")
+    part.write_text(json.dumps(figures, indent=2) + "\n")
+    part.replace(file)
+
+
+@contextlib.contextmanager
+def progress(title: str) -> Iterator[Callable[[int, int], None]]:
+    """Yields a function of the done and all steps, which draws a bar on rank 0's terminal."""
+    try:
+        from rich.progress import Progress
+    except ImportError:
+        yield lambda done, total: None
+        return
+    from rich.console import Console
+
+    # A bar in a file would be noise.
+    console = Console(stderr=True)
+    hidden = dist.get_rank() > 0 or not console.is_terminal
+    with Progress(console=console, disable=hidden) as bar:
+        task = bar.add_task(title, total=None)
+        yield lambda done, total: bar.update(task, completed=done, total=total)
+
+
+def _resumed(file: str) -> dict[str, Any]:
+    """Returns rank 0's file on all ranks."""
+    found: list[Any] = [None]
+    if dist.get_rank() == 0:
+        try:
+            found = [json.loads(pathlib.Path(file).read_text())["models"][0]]
+        except (OSError, ValueError, LookupError, TypeError) as error:
+            found = [error]
+    dist.broadcast_object_list(found)
+    if isinstance(found[0], Exception):
+        raise ValueError(f"--resume: expected figures in {file}, found: {found[0]}") from found[0]
+    return found[0]
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "factory",
+        help="module:function or file.py:function of the workload, or 'collectives': the times of "
+        "all-reduces, all-gathers and reduce-scatters by size",
     )
-    parser.add_argument("factory", help="module:function or file.py:function")
     parser.add_argument(
         "--caps",
         default=",".join(DEFAULT_SIZES),
@@ -139,14 +200,18 @@ def main() -> None:
     )
     parser.add_argument("--steps", type=int, default=3, help="steps per measurement (%(default)s)")
     parser.add_argument("--backend", help="backend of the process group (default: torch's)")
-    parser.add_argument("--json", metavar="FILE", help="file for all figures")
-    given = parser.parse_args()
-    if "RANK" not in os.environ:
-        parser.error("the environment variable RANK is not set: start with torchrun, as above")
+    parser.add_argument("--json", metavar="FILE", help="file for all figures, after each round")
+    parser.add_argument(
+        "--resume", action="store_true", help="continue the interrupted sweep of --json FILE"
+    )
+
+
+def run(given: argparse.Namespace) -> None:
+    """Runs `brigade bench` on this rank."""
+    if given.resume and given.json is None:
+        raise ValueError("--resume: expected --json FILE with the figures to continue, found none")
     factory = find_factory(given.factory)
-    if torch.accelerator.is_available():
-        torch.accelerator.set_device_index(int(os.environ.get("LOCAL_RANK", "0")))
-    dist.init_process_group(given.backend)
+    start(given.backend)
     returned = factory()
     if not isinstance(returned, tuple) or len(returned) not in (2, 3):
         kind = type(returned).__name__
@@ -154,19 +219,37 @@ def main() -> None:
             f"{given.factory}: expected (module, loss) or (module, loss, options), found {kind}"
         )
     module, loss, options = (*returned, {})[:3]
-    set_up = _set_up(next(module.parameters()).device)
+    conditions = set_up(next(module.parameters()).device)
     is_first = dist.get_rank() == 0
     if is_first:
-        print("".join(f"{name:<9} {value}\n" for name, value in set_up.items()), flush=True)
-    sizes = given.caps.split(",")
-    table, data = sweep(module, loss, sizes, rounds=given.rounds, steps=given.steps, **options)
+        print("".join(f"{name:<9} {value}\n" for name, value in conditions.items()), flush=True)
+    resumed = _resumed(given.json) if given.resume else None
+    finished: dict[str, Any] = {}
+    with progress("rounds") as show:
+
+        def after_round(figures: dict[str, Any]) -> None:
+            finished.update(figures)
+            write(given.json, {"kind": "sweep", "set_up": conditions, "models": [figures]})
+            show(figures["rounds_taken"], figures["rounds_to_take"])
+
+        try:
+            table, _ = sweep(
+                module,
+                loss,
+                given.caps.split(","),
+                rounds=given.rounds,
+                steps=given.steps,
+                after_round=after_round,
+                resumed=resumed,
+                **options,
+            )
+        except KeyboardInterrupt:
+            if not finished or not is_first:
+                raise
+            table = _C.sweep_table(finished["name"], json.dumps(finished))
+            table += "interrupted" + (": --resume continues\n" if given.json else "\n")
+            print(table, end="", flush=True)
+            raise
     if is_first:
         print(table, end="", flush=True)
-        if given.json:
-            text = json.dumps({"set_up": set_up, "models": [data]}, indent=2)
-            pathlib.Path(given.json).write_text(text)
     dist.destroy_process_group()
-
-
-if __name__ == "__main__":
-    main()

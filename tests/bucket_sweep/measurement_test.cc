@@ -1,7 +1,9 @@
 #include <torch/torch.h>
 
 #include <limits>
+#include <memory>
 #include <mutex>
+#include <stdexcept>
 
 #include "brigade/bucket_sweep/sweep.h"
 #include "brigade/tests/support/local_ranks.h"
@@ -91,6 +93,34 @@ TEST(SweepTest, OneCallReturnsASummaryForToText) {
     EXPECT_THAT(text, ::testing::ContainsRegex("\neach.* 2 0.50 MiB"));
     EXPECT_THAT(text, HasSubstr("recommended: "));
     EXPECT_THROW(sweep_with({.rounds = 0}), c10::ValueError);
+  });
+}
+
+TEST(SweepTest, AnInterruptedSweepContinuesWithTheSameModelAndSizes) {
+  ::brigade::testing::run_ranks(2, [](const Group& group) {
+    torch::nn::Sequential net = make_net();
+    const auto measure_with = [&](const SweepOptions& options) {
+      return measure(
+          net->parameters(), [&] { return loss_of(net, group->getRank()); },
+          group, options);
+    };
+    SweepOptions options = {.sizes = {"each", "one"}, .rounds = 2, .steps = 1};
+    std::shared_ptr<SweepSamples> begun;
+    options.after_round = [&](const SweepSamples& samples) {
+      begun = std::make_shared<SweepSamples>(samples);
+      throw std::runtime_error("interrupted");
+    };
+    EXPECT_THROW(measure_with(options), std::runtime_error);
+    ASSERT_EQ(begun->local_ms.size(), 1U);
+    options.after_round = {};
+    options.resumed = begun;
+    const SweepSamples whole = measure_with(options);
+    ASSERT_EQ(whole.local_ms.size(), 2U);
+    EXPECT_EQ(whole.local_ms[0], begun->local_ms[0]);
+    EXPECT_EQ(whole.plans[0].rounds_ms[0], begun->plans[0].rounds_ms[0]);
+    EXPECT_EQ(whole.plans[0].timeline.size(), 1U);
+    options.sizes = {"one"};
+    EXPECT_THROW(measure_with(options), c10::ValueError);
   });
 }
 

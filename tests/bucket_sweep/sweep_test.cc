@@ -17,30 +17,38 @@ std::vector<std::vector<double>> one_step_each(
   return rounds;
 }
 
+// 1 ms and 1 ns per byte.
+const std::vector<CostPoint> kPoints = {{1'000'000, 0.002}, {3'000'000, 0.004}};
+
 // One step per round of the default and of one other arm; 10 ms without a
 // reducer.
 SweepSamples samples_of(const std::vector<double>& default_ms,
                         const std::vector<double>& other_ms) {
   return {.num_parameters = 3,
           .gradient_bytes = 3'000'000,
+          .names = {"a", "b", "c"},
+          .rounds = static_cast<int64_t>(default_ms.size()),
+          .steps = 1,
           .model = {.backward = {.parameters = {{1'000'000},
                                                 {1'000'000},
                                                 {1'000'000}},
                                  .order = {2, 1, 0},
                                  .ready_s = {0, 0.001, 0.002},
                                  .end_s = 0.002},
-                    .cost = *CollectiveCost::linear(0.001, 1e-9)},
+                    .points = kPoints,
+                    .cost = *CollectiveCost::fit(kPoints)},
           .local_ms = one_step_each(std::vector<double>(default_ms.size(), 10)),
           .plans = {{.arms = {default_arm()},
                      .buckets = {{2}, {1, 0}},
                      .bucket_bytes = {1'000'000, 2'000'000},
                      .rounds_ms = one_step_each(default_ms),
-                     .alone_ms = {4}},
+                     .alone_ms = std::vector<double>(default_ms.size(), 4),
+                     .timeline = {{0.001, 0.002}, {0.002, 0.005}}},
                     {.arms = {arm_of("4"), arm_of("one")},
                      .buckets = {{2, 1, 0}},
                      .bucket_bytes = {3'000'000},
                      .rounds_ms = one_step_each(other_ms),
-                     .alone_ms = {8}}}};
+                     .alone_ms = std::vector<double>(other_ms.size(), 8)}}};
 }
 
 TEST(QuantilesTest, InterpolatesBetweenSamplesInAnyOrder) {
@@ -208,19 +216,73 @@ TEST(ReportTest, TheDefaultIsRecommendedUnlessAnotherSizeIsDecided) {
 }
 
 TEST(ReportTest, JsonHasTheNumbersOfTheTable) {
-  const auto json =
-      nlohmann::json::parse(to_json("a \"net\"", summary_of(8, 20, 18)));
+  const auto json = nlohmann::json::parse(
+      to_json("a \"net\"", samples_of(times(8, 20), times(8, 18))));
   EXPECT_EQ(json["name"], "a \"net\"");
   EXPECT_EQ(json["gradient_bytes"], 3'000'000);
-  EXPECT_EQ(json["arms"][1], nlohmann::json::parse(R"({
-      "cap": "4 MiB, one", "caps_bytes": [4194304], "buckets": 1,
-      "bucket_bytes": {"min": 3e6, "median": 3e6, "max": 3e6},
-      "step_ms": {"p25": 18.0, "median": 18.0, "p75": 18.0},
-      "predicted_ms": 14.0,
-      "added_ms": {"p25": 8.0, "median": 8.0, "p75": 8.0},
-      "alone_ms": 8.0, "overlap": 0.0})"));
+  const nlohmann::json& arm = json["arms"][1];
+  EXPECT_EQ(arm["cap"], "4 MiB, one");
+  EXPECT_EQ(arm["buckets"], 1);
+  EXPECT_EQ(arm["step_ms"]["median"], 18);
+  EXPECT_DOUBLE_EQ(arm["predicted_ms"], 14);
+  EXPECT_EQ(arm["added_ms"]["p75"], 8);
+  EXPECT_EQ(arm["rounds_ms"].size(), 8U);
+  EXPECT_DOUBLE_EQ(arm["predicted_timeline"][0]["complete_ms"], 6);
+  EXPECT_EQ(json["arms"][0]["timeline"][1]["bytes"], 2'000'000);
+  EXPECT_EQ(json["ready"][0]["name"], "c");
   EXPECT_EQ(json["best"]["rounds_faster"], 8);
   EXPECT_EQ(json["best"]["decided"], true);
+}
+
+TEST(ReportTest, JsonGivesTheSamplesBack) {
+  const std::string text =
+      to_json("Net", samples_of(times(3, 20), times(3, 18)));
+  const auto samples = samples_from_json(text);
+  ASSERT_TRUE(samples.ok()) << samples.status();
+  EXPECT_EQ(to_json("Net", *samples), text);
+}
+
+TEST(ReportTest, OtherTextsAreNoSamples) {
+  const auto whole = nlohmann::json::parse(
+      to_json("Net", samples_of(times(3, 20), times(3, 18))));
+  const auto expect_error = [](const std::string& text) {
+    EXPECT_THAT(samples_from_json(text).status().message(),
+                ::testing::HasSubstr("JSON text of an earlier sweep"))
+        << text;
+  };
+  expect_error("");
+  expect_error("[]");
+  for (const auto& [key, value] : whole.items()) {
+    for (const auto& wrong : {nlohmann::json("text"), nlohmann::json(-1),
+                              nlohmann::json::array()}) {
+      nlohmann::json changed = whole;
+      changed[key] = wrong;
+      const auto samples = samples_from_json(changed.dump());  // no crash
+      if (samples.ok()) to_json("Net", *samples);
+    }
+  }
+  nlohmann::json changed = whole;
+  changed["local_rounds_ms"].erase(0);
+  expect_error(changed.dump());
+  changed = whole;
+  changed["arms"][1]["plan"] = {{0, 0, 1}};
+  expect_error(changed.dump());
+}
+
+TEST(SummaryTest, ThreeTimesTheRoundsAreTakenIfChanceMayExplainAGain) {
+  std::vector<double> other = times(8, 18);
+  EXPECT_EQ(rounds_to_take(samples_of(times(8, 20), other)), 8);
+  other[0] = other[5] = 21;
+  EXPECT_EQ(rounds_to_take(samples_of(times(8, 20), other)), 24);
+  EXPECT_EQ(rounds_to_take(samples_of(times(8, 20), times(8, 21))), 8);
+  EXPECT_EQ(rounds_to_take(samples_of(times(8, 20), times(8, 19.9))), 8);
+  // 6 rounds can't decide.
+  EXPECT_EQ(rounds_to_take(samples_of(times(2, 20), times(2, 18))), 2);
+  SweepSamples begun = samples_of(times(3, 20), other);
+  begun.rounds = 8;
+  EXPECT_EQ(rounds_to_take(begun), 8);
+  begun.rounds = 2;
+  EXPECT_EQ(rounds_to_take(begun), 6);
 }
 
 }  // namespace

@@ -1,4 +1,4 @@
-"""brigade.bench: workloads, measurements, the command."""
+"""`brigade bench`: workloads, measurements, the command."""
 
 import json
 import pathlib
@@ -10,7 +10,8 @@ import torch.distributed as dist
 from torch import nn
 
 import brigade
-from brigade import bench
+from brigade import bench, collectives
+from brigade.__main__ import main
 
 from ranks import on_ranks, torchrun
 from sharded_training import expect_equal_on_ranks
@@ -33,17 +34,17 @@ def test_a_factory_is_found_by_module_and_by_file(tmp_path, monkeypatch):
 def test_wrong_use_of_the_command_names_the_remedy(tmp_path, monkeypatch, capsys):
     (tmp_path / "alone.py").write_text("import torch\ndef net(): return torch.nn.Linear(2, 2)\n")
     monkeypatch.setattr(sys, "path", list(sys.path))
-    monkeypatch.setattr(sys, "argv", ["bench", f"{tmp_path}/alone.py:net"])
+    monkeypatch.setattr(sys, "argv", ["brigade", "bench", f"{tmp_path}/alone.py:net"])
     monkeypatch.setattr(bench.dist, "init_process_group", lambda backend: None)
     monkeypatch.delenv("RANK", raising=False)
     with pytest.raises(SystemExit):
-        bench.main()
+        main()
     printed = capsys.readouterr().err
-    assert printed.startswith("usage: torchrun --standalone --nproc-per-node 2 -m brigade.bench\n")
+    assert printed.startswith("usage: torchrun --standalone --nproc-per-node 2 -m brigade bench\n")
     assert "RANK is not set: start with torchrun" in printed
     monkeypatch.setenv("RANK", "0")
     with pytest.raises(TypeError, match=r"expected \(module, loss\) or .*, found Linear"):
-        bench.main()
+        main()
 
 
 def test_an_unknown_option_is_an_error():
@@ -85,6 +86,25 @@ def test_a_sweep_times_each_plan_once_and_keeps_the_module(rank, static_graph):
     expect_equal_on_ranks(table)  # ranks agree on the slowest rank's times
 
 
+@on_ranks()
+def test_collectives_are_timed_by_operation_size_and_number_of_pieces(rank, monkeypatch):
+    monkeypatch.setattr(collectives, "_SIZES", [1 << 10, 1 << 12])
+    monkeypatch.setattr(collectives, "_PIECES", [4])
+    found = collectives.measure(torch.device("cpu"), rounds=2)
+    operations = {entry["operation"] for entry in found}
+    assert len(found) == 3 * len(operations) == 18
+    assert {"all-gather, uneven", "sums in rank order"} < operations
+    assert {(entry["bytes"], entry["pieces"]) for entry in found} == {
+        (1 << 10, 1),
+        (1 << 12, 1),
+        (1 << 12, 4),
+    }
+    expect_equal_on_ranks(found)
+    lines = collectives.table(found).splitlines()
+    assert lines[1].split() == ["1", "KiB", "4", "KiB", "in", "4"]
+    assert len(lines) == 2 + len(operations)
+
+
 @on_ranks(1)
 def test_an_invalid_size_or_a_single_rank_is_an_error(rank):
     for size in ("x", "-1", "0", "nan", ""):
@@ -109,7 +129,7 @@ def test_errors_name_the_shape_of_the_loss_and_an_unused_parameter(rank):
 def test_the_command_prints_the_table_and_writes_json(tmp_path):
     file = tmp_path / "figures.json"
     quick = ["--caps", "each,one", "--rounds", "1", "--steps", "1", "--json", str(file)]
-    output = torchrun("-m", "brigade.bench", f"{_EXAMPLE}:mlp_with_bucket_views", *quick)
+    output = torchrun("-m", "brigade", "bench", f"{_EXAMPLE}:mlp_with_bucket_views", *quick)
     lines = output.splitlines()
     (title,) = (i for i, line in enumerate(lines) if line.startswith("MLP, bucket views: "))
     assert lines[title].endswith(": 16 parameters, 8.02 MiB")
@@ -119,4 +139,9 @@ def test_the_command_prints_the_table_and_writes_json(tmp_path):
     assert "recommended: keep the default (no cap is reliably faster)" in lines
     assert any(line.startswith("  too few rounds (1) to decide between") for line in lines)
     (model,) = json.loads(file.read_text())["models"]
+    assert model["ready"][0]["name"] == "14.bias"
+    again = torchrun(
+        "-m", "brigade", "bench", f"{_EXAMPLE}:mlp_with_bucket_views", *quick, "--resume"
+    )
+    assert again.splitlines()[-2:] == lines[-2:]
     assert [arm["buckets"] for arm in model["arms"]][:3] == [2, 16, 1]
