@@ -73,14 +73,14 @@ class Training {
 
   // Profiles some steps, and times all-reduces.
   BackwardModel make_model() {
-    const bool is_cpu = parameters_.front().device().is_cpu();
-    Reducer reducer(parameters_, group_,
-                    options_of(is_cpu ? default_arm() : arm_of("each")));
-    for (int step = 0; step < kStepsUntilRebuilt; ++step) timed_step(&reducer);
-    for (int step = 0; step < kProfiledSteps; ++step) {
-      timed_step(&reducer);
-      profiler_->add(reducer.timeline(), reducer.plan());
-    }
+    ReducerOptions alone = options_;
+    alone.bucket_plan = profiler_->buckets();
+    profile(alone, [&](const Reducer& reducer) {
+      profiler_->add(reducer.timeline());
+    });
+    profile(options_of(default_arm()), [&](const Reducer& reducer) {
+      profiler_->add_overlapped(reducer.timeline(), reducer.plan());
+    });
     drop_gradients();
     return profiler_->model();
   }
@@ -111,6 +111,16 @@ class Training {
     options.bucket_plan = {};
     options.bucket_cap_bytes = arm.caps_bytes;
     return options;
+  }
+
+  void profile(const ReducerOptions& options,
+               const std::function<void(const Reducer&)>& add) const {
+    Reducer reducer(parameters_, group_, options);
+    for (int step = 0; step < kStepsUntilRebuilt; ++step) timed_step(&reducer);
+    for (int step = 0; step < kProfiledSteps; ++step) {
+      timed_step(&reducer);
+      add(reducer);
+    }
   }
 
   void drop_gradients() const {

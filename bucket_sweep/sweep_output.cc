@@ -188,6 +188,8 @@ SweepSamples samples_of(const Json& found) {
   backward.parameters.resize(ready.size());
   samples.names.resize(ready.size());
   backward.end_s = 1e-3 * found.at("backward_ms").get<double>();
+  backward.contention = {.backward_slowdown = found.at("backward_slowdown"),
+                         .collective_stretch = found.at("collective_stretch")};
   for (const Json& gradient : ready) {
     const size_t parameter = gradient.at("parameter");
     backward.order.push_back(parameter);
@@ -271,6 +273,7 @@ std::string to_text(const std::string& name, const SweepSummary& summary) {
 
 std::string to_json(const std::string& name, const SweepSamples& samples) {
   const SweepSummary summary = summarize(samples);
+  const Contention& contention = samples.model.backward.contention;
   Json arms = Json::array();
   for (size_t i = 0; i < summary.arms.size(); ++i) {
     arms.push_back(json(summary.arms[i], samples.plans[i], samples.model));
@@ -292,6 +295,8 @@ std::string to_json(const std::string& name, const SweepSamples& samples) {
                {{"points", json(samples.model.points)},
                 {"concurrency", samples.model.cost.concurrency()}}},
               {"backward_ms", 1e3 * samples.model.backward.end_s},
+              {"backward_slowdown", contention.backward_slowdown},
+              {"collective_stretch", contention.collective_stretch},
               {"ready", json_of_ready(samples)}}
       .dump(2);
 }

@@ -8,6 +8,7 @@
 #include <limits>
 #include <map>
 #include <queue>
+#include <span>
 #include <utility>
 
 #include "absl/strings/str_cat.h"
@@ -20,9 +21,9 @@ absl::Status bad_input(const Parts&... parts) {
   return absl::InvalidArgumentError(absl::StrCat("planner: ", parts...));
 }
 
-// The gradients that may share buckets, in order. A sparse one is a stream of
+// The gradients that may share buckets, in order. A sparse one is a kind of
 // its own.
-struct Stream {
+struct Gradients {
   std::vector<size_t> positions = {};  // in Backward::order
   std::vector<double> ready_s = {};
   std::vector<int64_t> bytes_before = {0};  // [j]: of the first j gradients
@@ -30,47 +31,47 @@ struct Stream {
   size_t size() const { return positions.size(); }
 };
 
-std::vector<Stream> streams_of(const Backward& backward) {
-  std::vector<Stream> streams;
+std::vector<Gradients> kinds_of(const Backward& backward) {
+  std::vector<Gradients> kinds;
   std::map<int, size_t> by_kind;
   for (size_t position = 0; position < backward.order.size(); ++position) {
     const ParameterSpec& spec = backward.parameters[backward.order[position]];
-    size_t number = streams.size();
+    size_t number = kinds.size();
     if (!spec.sparse) number = by_kind.emplace(spec.kind, number).first->second;
-    if (number == streams.size()) streams.emplace_back();
-    Stream& stream = streams[number];
-    stream.positions.push_back(position);
-    stream.ready_s.push_back(backward.ready_s[position]);
-    stream.bytes_before.push_back(stream.bytes_before.back() + spec.size_bytes);
+    if (number == kinds.size()) kinds.emplace_back();
+    Gradients& kind = kinds[number];
+    kind.positions.push_back(position);
+    kind.ready_s.push_back(backward.ready_s[position]);
+    kind.bytes_before.push_back(kind.bytes_before.back() + spec.size_bytes);
   }
-  return streams;
+  return kinds;
 }
 
-// By stream, the ends of its buckets (numbers of gradients), ascending.
+// By kind, the ends of its buckets (numbers of gradients), ascending.
 using Cuts = std::vector<std::vector<size_t>>;
 
 struct Bucket {
   size_t last_position = 0;
   double ready_s = 0;
   int64_t bytes = 0;
-  size_t stream = 0;
-  size_t begin = 0;  // of its gradients in the stream
+  size_t kind = 0;
+  size_t begin = 0;  // of its gradients in the kind
   size_t end = 0;
 };
 
 // Returns the buckets in order of launch.
-std::vector<Bucket> buckets_of(const std::vector<Stream>& streams,
+std::vector<Bucket> buckets_of(const std::vector<Gradients>& kinds,
                                const Cuts& cuts) {
   std::vector<Bucket> buckets;
-  for (size_t s = 0; s < streams.size(); ++s) {
-    const Stream& stream = streams[s];
+  for (size_t k = 0; k < kinds.size(); ++k) {
+    const Gradients& kind = kinds[k];
     size_t begin = 0;
-    for (const size_t end : cuts[s]) {
+    for (const size_t end : cuts[k]) {
       buckets.push_back(
-          {.last_position = stream.positions[end - 1],
-           .ready_s = stream.ready_s[end - 1],
-           .bytes = stream.bytes_before[end] - stream.bytes_before[begin],
-           .stream = s,
+          {.last_position = kind.positions[end - 1],
+           .ready_s = kind.ready_s[end - 1],
+           .bytes = kind.bytes_before[end] - kind.bytes_before[begin],
+           .kind = k,
            .begin = begin,
            .end = end});
       begin = end;
@@ -80,45 +81,103 @@ std::vector<Bucket> buckets_of(const std::vector<Stream>& streams,
   return buckets;
 }
 
-// A link that runs collectives in order, `concurrency` at once: latencies
-// overlap, bytes don't.
-class Link {
+// One step: backward, and a link that runs collectives in order, `concurrency`
+// at once: latencies overlap, bytes don't.
+class Step {
  public:
-  explicit Link(const CollectiveCost& cost)
-      : cost_(cost), latency_s_(cost.seconds(0)) {
+  Step(const Backward& backward, const CollectiveCost& cost)
+      : cost_(cost),
+        latency_s_(cost.seconds(0)),
+        slowdown_(backward.contention.backward_slowdown),
+        stretch_(backward.contention.collective_stretch),
+        backward_end_s_(backward.end_s) {
     for (int i = 0; i < cost.concurrency(); ++i) slots_.push(0);
   }
 
-  // Returns the end of a collective.
-  double run(double launched_s, int64_t bytes) {
+  // Runs a collective that is launched after the earlier ones, when backward
+  // has done `ready_s` of its work.
+  StepPrediction::Collective run(double ready_s, int64_t bytes) {
+    ready_s_ = std::max(ready_s_, ready_s);
+    const double launched_s = time_of(ready_s_);
     const double begin = std::max(slots_.top(), launched_s);
     slots_.pop();
-    free_s_ = std::max(free_s_, begin + latency_s_) +
-              (cost_.seconds(bytes) - latency_s_);
-    slots_.push(free_s_);
-    return free_s_;
+    const double moving_s = std::max(free_s_, begin + latency_s_);
+    const double end =
+        stretched_end(begin, moving_s + (cost_.seconds(bytes) - latency_s_));
+    add_busy(std::max(begin, free_s_), end);
+    free_s_ = end;
+    slots_.push(end);
+    return {.launched_s = launched_s, .complete_s = end};
   }
 
+  double backward_end_s() const { return backward_end_s_; }
+  double end_s() const { return std::max(backward_end_s_, free_s_); }
+
  private:
+  struct Interval {
+    double begin = 0;
+    double end = 0;
+  };
+
+  // Returns the time at which backward has done `work_s`. Calls don't decrease.
+  double time_of(double work_s) {
+    if (slowdown_ == 0) return work_s;
+    for (; !busy_.empty(); busy_.pop_front()) {
+      const auto [begin, end] = busy_.front();
+      const double slowed_s = work_s + delay_s_ - begin;  // work after `begin`
+      if (slowed_s <= (end - begin) * (1 - slowdown_)) {
+        return begin + (slowed_s <= 0 ? slowed_s : slowed_s / (1 - slowdown_));
+      }
+      delay_s_ += slowdown_ * (end - begin);
+    }
+    return work_s + delay_s_;
+  }
+
+  // Returns the end of backward if the link is busy from `begin` on.
+  double backward_end_after(double begin) const {
+    const double left_s = backward_end_s_ - begin;
+    return begin + (left_s <= 0 ? left_s : left_s / (1 - slowdown_));
+  }
+
+  // `end`: of a collective that backward does not slow.
+  double stretched_end(double begin, double end) const {
+    const double overlap_s = backward_end_after(begin) - begin;
+    if (stretch_ == 1 || overlap_s <= 0) return end;
+    const double stretched_s = stretch_ * (end - begin);
+    return stretched_s <= overlap_s ? begin + stretched_s
+                                    : end + overlap_s - overlap_s / stretch_;
+  }
+
+  void add_busy(double begin, double end) {
+    if (slowdown_ == 0 || end <= begin) return;
+    busy_.push_back({begin, end});
+    backward_end_s_ =
+        std::min(std::max(backward_end_s_, backward_end_after(begin)),
+                 backward_end_s_ + slowdown_ * (end - begin));
+  }
+
   const CollectiveCost& cost_;
   const double latency_s_;
+  const double slowdown_;
+  const double stretch_;
+  double backward_end_s_;  // given the collectives so far
+  double ready_s_ = 0;
   double free_s_ = 0;
+  double delay_s_ = 0;              // of backward, before busy_
+  std::deque<Interval> busy_ = {};  // that time_of() has not passed
   std::priority_queue<double, std::vector<double>, std::greater<>> slots_;
 };
 
-double end_of(const std::vector<Stream>& streams, const Cuts& cuts,
-              const CollectiveCost& cost) {
-  Link link(cost);
-  double launched_s = 0;
-  double end_s = 0;
-  for (const Bucket& bucket : buckets_of(streams, cuts)) {
-    launched_s = std::max(launched_s, bucket.ready_s);
-    end_s = link.run(launched_s, bucket.bytes);
+double end_of(const std::vector<Gradients>& kinds, const Cuts& cuts,
+              const Backward& backward, const CollectiveCost& cost) {
+  Step step(backward, cost);
+  for (const Bucket& bucket : buckets_of(kinds, cuts)) {
+    step.run(bucket.ready_s, bucket.bytes);
   }
-  return end_s;
+  return step.end_s();
 }
 
-// ---- Exact optimum for one stream and one collective at a time.
+// ---- Exact optimum for one kind and one collective at a time.
 //
 // f(j): the earliest end of collectives that send the first j gradients, in
 // contiguous buckets. The last bucket sends gradients i + 1 ... j; it starts at
@@ -137,8 +196,8 @@ double end_of(const std::vector<Stream>& streams, const Cuts& cuts,
 // Each i enters and leaves each queue once: O(n * pieces).
 class ExactPlan {
  public:
-  ExactPlan(const Stream& stream, const CollectiveCost& cost)
-      : stream_(stream), end_s_(stream.size() + 1, 0) {
+  ExactPlan(const Gradients& kind, const CollectiveCost& cost)
+      : gradients_(kind), end_s_(kind.size() + 1, 0) {
     for (const CostPiece& piece : cost.pieces()) {
       if (!ranges_.empty()) ranges_.back().to_bytes = piece.from_bytes;
       ranges_.push_back({.piece = piece});
@@ -147,10 +206,10 @@ class ExactPlan {
 
   // Returns the ends of the buckets.
   std::vector<size_t> run() {
-    std::vector<size_t> begins(stream_.size() + 1, 0);
-    for (size_t j = 1; j <= stream_.size(); ++j) begins[j] = add(j);
+    std::vector<size_t> begins(gradients_.size() + 1, 0);
+    for (size_t j = 1; j <= gradients_.size(); ++j) begins[j] = add(j);
     std::vector<size_t> ends;
-    for (size_t end = stream_.size(); end > 0; end = begins[end]) {
+    for (size_t end = gradients_.size(); end > 0; end = begins[end]) {
       ends.push_back(end);
     }
     std::ranges::reverse(ends);
@@ -168,13 +227,13 @@ class ExactPlan {
   };
 
   double bytes_before(size_t i) const {
-    return static_cast<double>(stream_.bytes_before[i]);
+    return static_cast<double>(gradients_.bytes_before[i]);
   }
 
   // Sets f(j). Returns the best i.
   size_t add(size_t j) {
-    const double ready_s = stream_.ready_s[j - 1];
-    const int64_t bytes = stream_.bytes_before[j];
+    const double ready_s = gradients_.ready_s[j - 1];
+    const int64_t bytes = gradients_.bytes_before[j];
     while (num_early_ < j && end_s_[num_early_] <= ready_s) ++num_early_;
     size_t best = 0;
     double best_s = std::numeric_limits<double>::infinity();
@@ -191,7 +250,7 @@ class ExactPlan {
           best = i;
         }
       };
-      while (range.end < j && bytes - stream_.bytes_before[range.end] >=
+      while (range.end < j && bytes - gradients_.bytes_before[range.end] >=
                                   range.piece.from_bytes) {
         while (!range.queue.empty() &&
                value(range.queue.back()) >= value(range.end)) {
@@ -200,7 +259,7 @@ class ExactPlan {
         range.queue.push_back(range.end++);
       }
       while (range.begin < range.end &&
-             bytes - stream_.bytes_before[range.begin] >= range.to_bytes) {
+             bytes - gradients_.bytes_before[range.begin] >= range.to_bytes) {
         ++range.begin;
       }
       const size_t early_end = std::min(range.end, num_early_);
@@ -217,102 +276,109 @@ class ExactPlan {
     return best;
   }
 
-  const Stream& stream_;
+  const Gradients& gradients_;
   std::vector<double> end_s_;  // f
   std::vector<Range> ranges_;
   size_t num_early_ = 0;  // the i with f(i) <= r(j)
 };
 
-// ---- Local search, for several streams or collectives at once.
+// ---- Local search, for several kinds, collectives at once, or contention.
 
 // Merges, splits and moves ends of buckets while the step ends earlier.
-void improve(const std::vector<Stream>& streams, const CollectiveCost& cost,
-             Cuts& cuts) {
+void improve(const std::vector<Gradients>& kinds, const Backward& backward,
+             const CollectiveCost& cost, Cuts& cuts) {
   int64_t budget = 100'000;  // buckets that end_of() may visit
-  double best_s = end_of(streams, cuts, cost);
-  const auto keep_if_better = [&](size_t stream, std::vector<size_t> ends) {
-    for (const auto& of_stream : cuts) {
-      budget -= static_cast<int64_t>(of_stream.size());
+  double best_s = end_of(kinds, cuts, backward, cost);
+  const auto keep_if_better = [&](size_t kind, std::vector<size_t> ends) {
+    for (const auto& of_kind : cuts) {
+      budget -= static_cast<int64_t>(of_kind.size());
     }
     if (budget < 0) return false;
-    std::swap(cuts[stream], ends);
-    const double end_s = end_of(streams, cuts, cost);
+    std::swap(cuts[kind], ends);
+    const double end_s = end_of(kinds, cuts, backward, cost);
     if (end_s < best_s * (1 - 1e-9)) {
       best_s = end_s;
       return true;
     }
-    std::swap(cuts[stream], ends);
+    std::swap(cuts[kind], ends);
     return false;
   };
   bool has_improved = true;
   while (has_improved && budget > 0) {
     has_improved = false;
-    for (size_t s = 0; s < streams.size(); ++s) {
-      for (size_t b = 0; b < cuts[s].size() && budget > 0; ++b) {
-        const size_t begin = b == 0 ? 0 : cuts[s][b - 1];
-        const size_t end = cuts[s][b];
+    for (size_t k = 0; k < kinds.size(); ++k) {
+      for (size_t b = 0; b < cuts[k].size() && budget > 0; ++b) {
+        const size_t begin = b == 0 ? 0 : cuts[k][b - 1];
+        const size_t end = cuts[k][b];
         if (end - begin > 1) {
-          std::vector<size_t> ends = cuts[s];
+          std::vector<size_t> ends = cuts[k];
           ends.insert(ends.begin() + b, begin + (end - begin) / 2);
-          has_improved |= keep_if_better(s, std::move(ends));
+          has_improved |= keep_if_better(k, std::move(ends));
         }
-        if (b + 1 >= cuts[s].size() || cuts[s][b] != end) continue;
-        std::vector<size_t> merged = cuts[s];
+        if (b + 1 >= cuts[k].size() || cuts[k][b] != end) continue;
+        std::vector<size_t> merged = cuts[k];
         merged.erase(merged.begin() + b);
-        if (keep_if_better(s, std::move(merged))) {
+        if (keep_if_better(k, std::move(merged))) {
           has_improved = true;
           continue;
         }
         for (const int64_t step : {-8, -1, 1, 8}) {
-          const auto moved = static_cast<int64_t>(cuts[s][b]) + step;
+          const auto moved = static_cast<int64_t>(cuts[k][b]) + step;
           if (moved <= static_cast<int64_t>(begin) ||
-              moved >= static_cast<int64_t>(cuts[s][b + 1])) {
+              moved >= static_cast<int64_t>(cuts[k][b + 1])) {
             continue;
           }
-          std::vector<size_t> ends = cuts[s];
+          std::vector<size_t> ends = cuts[k];
           ends[b] = static_cast<size_t>(moved);
-          has_improved |= keep_if_better(s, std::move(ends));
+          has_improved |= keep_if_better(k, std::move(ends));
         }
       }
     }
   }
 }
 
-// The buckets of a plan whose buckets are contiguous in each stream.
-Cuts cuts_of(const std::vector<Stream>& streams, const BucketPlan& plan,
+// The buckets of a plan whose buckets are contiguous in each kind.
+Cuts cuts_of(const std::vector<Gradients>& kinds, const BucketPlan& plan,
              const Backward& backward) {
-  Cuts cuts(streams.size());
-  for (size_t s = 0; s < streams.size(); ++s) {
+  Cuts cuts(kinds.size());
+  for (size_t k = 0; k < kinds.size(); ++k) {
     const auto bucket_of = [&](size_t i) {
-      return plan.locate(backward.order[streams[s].positions[i]]).bucket;
+      return plan.locate(backward.order[kinds[k].positions[i]]).bucket;
     };
-    for (size_t i = 1; i < streams[s].size(); ++i) {
-      if (bucket_of(i) != bucket_of(i - 1)) cuts[s].push_back(i);
+    for (size_t i = 1; i < kinds[k].size(); ++i) {
+      if (bucket_of(i) != bucket_of(i - 1)) cuts[k].push_back(i);
     }
-    cuts[s].push_back(streams[s].size());
+    cuts[k].push_back(kinds[k].size());
   }
   return cuts;
 }
 
-BucketPlan plan_of(const std::vector<Stream>& streams, const Cuts& cuts,
+BucketPlan plan_of(const std::vector<Gradients>& kinds, const Cuts& cuts,
                    const Backward& backward) {
   std::vector<std::vector<size_t>> buckets;
-  for (const Bucket& bucket : buckets_of(streams, cuts)) {
+  for (const Bucket& bucket : buckets_of(kinds, cuts)) {
     std::vector<size_t>& members = buckets.emplace_back();
-    const Stream& stream = streams[bucket.stream];
+    const Gradients& kind = kinds[bucket.kind];
     for (size_t i = bucket.begin; i < bucket.end; ++i) {
-      members.push_back(backward.order[stream.positions[i]]);
+      members.push_back(backward.order[kind.positions[i]]);
     }
   }
   return *BucketPlan::create(std::move(buckets), backward.parameters.size());
 }
 
-Cuts best_of_several(const std::vector<Stream>& streams,
+Cuts best_of_several(const std::vector<Gradients>& kinds,
                      const Backward& backward, const CollectiveCost& cost) {
   std::vector<Cuts> candidates;
-  const auto plan = plan_by_size(backward.parameters, backward.order,
-                                 kDefaultBucketCapsBytes);
-  candidates.push_back(cuts_of(streams, *plan, backward));
+  const auto add_plan = [&](std::span<const int64_t> caps_bytes) {
+    const auto plan =
+        plan_by_size(backward.parameters, backward.order, caps_bytes);
+    candidates.push_back(cuts_of(kinds, *plan, backward));
+  };
+  add_plan(kDefaultBucketCapsBytes);
+  for (int64_t cap_bytes = 1 << 18; cap_bytes <= int64_t{1} << 30;
+       cap_bytes *= 4) {
+    add_plan({&cap_bytes, 1});
+  }
   // Simultaneous collectives hide part of the latency.
   for (const double share : {1.0, 1.0 / cost.concurrency(), 0.0}) {
     std::vector<CostPiece> pieces = cost.pieces();
@@ -321,13 +387,13 @@ Cuts best_of_several(const std::vector<Stream>& streams,
     const auto reduced = CollectiveCost::create(std::move(pieces));
     if (!reduced.ok()) continue;
     Cuts& cuts = candidates.emplace_back();
-    for (const Stream& stream : streams) {
-      cuts.push_back(ExactPlan(stream, *reduced).run());
+    for (const Gradients& kind : kinds) {
+      cuts.push_back(ExactPlan(kind, *reduced).run());
     }
   }
-  for (Cuts& cuts : candidates) improve(streams, cost, cuts);
+  for (Cuts& cuts : candidates) improve(kinds, backward, cost, cuts);
   return *std::ranges::min_element(candidates, {}, [&](const Cuts& cuts) {
-    return end_of(streams, cuts, cost);
+    return end_of(kinds, cuts, backward, cost);
   });
 }
 
@@ -367,6 +433,12 @@ absl::Status check_backward(const Backward& backward) {
     return bad_input("expected backward to end after its last gradient at ",
                      last_s, " s, found ", backward.end_s, " s");
   }
+  const auto& [slowdown, stretch] = backward.contention;
+  if (!(slowdown >= 0 && slowdown < 1) || !(stretch >= 1) ||
+      !std::isfinite(stretch)) {
+    return bad_input("expected a slowdown in [0, 1) and a stretch >= 1, found ",
+                     slowdown, " and ", stretch);
+  }
   return absl::OkStatus();
 }
 
@@ -393,15 +465,12 @@ absl::StatusOr<StepPrediction> predict(const BucketPlan& plan,
     ready_s[bucket] = backward.ready_s[position];
     bytes[bucket] += backward.parameters[parameter].size_bytes;
   }
-  StepPrediction prediction = {.backward_s = backward.end_s};
-  Link link(cost);
-  double launched_s = 0;
+  StepPrediction prediction;
+  Step step(backward, cost);
   for (size_t b = 0; b < plan.num_buckets(); ++b) {
-    launched_s = std::max(launched_s, ready_s[b]);
-    prediction.buckets.push_back(
-        {.launched_s = launched_s,
-         .complete_s = link.run(launched_s, bytes[b])});
+    prediction.buckets.push_back(step.run(ready_s[b], bytes[b]));
   }
+  prediction.backward_s = step.backward_end_s();
   return prediction;
 }
 
@@ -421,11 +490,12 @@ absl::StatusOr<BucketPlan> plan_for_cost(const Backward& backward,
   if (absl::Status status = check_backward(backward); !status.ok()) {
     return status;
   }
-  const std::vector<Stream> streams = streams_of(backward);
-  const bool is_exact = streams.size() == 1 && cost.concurrency() == 1;
-  const Cuts cuts = is_exact ? Cuts{ExactPlan(streams[0], cost).run()}
-                             : best_of_several(streams, backward, cost);
-  return plan_of(streams, cuts, backward);
+  const std::vector<Gradients> kinds = kinds_of(backward);
+  const bool is_exact = kinds.size() == 1 && cost.concurrency() == 1 &&
+                        backward.contention == Contention{};
+  const Cuts cuts = is_exact ? Cuts{ExactPlan(kinds[0], cost).run()}
+                             : best_of_several(kinds, backward, cost);
+  return plan_of(kinds, cuts, backward);
 }
 
 absl::StatusOr<BucketPlan> plan_by_mg_wfbp(const Backward& backward,
@@ -433,19 +503,18 @@ absl::StatusOr<BucketPlan> plan_by_mg_wfbp(const Backward& backward,
   if (absl::Status status = check_backward(backward); !status.ok()) {
     return status;
   }
-  const std::vector<Stream> streams = streams_of(backward);
+  const std::vector<Gradients> kinds = kinds_of(backward);
   Cuts cuts;
-  for (const Stream& stream : streams) {
+  for (const Gradients& kind : kinds) {
     std::vector<size_t>& ends = cuts.emplace_back();
     double free_s = 0;
     size_t begin = 0;
-    for (size_t i = 0; i < stream.size(); ++i) {
-      const int64_t bytes =
-          stream.bytes_before[i + 1] - stream.bytes_before[begin];
-      const double start_s = std::max(free_s, stream.ready_s[i]);
+    for (size_t i = 0; i < kind.size(); ++i) {
+      const int64_t bytes = kind.bytes_before[i + 1] - kind.bytes_before[begin];
+      const double start_s = std::max(free_s, kind.ready_s[i]);
       const double end_s = start_s + cost.seconds(bytes);
-      if (i + 1 < stream.size()) {
-        const double next_s = stream.ready_s[i + 1];
+      if (i + 1 < kind.size()) {
+        const double next_s = kind.ready_s[i + 1];
         if (next_s < end_s && next_s - start_s < cost.seconds(0)) continue;
       }
       ends.push_back(i + 1);
@@ -453,7 +522,7 @@ absl::StatusOr<BucketPlan> plan_by_mg_wfbp(const Backward& backward,
       free_s = end_s;
     }
   }
-  return plan_of(streams, cuts, backward);
+  return plan_of(kinds, cuts, backward);
 }
 
 absl::StatusOr<BucketPlan> plan_each(const Backward& backward) {
@@ -469,10 +538,10 @@ absl::StatusOr<BucketPlan> plan_one(const Backward& backward) {
   if (absl::Status status = check_backward(backward); !status.ok()) {
     return status;
   }
-  const std::vector<Stream> streams = streams_of(backward);
+  const std::vector<Gradients> kinds = kinds_of(backward);
   Cuts cuts;
-  for (const Stream& stream : streams) cuts.push_back({stream.size()});
-  return plan_of(streams, cuts, backward);
+  for (const Gradients& kind : kinds) cuts.push_back({kind.size()});
+  return plan_of(kinds, cuts, backward);
 }
 
 }  // namespace brigade

@@ -27,15 +27,29 @@
 
 namespace brigade {
 
+// Backward and collectives slow each other where they share cores.
+struct Contention {
+  // Backward runs at 1 - this of its speed while a collective runs; in [0, 1).
+  double backward_slowdown = 0;
+
+  // A collective takes this times as long while backward runs; >= 1.
+  double collective_stretch = 1;
+
+  friend bool operator==(const Contention&, const Contention&) = default;
+};
+
 struct Backward {
   std::vector<ParameterSpec> parameters = {};
-  std::vector<size_t> order = {};    // parameters, in order of readiness
-  std::vector<double> ready_s = {};  // by position in `order`; not decreasing
-  double end_s = 0;                  // not before the last gradient
+  std::vector<size_t> order = {};  // parameters, in order of readiness
+  // Without communication; by position in `order`; not decreasing.
+  std::vector<double> ready_s = {};
+  double end_s = 0;  // not before the last gradient
+  Contention contention = {};
 };
 
 // Errors: InvalidArgument if there is no parameter, `order` doesn't list each
-// one once, a size is negative, or times are negative, not finite or decrease.
+// one once, a size is negative, times are negative, not finite or decrease, or
+// the contention is out of range.
 absl::Status check_backward(const Backward& backward);
 
 struct StepPrediction {
@@ -43,7 +57,7 @@ struct StepPrediction {
     double launched_s = 0;
     double complete_s = 0;
   };
-  double backward_s = 0;
+  double backward_s = 0;  // slowed by collectives
   std::vector<Collective> buckets = {};
 
   double end_s() const;
@@ -61,10 +75,11 @@ absl::StatusOr<StepPrediction> predict(const BucketPlan& plan,
 double earliest_end_s(const Backward& backward, const CollectiveCost& cost);
 
 // Returns the plan that ends the step first, among those whose buckets are
-// contiguous in `order`, if all parameters have one kind, none is sparse, and
-// collectives run one at a time. Otherwise the best of several plans after a
-// local search (bytes of different kinds and sparse parameters share no
-// bucket), never worse than plan_by_size() with the default caps.
+// contiguous in `order`, if all parameters have one kind, none is sparse,
+// collectives run one at a time, and there is no contention. Otherwise the best
+// of several plans after a local search (bytes of different kinds and sparse
+// parameters share no bucket), never worse than plan_by_size() with the default
+// caps or one cap of 0.25, 1, 4, 16, 64, 256 or 1,024 MiB.
 //
 // Takes O(n * pieces of the cost). f(j), the earliest end of the first j
 // gradients' collectives, is the minimum over i of

@@ -75,14 +75,9 @@ void AutoPlan::next_stage() {
     case Stage::kLearn: {
       reducer_.rebuild_buckets();
       default_ = reducer_.plan().buckets();
-      if (is_cpu_) return plan();
-      Buckets each;
-      for (const auto& bucket : default_) {
-        for (const size_t parameter : bucket) each.push_back({parameter});
-      }
-      reducer_.set_bucket_plan(std::move(each));
+      reducer_.set_bucket_plan(profiler_.buckets());
       stage_ = Stage::kProfile;
-      num_steps_ = 1;
+      num_steps_ = is_cpu_ ? 2 : 1;
       return;
     }
     case Stage::kProfile:
@@ -107,8 +102,10 @@ void AutoPlan::note_step() {
     planned_s_.push_back(seconds_of(timeline, is_cpu_));
   } else if (stage_ == Stage::kTimeDefault) {
     default_s_.push_back(seconds_of(timeline, is_cpu_));
-  } else if (timeline.iteration > 1 && (is_cpu_ || stage_ == Stage::kProfile)) {
-    profiler_.add(timeline, reducer_.plan());  // the first step is slow
+  } else if (stage_ == Stage::kProfile) {
+    profiler_.add(timeline);
+  } else if (timeline.iteration > 1) {  // the first one is slow
+    profiler_.add_overlapped(timeline, reducer_.plan());
   }
 }
 

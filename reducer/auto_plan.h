@@ -1,14 +1,14 @@
 // Buckets planned for a model and its links while it trains.
 //
-//   iterations 1, 2   default buckets; the times of gradients are recorded
-//   before the 3rd    all-reduces are timed, and buckets are planned
-//   3 to 6, 7 to 10   planned buckets, then default ones, are timed
-//   from the 11th on  the faster of both
+//   iterations 1, 2   default buckets
+//   3, 4              one bucket, so that backward runs alone and is recorded
+//   before the 5th    all-reduces are timed, and buckets are planned
+//   5 to 8, 9 to 12   planned buckets, then default ones, are timed
+//   from the 13th on  the faster of both
 //
-// On devices an iteration with one bucket per parameter precedes the planned
-// ones, and one iteration less is timed of each. Times are those of timelines:
-// without them, because the sample rate is 0 or iterations failed, the default
-// is kept.
+// On devices a single iteration with one bucket per parameter is recorded, and
+// one iteration less is timed of each. Times are those of timelines: without
+// them, because the sample rate is 0 or iterations failed, the default is kept.
 //
 // Thread safety: none.
 

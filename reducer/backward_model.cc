@@ -18,6 +18,16 @@ constexpr int kRepeats = 3;
 constexpr int64_t kSmallestBytes = 1024;
 constexpr int kMostAtOnce = 8;
 
+// Less is noise, more is not plausible.
+constexpr double kLeastSlowdown = 0.05;
+constexpr double kMostSlowdown = 0.9;
+constexpr double kMostStretch = 10;
+
+// Returns 0 if `end_ns` is earlier.
+double seconds_between(int64_t begin_ns, int64_t end_ns) {
+  return 1e-9 * static_cast<double>(std::max<int64_t>(0, end_ns - begin_ns));
+}
+
 // REQUIRES: not empty.
 double median_of(std::vector<double> samples) {
   const auto middle = samples.begin() + samples.size() / 2;
@@ -35,13 +45,20 @@ BackwardProfiler::BackwardProfiler(std::vector<at::Tensor> parameters,
       group_(std::move(group)),
       ready_s_(parameters_.size()) {}
 
-void BackwardProfiler::add(const Timeline& timeline, const BucketPlan& plan) {
+std::vector<std::vector<size_t>> BackwardProfiler::buckets() const {
+  const Backward backward =
+      backward_of(std::vector<double>(parameters_.size() + 1, 0));
+  const absl::StatusOr<BucketPlan> plan =
+      device().is_cpu() ? plan_one(backward) : plan_each(backward);
+  return value_or_throw(plan).buckets();
+}
+
+void BackwardProfiler::add(const Timeline& timeline) {
   if (timeline.iteration == 0) return;
   int64_t end_ns = 0;
   const auto seconds = [&](int64_t ns) {
     end_ns = std::max(end_ns, ns);
-    return 1e-9 * static_cast<double>(
-                      std::max<int64_t>(0, ns - timeline.backward_begin_ns));
+    return seconds_between(timeline.backward_begin_ns, ns);
   };
   if (device().is_cpu()) {
     for (const GradientTime& gradient : timeline.gradients) {
@@ -51,15 +68,39 @@ void BackwardProfiler::add(const Timeline& timeline, const BucketPlan& plan) {
     }
     end_ns = std::max(end_ns, timeline.backward_end_ns);
   } else {
+    const std::vector<std::vector<size_t>> each = buckets();
     for (size_t b = 0; b < timeline.units.size(); ++b) {
       const int64_t packed_ns = timeline.units[b].pack_begin_ns;
       if (packed_ns == 0) continue;
-      for (const size_t parameter : plan.buckets()[b]) {
-        ready_s_[parameter].push_back(seconds(packed_ns));
-      }
+      ready_s_[each[b].front()].push_back(seconds(packed_ns));
     }
   }
   end_s_.push_back(seconds(end_ns));
+}
+
+void BackwardProfiler::add_overlapped(const Timeline& timeline,
+                                      const BucketPlan& plan) {
+  if (timeline.iteration == 0 || !device().is_cpu()) return;
+  Overlap overlap = {.end_s = seconds_between(timeline.backward_begin_ns,
+                                              timeline.backward_end_ns)};
+  int64_t free_ns = 0;
+  for (size_t b = 0; b < timeline.units.size(); ++b) {
+    const UnitTimes& unit = timeline.units[b];
+    if (unit.launch_ns == 0) continue;
+    const int64_t begin_ns = std::max(unit.launch_ns, free_ns);
+    free_ns = std::max(begin_ns, unit.complete_ns);
+    const double whole_s = seconds_between(begin_ns, free_ns);
+    const double inside_s =
+        seconds_between(begin_ns, std::min(free_ns, timeline.backward_end_ns));
+    if (inside_s == 0) continue;
+    int64_t bytes = 0;
+    for (const size_t parameter : plan.buckets()[b]) {
+      bytes += static_cast<int64_t>(parameters_[parameter].nbytes());
+    }
+    overlap.busy_s += inside_s;
+    overlap.parts.emplace_back(bytes, inside_s / whole_s);
+  }
+  overlaps_.push_back(std::move(overlap));
 }
 
 BackwardModel BackwardProfiler::model() {
@@ -75,7 +116,36 @@ BackwardModel BackwardProfiler::model() {
   BackwardModel model = {.backward = backward_of(times),
                          .points = time_all_reduces()};
   model.cost = value_or_throw(CollectiveCost::fit(model.points));
+  model.backward.contention = contention(model.backward.end_s, model.cost);
   return model;
+}
+
+// `end_s`: of a backward that runs alone.
+Contention BackwardProfiler::contention(double end_s,
+                                        const CollectiveCost& cost) const {
+  std::vector<double> ends_s;
+  std::vector<double> busy_s;
+  std::vector<double> alone_s;
+  for (const Overlap& overlap : overlaps_) {
+    ends_s.push_back(overlap.end_s);
+    busy_s.push_back(overlap.busy_s);
+    alone_s.push_back(0);
+    for (const auto& [bytes, share] : overlap.parts) {
+      alone_s.back() += share * cost.seconds(bytes);
+    }
+  }
+  // A rank that waits for others is busy for longer: take the least.
+  std::vector<double> found = {0, 0, 0};
+  if (!overlaps_.empty()) {
+    found = {median_of(ends_s), -median_of(busy_s), -median_of(alone_s)};
+  }
+  take_slowest(found);
+  const double delay_s = found[0] - end_s;
+  const double overlap_s = -found[1];
+  if (!(overlap_s > 0) || delay_s < kLeastSlowdown * overlap_s) return {};
+  return {.backward_slowdown = std::min(kMostSlowdown, delay_s / overlap_s),
+          .collective_stretch =
+              std::clamp(overlap_s / -found[2], 1.0, kMostStretch)};
 }
 
 void BackwardProfiler::take_slowest(std::vector<double>& seconds) const {

@@ -11,6 +11,7 @@
 #include <cstdint>
 #include <memory>
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
+#include <utility>
 #include <vector>
 
 #include "brigade/observing/timeline.h"
@@ -32,9 +33,17 @@ class BackwardProfiler {
   BackwardProfiler(std::vector<at::Tensor> parameters, std::vector<bool> sparse,
                    c10::intrusive_ptr<c10d::ProcessGroup> group);
 
-  // Adds a step with `plan`. On devices, where the host is ahead, a gradient is
-  // ready when its bucket is packed: profile with plan_each() there.
-  void add(const Timeline& timeline, const BucketPlan& plan);
+  // The buckets to profile with. On CPUs one per kind, so that backward runs
+  // alone; on devices, where the host is ahead and a gradient is ready when its
+  // bucket is packed, one per parameter.
+  std::vector<std::vector<size_t>> buckets() const;
+
+  // Adds a step with buckets().
+  void add(const Timeline& timeline);
+
+  // Adds a step with other buckets, from which model() learns how backward and
+  // collectives slow each other. Without effect on devices.
+  void add_overlapped(const Timeline& timeline, const BucketPlan& plan);
 
   // Medians of the added steps on the slowest rank, and all-reduces from 1 KiB
   // to the gradients' size. Collective; equal on all ranks. A rank
@@ -57,7 +66,16 @@ class BackwardProfiler {
 
  private:
   at::Device device() const { return parameters_.front().device(); }
+  // A step's end of backward; until then, seconds with a collective in flight,
+  // and of these collectives alone.
+  struct Overlap {
+    double end_s = 0;
+    double busy_s = 0;
+    std::vector<std::pair<int64_t, double>> parts = {};  // bytes, share
+  };
+
   Backward backward_of(const std::vector<double>& times) const;
+  Contention contention(double end_s, const CollectiveCost& cost) const;
   std::vector<CostPoint> time_all_reduces() const;
   double time_all_reduces_of(int64_t bytes, int count) const;
 
@@ -67,6 +85,7 @@ class BackwardProfiler {
   std::shared_ptr<HostSums> host_sums_;       // set by model(); null: none
   std::vector<std::vector<double>> ready_s_;  // by parameter, then by step
   std::vector<double> end_s_;                 // by step
+  std::vector<Overlap> overlaps_;             // by step
 };
 
 }  // namespace brigade

@@ -108,6 +108,52 @@ TEST(PlannersTest, SimultaneousCollectivesShareTheLinkNotTheLatency) {
   EXPECT_DOUBLE_EQ(end_of(*plan_each(backward), backward, *one), 4);
 }
 
+TEST(PlannersTest, BackwardAndCollectivesSlowEachOther) {
+  Backward backward = {
+      .parameters = {{10}, {10}},
+      .order = {0, 1},
+      .ready_s = {1, 2},
+      .end_s = 2,
+      .contention = {.backward_slowdown = 0.5, .collective_stretch = 2}};
+  const auto cost = CollectiveCost::linear(0, 0.1);
+  const auto each = predict(*plan_each(backward), backward, *cost);
+  ASSERT_TRUE(each.ok()) << each.status();
+  EXPECT_DOUBLE_EQ(each->buckets[0].launched_s, 1);
+  EXPECT_DOUBLE_EQ(each->buckets[0].complete_s, 3);
+  EXPECT_DOUBLE_EQ(each->backward_s, 3);
+  EXPECT_DOUBLE_EQ(each->buckets[1].launched_s, 3);
+  EXPECT_DOUBLE_EQ(each->buckets[1].complete_s, 4);
+  // Nothing runs at once.
+  EXPECT_DOUBLE_EQ(end_of(*plan_one(backward), backward, *cost), 4);
+  // The collective of 5 s outlasts backward, which takes 2 s for its last one.
+  const auto longer = CollectiveCost::linear(0, 0.5);
+  const auto slow = predict(*plan_each(backward), backward, *longer);
+  EXPECT_DOUBLE_EQ(slow->backward_s, 3);
+  EXPECT_DOUBLE_EQ(slow->buckets[0].complete_s, 7);
+  EXPECT_DOUBLE_EQ(slow->buckets[1].launched_s, 3);
+  EXPECT_DOUBLE_EQ(slow->buckets[1].complete_s, 12);
+  backward.contention.backward_slowdown = 1;
+  EXPECT_THAT(std::string(check_backward(backward).message()),
+              HasSubstr("a slowdown in [0, 1)"));
+}
+
+TEST(PlannersTest, NoCapIsBetterThanThePlanUnderContention) {
+  std::mt19937 random(4);
+  for (int trial = 0; trial < 300; ++trial) {
+    Backward backward = random_backward(random, 1 + draw(random, 9));
+    backward.contention = {.backward_slowdown = 0.1 * draw(random, 9),
+                           .collective_stretch = 1 + 0.5 * draw(random, 4)};
+    const CollectiveCost cost = random_cost(random, 1 + draw(random, 2));
+    const double end_s = end_of(*plan_for_cost(backward, cost), backward, cost);
+    for (const auto& other :
+         {plan_one(backward), plan_by_size(backward.parameters, backward.order,
+                                           kDefaultBucketCapsBytes)}) {
+      EXPECT_LE(end_s, end_of(*other, backward, cost) * (1 + 1e-9));
+    }
+    EXPECT_GE(end_s * (1 + 1e-12), earliest_end_s(backward, cost));
+  }
+}
+
 TEST(PlannersTest, ThePlanIsOptimal) {
   std::mt19937 random(2);
   for (int trial = 0; trial < 2000; ++trial) {
