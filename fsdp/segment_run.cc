@@ -126,7 +126,8 @@ ShardedUnit::Gathered SegmentRun::gather_into(size_t number, Lease lease) {
   ShardedUnit::Gathered gathered = {.lease = std::move(lease)};
   gathered.wholes = unsharded_views(unit, gathered.lease.bytes);
   const at::NoGradGuard no_grad;
-  model_.recorder.launch_begins(ShardingRecorder::kAllGather, number);
+  model_.recorder.launch_begins(ShardingRecorder::kAllGather, number,
+                                unit.whole_bytes());
   for (size_t i = 0; i < unit.flats.size(); ++i) {
     FlatShard& flat = *unit.flats[i];
     if (flat.is_whole_here()) continue;
@@ -261,7 +262,8 @@ void SegmentRun::reduce(size_t number) {
     prepare_gradients(number);
     UnitReduction& reduction = reducing_.emplace_back(UnitReduction{
         .unit = number, .gradients = std::exchange(unit.gradients, {})});
-    model_.recorder.launch_begins(ShardingRecorder::kReduceScatter, number);
+    model_.recorder.launch_begins(ShardingRecorder::kReduceScatter, number,
+                                  unit.gradient_bytes());
     for (const auto& flat : unit.flats) {
       if (!flat->is_trained()) continue;
       reduction.flats.push_back(reduce_flat(unit, *flat));

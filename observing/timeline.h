@@ -3,6 +3,7 @@
 //
 //   std::cout << describe(reducer.timeline());
 //   std::cout << describe(sharded->timeline());
+//   std::ofstream("trace0.json") << to_chrome_trace(reducer.timeline(), 0);
 //
 // All times are nanoseconds of the steady clock; 0 if the event did not happen.
 // On devices with streams, times of buckets and units are the stream's. All
@@ -53,6 +54,7 @@ struct UnitTimes {
   int64_t pack_end_ns = 0;
   int64_t launch_ns = 0;    // comm hook called; 0: nothing was sent
   int64_t complete_ns = 0;  // its future completed
+  int64_t bytes = 0;        // of the buffer; 0: sparse
 };
 
 struct Timeline {
@@ -83,8 +85,17 @@ struct TimelineSummary {
 
 TimelineSummary summarize(const Timeline& timeline);
 
-// Returns a table with one line per bucket, in ms since the begin of backward.
+// Returns a line for a log: "iteration 8: compute 90.114 ms, communication
+// 40.637 ms, 8.212 exposed, overlap 80 %". Computation is forward and backward.
+std::string summary_line(const Timeline& timeline);
+
+// Returns the summary line and a table with one line per bucket, in ms since
+// the begin of backward.
 std::string describe(const Timeline& timeline);
+
+// Returns the timeline as JSON in the Trace Event Format, for Perfetto and
+// Holistic Trace Analysis. `rank`: the rank's number among all processes.
+std::string to_chrome_trace(const Timeline& timeline, int rank);
 
 // ---- Sharded models: all-gathers and reduce-scatters of units.
 
@@ -97,6 +108,7 @@ struct GatherTimes {
   int64_t complete_ns = 0;
   int64_t needed_ns = 0;     // first use; 0: this rank did not use it
   int64_t unsharded_ns = 0;  // the host continued
+  int64_t bytes = 0;         // of the unsharded parameters
 
   // Returns the time between launch and completion during which the host
   // waited; on devices the host does not wait.
@@ -107,6 +119,7 @@ struct ReductionTimes {
   std::string unit = {};
   int64_t launch_ns = 0;
   int64_t complete_ns = 0;
+  int64_t bytes = 0;  // of the unsharded gradients
 };
 
 // Times of one step: from the first forward after a reduced backward to the end
@@ -126,9 +139,11 @@ struct ShardingTimeline {
   int64_t exposed_ns(size_t reduction) const;
 };
 
-// Returns a table with one line per collective, in ms since the begin of
-// forward.
+// As for a Timeline. Computation excludes the host's waits for all-gathers; the
+// table has one line per collective, in ms since the begin of forward.
+std::string summary_line(const ShardingTimeline& timeline);
 std::string describe(const ShardingTimeline& timeline);
+std::string to_chrome_trace(const ShardingTimeline& timeline, int rank);
 
 }  // namespace brigade
 

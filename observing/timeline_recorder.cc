@@ -222,10 +222,12 @@ void ShardingRecorder::step_ends() {
   if (std::exchange(is_sampling_, false)) last_ = std::exchange(current_, {});
 }
 
-void ShardingRecorder::launch_begins(Collective collective, size_t unit) {
+void ShardingRecorder::launch_begins(Collective collective, size_t unit,
+                                     int64_t bytes) {
   if (!is_sampling_) return;
   current_.launches[collective].push_back(
-      {.unit = unit, .times = {.pass = pass_, .launch_ns = now_ns()}});
+      {.unit = unit,
+       .times = {.pass = pass_, .launch_ns = now_ns(), .bytes = bytes}});
 }
 
 void ShardingRecorder::launched(Collective collective,
@@ -289,7 +291,8 @@ ShardingTimeline ShardingRecorder::timeline(
     const GatherTimes times = times_of(launch);
     timeline.reductions.push_back({.unit = names[launch.unit],
                                    .launch_ns = times.launch_ns,
-                                   .complete_ns = times.complete_ns});
+                                   .complete_ns = times.complete_ns,
+                                   .bytes = times.bytes});
   }
   return timeline;
 }

@@ -97,7 +97,11 @@ class TimelineRecorder {
   }
   void pack_begins(size_t unit) { stamp(unit, DeviceTimes::kPackBegin); }
   void pack_ends(size_t unit) { stamp(unit, DeviceTimes::kPackEnd); }
-  void launch_begins(size_t unit) { stamp(unit, DeviceTimes::kLaunch); }
+  // `bytes`: of the buffer; 0: sparse.
+  void launch_begins(size_t unit, int64_t bytes) {
+    stamp(unit, DeviceTimes::kLaunch);
+    if (sampling_) current_.units[unit].bytes = bytes;
+  }
   void launched(size_t unit, c10::ivalue::Future& future);
   // Call after a wait for the future, whose callback may run later.
   void waited_for(size_t unit);
@@ -148,8 +152,9 @@ class ShardingRecorder {
 
   // A unit's collective has a launch for each flat shard. Call launch_begins()
   // before the first and launched() after each, on the collective's stream.
+  // `bytes`: of the unit's unsharded parameters or gradients.
   enum Collective { kAllGather, kReduceScatter };
-  void launch_begins(Collective collective, size_t unit);
+  void launch_begins(Collective collective, size_t unit, int64_t bytes);
   void launched(Collective collective, c10::ivalue::Future& future);
   // The host begins and ends a wait for the unit's all-gather.
   void needed(size_t unit);

@@ -331,8 +331,17 @@ void register_reducer(py::module_& module) {
           "describe_timeline",
           [](const TorchReducer& self) { return describe(self.timeline()); },
           NoGil(),
-          "Returns a table of the last sampled iteration: one line per bucket, "
-          "in ms since the beginning of backward.")
+          "Returns a table of the last sampled iteration: a summary, and one "
+          "line per bucket, in ms since the beginning of backward.")
+      .def(
+          "chrome_trace",
+          [](const TorchReducer& self, int rank) {
+            return to_chrome_trace(self.timeline(), rank);
+          },
+          py::arg("rank"), NoGil(),
+          "Returns the last sampled iteration as JSON for Perfetto and "
+          "Holistic "
+          "Trace Analysis. `rank`: dist.get_rank().")
       .def(
           "set_stall_report_after", &TorchReducer::set_stall_report_after,
           py::arg("time"), NoGil(),

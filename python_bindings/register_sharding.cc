@@ -221,6 +221,11 @@ void register_timeline(py::module_& module) {
       .def("exposed_ns", &ShardingTimeline::exposed_ns, py::arg("reduction"),
            "Returns how long finalization waited for this reduction alone, "
            "after backward and after earlier reductions.")
+      .def("chrome_trace",
+           py::overload_cast<const ShardingTimeline&, int>(&to_chrome_trace),
+           py::arg("rank"),
+           "Returns JSON for Perfetto and Holistic Trace Analysis. `rank`: "
+           "dist.get_rank().")
       .def("__str__",
            [](const ShardingTimeline& self) { return describe(self); });
 }

@@ -108,9 +108,13 @@ void Bucket::make_grad_bucket() {
                        select(table_, members_), std::nullopt);
 }
 
-bool Bucket::is_empty() const {
-  return !sparse_ && ranges_.back().offset_numel + ranges_.back().numel == 0;
+int64_t Bucket::buffer_bytes() const {
+  if (sparse_) return 0;
+  return (ranges_.back().offset_numel + ranges_.back().numel) *
+         static_cast<int64_t>(c10::elementSize(wire_dtype_));
 }
+
+bool Bucket::is_empty() const { return !sparse_ && buffer_bytes() == 0; }
 
 bool Bucket::fits(const HookTraits& hook) const {
   return hook.wire_dtype(dtype_) == wire_dtype_ &&

@@ -26,7 +26,7 @@ std::optional<Failure> launch(Iteration& iteration, Collective& entry,
         std::optional<ProfilerRange> range;
         if (unit) {
           range.emplace(observations.launch_names[*unit]);
-          observations.timeline.launch_begins(*unit);
+          observations.timeline.launch_begins(*unit, entry.buffer_bytes());
         }
         const ChainedCollectives::Scope chaining(iteration.chained);
         launch.future =

@@ -413,7 +413,7 @@ class FSDPModule(_TorchFSDPModule):
         """Returns the times of all-gathers and reduce-scatters in the last sampled step.
 
         Steps 1 to 10 and every 100th step are sampled; see set_timeline_sample_rate(). print()
-        shows a table.
+        shows a table; chrome_trace() returns JSON for Perfetto.
         """
         return self._root().native.timeline()
 

@@ -1,5 +1,7 @@
 """Times of all-gathers and reductions of units, and their ranks."""
 
+import json
+
 import pytest
 
 from ranks import on_ranks
@@ -25,8 +27,18 @@ def test_the_timeline_has_a_steps_gathers_and_reductions(rank):
         assert timeline.backward_begin_ns <= reduction.launch_ns < reduction.complete_ns
         assert 0 <= timeline.exposed_ns(i) <= reduction.complete_ns - reduction.launch_ns
     table = str(timeline)
-    assert table.startswith("step 3: forward 0 to ")
+    assert table.startswith("step 3: compute ")
     assert table.count("  blocks.1\n") == 3
+
+    trace = json.loads(timeline.chrome_trace(rank))
+    assert trace["distributedInfo"] == {"rank": rank}
+    events = [event for event in trace["traceEvents"] if event["ph"] == "X"]
+    assert {event["name"] for event in events} > {"forward", "backward", "finalize"}
+    all_gathers = [e["args"] for e in events if e["name"].startswith("ncclKernel_AllGather ")]
+    assert [each["unit"] for each in all_gathers] == [unit for unit, _ in gathers]
+    scatters = [e["args"] for e in events if e["name"].startswith("ncclKernel_ReduceScatter ")]
+    assert [each["unit"] for each in scatters] == [each.unit for each in timeline.reductions]
+    assert min(each["bytes"] for each in all_gathers + scatters) > 0
 
     model.set_timeline_sample_rate(0)
     model(batch_of(rank, 3)).square().mean().backward()

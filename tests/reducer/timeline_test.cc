@@ -1,5 +1,8 @@
 #include "brigade/observing/timeline.h"
 
+#include <nlohmann/json.hpp>
+
+#include "absl/strings/str_format.h"
 #include "brigade/comm/process_group.h"
 #include "brigade/comm_hooks/comm_hooks.h"
 #include "brigade/observing/timeline_recorder.h"
@@ -65,35 +68,48 @@ TEST(TimelineSummaryTest, IsPrintedAsATable) {
                            .launch_ns = 5'500'000,
                            .complete_ns = 12'000'000},
                           {}}}),
-      "iteration 12: forward 2.500 ms, backward 6.000 ms, finalize (after "
-      "backward) 2.250 ms\n"
-      "communication 6.500 ms: 4.500 overlapped with backward, 2.000 exposed\n"
+      "iteration 12: compute 8.500 ms, communication 6.500 ms, 2.000 exposed, "
+      "overlap 69 %\n"
+      "forward 2.500 ms, backward 6.000 ms, finalize (after backward) 2.250 "
+      "ms\n"
       "bucket   packed at launched at complete at     exposed   (ms; 0 = "
       "backward begins)\n"
       "     0       1.250       1.500       8.000       2.000\n"
       "     1           -           -           -       0.000\n");
 }
 
+TEST(TimelineSummaryTest, HasNoOverlapWithoutCommunication) {
+  EXPECT_EQ(summary_line(Timeline{.iteration = 1}),
+            "iteration 1: compute 0.000 ms, communication 0.000 ms, 0.000 "
+            "exposed, overlap -");
+}
+
+ShardingTimeline sharded_step(const std::string& unit) {
+  return {.iteration = 7,
+          .forward_begin_ns = 1'000'000,
+          .forward_end_ns = 4'000'000,
+          .backward_begin_ns = 5'000'000,
+          .backward_end_ns = 9'000'000,
+          .finalize_end_ns = 11'000'000,
+          .gathers = {{.pass = GatheredIn::kForward,
+                       .launch_ns = 1'500'000,
+                       .complete_ns = 3'500'000,
+                       .needed_ns = 3'000'000,
+                       .unsharded_ns = 3'500'000,
+                       .bytes = 64},
+                      {.unit = unit,
+                       .pass = GatheredIn::kBackward,
+                       .launch_ns = 8'500'000,
+                       .complete_ns = 9'000'000}},
+          .reductions = {{.launch_ns = 8'000'000, .complete_ns = 11'000'000}}};
+}
+
 TEST(ShardingTimelineTest, IsPrintedAsATableInTheOrderOfTheLaunches) {
   EXPECT_EQ(
-      describe({.iteration = 7,
-                .forward_begin_ns = 1'000'000,
-                .forward_end_ns = 4'000'000,
-                .backward_begin_ns = 5'000'000,
-                .backward_end_ns = 9'000'000,
-                .finalize_end_ns = 11'000'000,
-                .gathers = {{.pass = GatheredIn::kForward,
-                             .launch_ns = 1'500'000,
-                             .complete_ns = 3'500'000,
-                             .needed_ns = 3'000'000,
-                             .unsharded_ns = 3'500'000},
-                            {.unit = "blocks.0",
-                             .pass = GatheredIn::kBackward,
-                             .launch_ns = 8'500'000,
-                             .complete_ns = 9'000'000}},
-                .reductions = {{.launch_ns = 8'000'000,
-                                .complete_ns = 11'000'000}}}),
-      "step 7: forward 0 to 3.000 ms, backward 4.000 to 8.000, finalize (after "
+      describe(sharded_step("blocks.0")),
+      "step 7: compute 6.500 ms, communication 5.000 ms, 2.500 exposed, "
+      "overlap 50 %\n"
+      "forward 0 to 3.000 ms, backward 4.000 to 8.000, finalize (after "
       "backward) 2.000\n"
       "all-gathers: exposed 0.500 of 2.500 ms; reduce-scatters: exposed 2.000 "
       "of 3.000 ms\n"
@@ -107,6 +123,77 @@ TEST(ShardingTimelineTest, IsPrintedAsATableInTheOrderOfTheLaunches) {
       "blocks.0\n");
 }
 
+// ---- Chrome traces
+
+using Json = nlohmann::json;
+
+// Returns "<tid> <category>: <name> <begin> + <duration>" of each event, in us.
+std::vector<std::string> events_of(const Json& trace, int rank) {
+  std::vector<std::string> events;
+  for (const Json& event : trace["traceEvents"]) {
+    EXPECT_EQ(event["pid"], rank);
+    if (event["ph"] != "X") continue;
+    events.push_back(absl::StrFormat(
+        "%d %s: %s %g + %g", event["tid"].get<int>(),
+        event["cat"].get<std::string>(), event["name"].get<std::string>(),
+        event["ts"].get<double>(), event["dur"].get<double>()));
+  }
+  return events;
+}
+
+TEST(ChromeTraceTest, HasAnEventPerPassAndBucket) {
+  const std::string text =
+      to_chrome_trace(Timeline{.iteration = 12,
+                               .forward_begin_ns = 1'000'000,
+                               .forward_end_ns = 3'500'000,
+                               .backward_begin_ns = 4'000'000,
+                               .backward_end_ns = 10'000'000,
+                               .finalize_end_ns = 12'250'500,
+                               .units = {{.pack_begin_ns = 5'000'000,
+                                          .pack_end_ns = 5'250'000,
+                                          .launch_ns = 5'500'000,
+                                          .complete_ns = 12'000'000},
+                                         {},
+                                         {.launch_ns = 6'000'000,
+                                          .complete_ns = 7'000'000,
+                                          .bytes = 8}}},
+                      /*rank=*/3);
+  // Holistic Trace Analysis finds the rank by the space.
+  EXPECT_THAT(text, HasSubstr("\"rank\": 3\n"));
+  const Json trace = Json::parse(text);
+  EXPECT_THAT(events_of(trace, 3),
+              ElementsAre("1 kernel: forward 1000 + 2500",
+                          "1 kernel: backward 4000 + 6000",
+                          "1 user_annotation: finalize 10000 + 2250.5",
+                          "2 user_annotation: pack bucket 0 5000 + 250",
+                          "3 kernel: ncclKernel_AllReduce bucket 0 5500 + 6500",
+                          "4 kernel: ncclKernel_AllReduce bucket 2 6000 + "
+                          "1000"));
+  EXPECT_EQ(trace["traceEvents"].back()["args"],
+            Json({{"bucket", 2}, {"bytes", 8}, {"stream", 4}}));
+  EXPECT_EQ(trace["traceEvents"][0]["args"]["name"], "rank 3");
+}
+
+TEST(ChromeTraceTest, LeavesWaitsOutOfTheComputationOfAShardedStep) {
+  const Json trace =
+      Json::parse(to_chrome_trace(sharded_step("\"0\"\n\xff"), /*rank=*/0));
+  EXPECT_THAT(
+      events_of(trace, 0),
+      UnorderedElementsAre(
+          "1 kernel: forward 1000 + 2000",
+          "1 user_annotation: wait for (root) 3000 + 500",
+          "1 kernel: forward 3500 + 500", "1 kernel: backward 5000 + 4000",
+          "1 user_annotation: finalize 9000 + 2000",
+          "3 kernel: ncclKernel_AllGather (root) 1500 + 2000",
+          "3 kernel: ncclKernel_AllGather \"0\"\n\xEF\xBF\xBD 8500 + 500",
+          "4 kernel: ncclKernel_ReduceScatter (root) 8000 + 3000"));
+}
+
+TEST(ChromeTraceTest, HasNoEventsIfNothingWasSampled) {
+  EXPECT_THAT(events_of(Json::parse(to_chrome_trace(Timeline{}, 0)), 0),
+              ElementsAre());
+}
+
 // ---- Recorder
 
 TEST(TimelineRecorderTest, AFutureMayCompleteAfterTheRecorderIsDestroyed) {
@@ -116,7 +203,7 @@ TEST(TimelineRecorderTest, AFutureMayCompleteAfterTheRecorderIsDestroyed) {
     TimelineRecorder recorder;
     recorder.bind({at::kCPU}, /*num_variables=*/1);
     recorder.prepared(1);
-    recorder.launch_begins(0);
+    recorder.launch_begins(0, /*bytes=*/4);
     recorder.launched(0, *future);
   }
   future->markCompleted(at::ones({1}));
@@ -131,10 +218,10 @@ TEST(TimelineRecorderTest, ALateFutureDoesNotSpoilTheNextTimeline) {
   TimelineRecorder recorder;
   recorder.bind({at::kCPU}, /*num_variables=*/1);
   recorder.prepared(1);
-  recorder.launch_begins(0);
+  recorder.launch_begins(0, /*bytes=*/4);
   recorder.launched(0, *abandoned);
   recorder.prepared(2);  // iteration 1 was aborted
-  recorder.launch_begins(0);
+  recorder.launch_begins(0, /*bytes=*/4);
   recorder.launched(0, *open);
   abandoned->markCompleted(at::ones({1}));
   recorder.finalized();
@@ -184,6 +271,7 @@ TEST_P(TimelineOnRanksTest, StampsTheStepsInTheirOrder) {
       ASSERT_EQ(timeline.units.size(), 2);
       const UnitTimes& first = timeline.units[0];
       const UnitTimes& second = timeline.units[1];
+      EXPECT_EQ(first.bytes, 7 * sizeof(float));
       // Bucket 0 is packed and launched between gradients.
       expect_ascending(
           {timeline.forward_begin_ns, timeline.forward_end_ns,

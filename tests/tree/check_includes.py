@@ -30,7 +30,7 @@ LAYERS = {
     "comm": (("comm/status", "comm/ordered"), LIBTORCH),
     "checkpoint": (("comm",), LIBTORCH + ("nlohmann/",)),
     "comm_hooks": (("comm/ordered",), LIBTORCH),
-    "observing": (("planning", "comm/group", "comm/streams"), LIBTORCH),
+    "observing": (("planning", "comm/group", "comm/streams"), LIBTORCH + ("nlohmann/",)),
     "reducer/packing": ((), LIBTORCH + ("cuda",)),
     "reducer": (("reducer/packing", "observing", "hooks", "comm_hooks", "comm"), LIBTORCH),
     "fsdp": (("observing", "hooks", "comm_hooks", "checkpoint"), LIBTORCH),
