@@ -67,7 +67,6 @@ std::string time_of(int64_t time_ns, int64_t begin_ns) {
 constexpr std::string_view kGathers[] = {"all-gather, forward",
                                          "all-gather, backward", "all-gather"};
 
-// `times`: of a unit's collective.
 std::string name_of(const auto& times) {
   return times.unit.empty() ? "(root)" : times.unit;
 }
@@ -134,8 +133,7 @@ class ChromeTrace {
   std::string text() const {
     return Json{{"distributedInfo", {{"rank", rank_}}},
                 {"traceEvents", events_}}
-        .dump(/*indent=*/1, ' ', /*ensure_ascii=*/false,
-              Json::error_handler_t::replace);
+        .dump(/*indent=*/1, ' ', false, Json::error_handler_t::replace);
   }
 
  private:

@@ -97,7 +97,6 @@ class TimelineRecorder {
   }
   void pack_begins(size_t unit) { stamp(unit, DeviceTimes::kPackBegin); }
   void pack_ends(size_t unit) { stamp(unit, DeviceTimes::kPackEnd); }
-  // `bytes`: of the buffer; 0: sparse.
   void launch_begins(size_t unit, int64_t bytes) {
     stamp(unit, DeviceTimes::kLaunch);
     if (sampling_) current_.units[unit].bytes = bytes;

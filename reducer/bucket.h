@@ -76,7 +76,6 @@ class Bucket final : public Collective {
 
   // The device of replica 0.
   c10::Device device() const override { return devices_.front(); }
-
   int64_t buffer_bytes() const override;
 
   bool fails_by_network_only() const override {

@@ -73,8 +73,8 @@ class Collective {
 
   virtual c10::Device device() const = 0;
 
-  // Returns 0 if the buffer is sparse.
-  virtual int64_t buffer_bytes() const = 0;
+  // Returns 0 without a unit, or if the buffer is sparse.
+  virtual int64_t buffer_bytes() const { return 0; }
 
   // Returns true if no user code can fail in it: a failure is a peer's.
   virtual bool fails_by_network_only() const = 0;

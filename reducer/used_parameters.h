@@ -82,7 +82,6 @@ class UsedParameters final : public Collective {
   at::Tensor result_of(const c10::IValue&) override { return {}; }
   void deliver(const at::Tensor&) override { counts(); }
   c10::Device device() const override { return sum_.device(); }
-  int64_t buffer_bytes() const override { return 0; }  // not in timelines
   bool fails_by_network_only() const override { return true; }
   std::string describe() const override { return "the used-parameter bitmap"; }
 
