@@ -85,6 +85,20 @@ class Training {
     return profiler_->model();
   }
 
+  // Times some forwards.
+  double forward_ms() const {
+    std::vector<double> times;
+    for (int step = 0; step < kProfiledSteps; ++step) {
+      profiler_->barrier();
+      const Clock::time_point begin = Clock::now();
+      loss_();
+      profiler_->synchronize();
+      times.push_back(ms_since(begin));
+    }
+    profiler_->take_slowest(times);
+    return quantile(times, 0.5);
+  }
+
   // Adds a round of `num_steps` steps without communication.
   void run_local_turn(std::vector<std::vector<double>>& rounds_ms,
                       int64_t num_steps) {
@@ -247,10 +261,9 @@ std::vector<double> added(const Rounds& rounds, const Rounds& local) {
   return differences;
 }
 
-// Returns the time of a step that ends `end_s` after the begin of backward.
-double step_ms(const SweepSummary& summary, const BackwardModel& model,
-               double end_s) {
-  return summary.local_ms.median + 1e3 * (end_s - model.backward.end_s);
+// `end_s`: of the last collective, after the begin of backward.
+double step_ms(const SweepSamples& samples, double end_s) {
+  return samples.forward_ms + 1e3 * (end_s + samples.model.delivery_s);
 }
 
 ArmSummary summary_of(const PlanSamples& plan, const Rounds& local) {
@@ -331,7 +344,8 @@ SweepSamples first_samples(Training& training, std::vector<BucketArm> arms,
       .names = options.reducer.parameter_names,
       .rounds = options.rounds,
       .steps = options.steps,
-      .model = training.make_model()};
+      .model = training.make_model(),
+      .forward_ms = training.forward_ms()};
   for (const at::Tensor& parameter : training.parameters()) {
     samples.gradient_bytes += static_cast<int64_t>(parameter.nbytes());
   }
@@ -508,12 +522,11 @@ SweepSummary summarize(const SweepSamples& samples) {
       .local_ms = quartiles(flat(samples.local_ms))};
   for (const PlanSamples& plan : samples.plans) {
     summary.arms.push_back(summary_of(plan, samples.local_ms));
-    summary.arms.back().predicted_ms = step_ms(
-        summary, samples.model, prediction_of(plan, samples.model).end_s());
+    summary.arms.back().predicted_ms =
+        step_ms(samples, prediction_of(plan, samples.model).end_s());
   }
-  summary.bound_ms =
-      step_ms(summary, samples.model,
-              earliest_end_s(samples.model.backward, samples.model.cost));
+  summary.bound_ms = step_ms(
+      samples, earliest_end_s(samples.model.backward, samples.model.cost));
   summary.best = fastest(samples);
   summary.least_rounds = least_rounds(num_candidates(samples),
                                       level(samples.rounds, summary.rounds));

@@ -173,6 +173,7 @@ struct SweepSamples {
   int64_t rounds = 0;                   // as in SweepOptions
   int64_t steps = 0;
   BackwardModel model = {};
+  double forward_ms = 0;
   std::vector<std::vector<double>> local_ms = {};  // no communication, by round
   std::vector<PlanSamples> plans = {};             // the default's first
 };

@@ -181,7 +181,8 @@ SweepSamples samples_of(const Json& found) {
   SweepSamples samples{.num_parameters = found.at("parameters"),
                        .gradient_bytes = found.at("gradient_bytes"),
                        .rounds = found.at("rounds"),
-                       .steps = found.at("steps")};
+                       .steps = found.at("steps"),
+                       .forward_ms = found.at("forward_ms")};
   found.at("local_rounds_ms").get_to(samples.local_ms);
   Backward& backward = samples.model.backward;
   const Json& ready = found.at("ready");
@@ -199,6 +200,7 @@ SweepSamples samples_of(const Json& found) {
                                          .kind = gradient.at("kind"),
                                          .sparse = gradient.at("sparse")};
   }
+  samples.model.delivery_s = 1e-3 * found.at("delivery_ms").get<double>();
   for (const Json& point : found.at("cost").at("points")) {
     samples.model.points.push_back(
         {.bytes = point.at("bytes"), .seconds = point.at("seconds")});
@@ -295,6 +297,8 @@ std::string to_json(const std::string& name, const SweepSamples& samples) {
                {{"points", json(samples.model.points)},
                 {"concurrency", samples.model.cost.concurrency()}}},
               {"backward_ms", 1e3 * samples.model.backward.end_s},
+              {"forward_ms", samples.forward_ms},
+              {"delivery_ms", 1e3 * samples.model.delivery_s},
               {"backward_slowdown", contention.backward_slowdown},
               {"collective_stretch", contention.collective_stretch},
               {"ready", json_of_ready(samples)}}

@@ -112,7 +112,8 @@ void AutoPlan::note_step() {
 void AutoPlan::plan() {
   const BackwardModel model = profiler_.model();
   const auto end_s = [&](const BucketPlan& plan) {
-    return value_or_throw(predict(plan, model.backward, model.cost)).end_s();
+    return value_or_throw(predict(plan, model.backward, model.cost)).end_s() +
+           model.delivery_s;
   };
   const BucketPlan planned =
       value_or_throw(plan_for_cost(model.backward, model.cost));
@@ -122,7 +123,7 @@ void AutoPlan::plan() {
   predicted_ = absl::StrFormat(
       "predicted: %.2f ms instead of %.2f; no plan is below %.2f",
       1e3 * end_s(planned), 1e3 * end_s(by_default),
-      1e3 * earliest_end_s(model.backward, model.cost));
+      1e3 * (earliest_end_s(model.backward, model.cost) + model.delivery_s));
   const bool gains = end_s(planned) < end_s(by_default);
   if (!gains || planned_ == default_) {
     reducer_.set_bucket_plan(default_);

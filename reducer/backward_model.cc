@@ -76,6 +76,14 @@ void BackwardProfiler::add(const Timeline& timeline) {
     }
   }
   end_s_.push_back(seconds(end_ns));
+  int64_t reduced_ns = timeline.backward_end_ns;
+  for (const UnitTimes& unit : timeline.units) {
+    reduced_ns = std::max(reduced_ns, unit.complete_ns);
+  }
+  // On devices the host does not wait for it.
+  delivery_s_.push_back(
+      device().is_cpu() ? seconds_between(reduced_ns, timeline.finalize_end_ns)
+                        : 0);
 }
 
 void BackwardProfiler::add_overlapped(const Timeline& timeline,
@@ -112,8 +120,12 @@ BackwardModel BackwardProfiler::model() {
     times.push_back(samples.empty() ? 0 : median_of(samples));
   }
   times.push_back(end_s_.empty() ? 0 : median_of(end_s_));
+  times.push_back(delivery_s_.empty() ? 0 : median_of(delivery_s_));
   take_slowest(times);
+  const double delivery_s = times.back();
+  times.pop_back();
   BackwardModel model = {.backward = backward_of(times),
+                         .delivery_s = delivery_s,
                          .points = time_all_reduces()};
   model.cost = value_or_throw(CollectiveCost::fit(model.points));
   model.backward.contention = contention(model.backward.end_s, model.cost);

@@ -23,6 +23,7 @@ class HostSums;
 
 struct BackwardModel {
   Backward backward = {};
+  double delivery_s = 0;  // from the last collective's end until .grad is set
   std::vector<CostPoint> points = {};                   // measured all-reduces
   CollectiveCost cost = *CollectiveCost::linear(0, 0);  // fitted to them
 };
@@ -85,6 +86,7 @@ class BackwardProfiler {
   std::shared_ptr<HostSums> host_sums_;       // set by model(); null: none
   std::vector<std::vector<double>> ready_s_;  // by parameter, then by step
   std::vector<double> end_s_;                 // by step
+  std::vector<double> delivery_s_;            // by step
   std::vector<Overlap> overlaps_;             // by step
 };
 
