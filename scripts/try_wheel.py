@@ -14,6 +14,7 @@ import brigade
 installed = pathlib.Path(brigade.__file__)
 assert installed.is_relative_to(sys.argv[1]), f"imported brigade from {installed}"
 assert (installed.parent / "py.typed").exists()
+assert (installed.parent / "report.html").exists()
 dist.init_process_group("gloo")
 rank, world_size = dist.get_rank(), dist.get_world_size()
 model = torch.nn.Linear(3, 1)

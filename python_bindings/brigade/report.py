@@ -208,10 +208,6 @@ def _interval(times: Data, text: Any = _number) -> str:
     return f"{text(times['median'])} [{text(times['p25'])}, {text(times['p75'])}]"
 
 
-def _rate(row: Data) -> str:
-    return f"{_bytes(row['bytes'] / row['seconds']['median'])}/s"
-
-
 def _label(text: str) -> str:
     """Returns a short label without the delimiters that Bokeh reads as TeX."""
     text = re.sub(r"\$\$|\\[\[\]()]", lambda found: "\u200b".join(found[0]), text)
@@ -309,15 +305,11 @@ def knee_of(rows: Sequence[Data]) -> tuple[float, float, int]:
 
 def _role(model: Data, arm: Data) -> str:
     """Returns the reason to draw the arm, or an empty text."""
-    best, sizes = model["best"], arm["cap"].split(", ")
+    best = model["best"]
     names = ["default"] if arm is model["arms"][0] else []
     names += ["fastest"] if best and best["cap"] == arm["cap"] else []
-    return ", ".join([*names, "planned"] if "planned" in sizes else names)
-
-
-def _named(model: Data, arm: Data) -> str:
-    role = _role(model, arm)
-    return _size(arm) if _size(arm) == role else f"{_size(arm)} ({role})"
+    names += ["planned"] if "planned" in arm["cap"].split(", ") else []
+    return ", ".join(names)
 
 
 def _against_default(model: Data, arm: Data) -> str:
@@ -387,12 +379,13 @@ class _Plots:
         figure.toolbar.logo = None
         return figure
 
-    def rows(self, labels: Sequence[str], height: int, x_label: str, span: Sequence[float]) -> Any:
-        """Returns a figure with a row per label, and with the times of `span` to the right."""
-        margin = 0.03 * (span[1] - span[0]) or 1
-        x_range = (max(0, span[0] - margin), span[1] + margin)
-        y_range = (len(labels) - 0.4, -0.6)
-        options = {"x_range": x_range, "y_range": y_range, "min_border_left": 110}
+    def rows(
+        self, labels: Sequence[str], height: int, x_label: str, begin: float, end: float
+    ) -> Any:
+        """Returns a figure with a row per label and an axis from `begin` to `end`."""
+        margin = 0.03 * (end - begin) or 1
+        options = {"x_range": (max(0, begin - margin), end + margin), "min_border_left": 110}
+        options["y_range"] = (len(labels) - 0.4, -0.6)
         figure = self.figure(height, x_label, **options)
         shown = range(0, len(labels), math.ceil(len(labels) / 16))
         figure.yaxis.ticker = [*shown]
@@ -400,9 +393,7 @@ class _Plots:
         figure.ygrid.grid_line_color = None
         return figure
 
-    def draw(
-        self, figure: Any, glyph: str, rows: Sequence[tuple], color: str, **style: Any
-    ) -> None:
+    def draw(self, figure: Any, glyph: str, rows: list[tuple], color: str, **style: Any) -> None:
         fields = ("y", "left", "right", "text") if glyph == "hbar" else ("x", "y", "text")
         columns = dict(zip(fields, zip(*rows, strict=True), strict=False))
         source = self.bokeh.models.ColumnDataSource(columns)
@@ -416,9 +407,8 @@ class _Plots:
 
     def curves(self, series: Sequence[tuple[str, list[tuple]]], x: Scale, y: Scale) -> Any:
         """Draws points and straight lines between them."""
-        types = [f"{'log' if scale.base else 'linear'}" for scale in (x, y)]
-        options = dict(zip(("x_axis_type", "y_axis_type"), types, strict=True))
-        figure = self.figure(320, x.label, y.label, **options)
+        kinds = {"x_axis_type": "log", "y_axis_type": "log" if y.base else "linear"}
+        figure = self.figure(320, x.label, y.label, **kinds)
         for color, rows in series:
             rows = sorted(row for row in rows if row[0] > 0 and (row[1] > 0 or not y.base))
             if rows:
@@ -439,87 +429,69 @@ class _Plots:
 
     def block(self, key: str, figure: Any, **values: Any) -> Data:
         shown = [r for r in figure.renderers if "text" in r.data_source.data]
-        hover = self.bokeh.models.HoverTool(
-            renderers=shown, tooltips=[("", "@text")], visible=False
-        )
-        figure.add_tools(hover)
+        options = {"renderers": shown, "tooltips": [("", "@text")], "visible": False}
+        figure.add_tools(self.bokeh.models.HoverTool(**options))
         item = self.bokeh.embed.json_item(figure, theme=self.theme)
         return {"key": key, "plot": item, "height": figure.height, **values}
 
     # -- Sweeps.
 
-    def spreads(
-        self,
-        figure: Any,
-        labels: Sequence[str],
-        times: Sequence[Data],
-        color: str,
-        shift: float = 0,
-    ) -> None:
+    def spreads(self, figure: Any, times: dict[str, Data], color: str, shift: float = 0) -> None:
         """Draws a bar between the quartiles and a dot at the median, in each row."""
-        rows = [(i + shift, t, f"{labels[i]}: {_interval(t)} ms") for i, t in enumerate(times)]
+        rows = [
+            (i + shift, time, f"{label}: {_interval(time)} ms")
+            for i, (label, time) in enumerate(times.items())
+        ]
         bars = [(y, time["p25"], time["p75"], text) for y, time, text in rows]
         dots = [(time["median"], y, text) for y, time, text in rows]
         self.draw(figure, "hbar", bars, color, height=0.26, fill_alpha=0.35)
         self.draw(figure, "scatter", dots, color, size=10)
 
     def steps(self, model: Data) -> Data:
-        arms, times = model["arms"], [arm["step_ms"] for arm in model["arms"]]
-        predicted, labels = [arm["predicted_ms"] for arm in arms], [_size(arm) for arm in arms]
-        lines = (model["bound_ms"], model["local_ms"]["median"])
-        ends = [*lines, *predicted, *(time[key] for time in times for key in ("p25", "p75"))]
-        figure = self.rows(labels, 110 + 34 * len(arms), "ms per step", (min(ends), max(ends)))
-        self.line_at(figure, lines[0], "green")
-        self.line_at(figure, lines[1], "gray")
-        self.spreads(figure, labels, times, "blue")
-        rows = [(t, i, f"{labels[i]}: {_number(t)} ms predicted") for i, t in enumerate(predicted)]
+        times = {_size(arm): arm["step_ms"] for arm in model["arms"]}
+        predicted = {_size(arm): arm["predicted_ms"] for arm in model["arms"]}
+        bound, local = model["bound_ms"], model["local_ms"]["median"]
+        ends = [bound, local, *predicted.values()]
+        ends += [time[key] for time in times.values() for key in ("p25", "p75")]
+        figure = self.rows([*times], 110 + 34 * len(times), "ms per step", min(ends), max(ends))
+        self.line_at(figure, bound, "green")
+        self.line_at(figure, local, "gray")
+        self.spreads(figure, times, "blue")
+        rows = [
+            (ms, i, f"{label}: {_number(ms)} ms predicted")
+            for i, (label, ms) in enumerate(predicted.items())
+        ]
         self.draw(figure, "scatter", rows, "orange", marker="diamond", size=14, fill_alpha=0)
         return self.block("steps", figure)
 
     def timeline(self, model: Data, arm: Data, end: float) -> Data:
-        backward, measured, predicted = (
-            model["backward_ms"],
-            arm["timeline"],
-            arm["predicted_timeline"],
-        )
-        count = 1 + max(bucket["bucket"] for bucket in (*measured, *predicted))
+        backward, measured = model["backward_ms"], arm["timeline"]
+        count = max(len(measured), len(arm["predicted_timeline"]))
         labels = ["backward", *(f"bucket {i}" for i in range(count))]
         height = 90 + max(80, min(22 * len(labels), 420))
-        figure = self.rows(labels, height, "ms since backward began", (0, end))
+        figure = self.rows(labels, height, "ms since backward began", 0, end)
         waits = {"fill_color": _COLORS["red"][0], "fill_alpha": 0.1}
         figure.add_layout(self.bokeh.models.BoxAnnotation(left=backward, **waits))
         row = (0, 0, backward, f"backward: {_number(backward)} ms")
         self.draw(figure, "hbar", [row], "gray", height=0.7)
         ready = sorted(model["ready"], key=lambda gradient: -gradient["bytes"])[:_MOST_DRAWN]
         rows = [
-            (
-                g["ready_ms"],
-                0,
-                f"{g['name'][:80]}, {_bytes(g['bytes'])}: {_number(g['ready_ms'])} ms",
-            )
+            (ms := g["ready_ms"], 0, f"{g['name'][:80]}, {_bytes(g['bytes'])}: {_number(ms)} ms")
             for g in ready
         ]
         tick = {"marker": "dash", "angle": math.pi / 2, "size": 10}
         self.draw(figure, "scatter", rows, "text", **tick)
-        for y, color, kind, buckets in (
-            (0.8, "blue", "measured", measured),
-            (1.2, "orange", "predicted", predicted),
-        ):
-            rows = [
-                (
-                    y + bucket["bucket"],
-                    bucket["launched_ms"],
-                    bucket["complete_ms"],
-                    f"bucket {bucket['bucket']}, {_bytes(bucket['bytes'])}, {kind}: launched at "
-                    f"{_number(bucket['launched_ms'])}, complete at "
-                    f"{_number(bucket['complete_ms'])} ms",
-                )
-                for bucket in buckets
-            ]
+        for y, color, kind in ((0.8, "blue", ""), (1.2, "orange", "predicted_")):
+            rows = []
+            for i, bucket in enumerate(arm[f"{kind}timeline"]):
+                times = (bucket["launched_ms"], bucket["complete_ms"])
+                text = f"{' to '.join(map(_number, times))} ms {kind.rstrip('_')}"
+                rows.append((y + i, *times, f"bucket {i}, {_bytes(bucket['bytes'])}: {text}"))
             self.draw(figure, "hbar", rows, color, height=0.36)
         self.line_at(figure, backward, "red")
         exposed = max(0, max(bucket["complete_ms"] for bucket in measured) - backward)
-        return self.block("timeline", figure, name=_named(model, arm), exposed=exposed)
+        name = ", ".join(dict.fromkeys([_size(arm), *_role(model, arm).split(", ")]))
+        return self.block("timeline", figure, name=name, exposed=exposed)
 
     def cost(self, model: Data) -> Data:
         rows = [
@@ -545,45 +517,44 @@ class _Plots:
         return [*blocks, self.cost(model)] if model["cost"]["points"] else blocks
 
     def changes(self, rows: Sequence[Data]) -> Data:
-        ends = [row[run][key] for row in rows for run in ("old", "new") for key in ("p25", "p75")]
-        labels = [row["cap"] for row in rows]
-        figure = self.rows(labels, 110 + 40 * len(rows), "ms per step", (min(ends), max(ends)))
-        self.spreads(figure, labels, [row["old"] for row in rows], "gray", -0.18)
-        self.spreads(figure, labels, [row["new"] for row in rows], "blue", 0.18)
+        old, new = ({row["cap"]: row[run] for row in rows} for run in ("old", "new"))
+        ends = [time[k] for times in (old, new) for time in times.values() for k in ("p25", "p75")]
+        figure = self.rows([*old], 110 + 40 * len(rows), "ms per step", min(ends), max(ends))
+        self.spreads(figure, old, "gray", -0.18)
+        self.spreads(figure, new, "blue", 0.18)
         return self.block("changes", figure)
 
     # -- Collectives and simulations.
 
     def collectives(self, operations: dict[str, list[Data]]) -> list[Data]:
-        colors = dict(zip(operations, itertools.cycle(_SERIES), strict=False))
         every = [row for rows in operations.values() for row in rows]
         cut = max((row["bytes"] for row in every if row["pieces"] > 1), default=0)
-        points: dict[str, list] = {"seconds": [], "bandwidth": [], "pieces": []}
+        colors = dict(zip(operations, itertools.cycle(_SERIES), strict=False))
+        drawn: dict[str, list] = {"seconds": [], "bandwidth": [], "pieces": []}
         for name, rows in operations.items():
-            series: dict[str, list] = {key: [] for key in points}
+            points: dict[str, list] = {key: [] for key in drawn}
             for row in rows:
                 size, pieces, time = row["bytes"], row["pieces"], row["seconds"]["median"]
                 text = f"{name}, {_bytes(size)} in {pieces}: {_interval(row['seconds'], _seconds)}"
-                text += f", {_bytes(size / time)}/s"
+                text += f", {_RATE.text(size / time)}"
                 if pieces == 1:
-                    series["seconds"].append((size, time, text))
-                    series["bandwidth"].append((size, size / time, text))
+                    points["seconds"].append((size, time, text))
+                    points["bandwidth"].append((size, size / time, text))
                 if size == cut:
-                    series["pieces"].append((pieces, time, text))
-            for key, values in series.items():
-                points[key].append((colors[name], values))
-        scales = {"seconds": (_SIZE, _TIME), "bandwidth": (_SIZE, _RATE)}
-        if cut:
-            scales["pieces"] = (Scale("pieces", 2, _COUNT), _TIME)
+                    points["pieces"].append((pieces, time, text))
+            for key, series in drawn.items():
+                series.append((colors[name], points[key]))
         legend = [(color, name, "●") for name, color in colors.items()]
+        scales = {"seconds": (_SIZE, _TIME), "bandwidth": (_SIZE, _RATE)}
+        scales |= {"pieces": (Scale("pieces", 2, _COUNT), _TIME)} if cut else {}
         return [
-            self.block(key, self.curves(points[key], *axes), legend=legend, cut=cut)
+            self.block(key, self.curves(drawn[key], *axes), legend=legend, cut=cut)
             for key, axes in scales.items()
         ]
 
     def memory(self, memory: Data) -> Data:
         most = max(memory["capacity"], memory["total"], sum(memory[state] for state in _STATES))
-        figure = self.rows(["a rank"], 150, "GiB", (0, most / 2**30))
+        figure = self.rows(["a rank"], 150, "GiB", 0, most / 2**30)
         left, legend = 0.0, []
         for state, color in zip(_STATES, _SERIES, strict=False):
             text, right = f"{state}, {_bytes(memory[state])}", left + memory[state] / 2**30
@@ -597,7 +568,7 @@ class _Plots:
     def events(self, result: Data) -> Data:
         streams = sorted({event["stream"] for event in result["events"]})
         streams.sort(key=lambda stream: stream != "compute")
-        figure = self.rows(streams, 110 + 50 * len(streams), "s", (0, result["step_s"]))
+        figure = self.rows(streams, 110 + 50 * len(streams), "s", 0, result["step_s"])
         drawn: dict[str, list] = {}
         for y, stream in enumerate(streams):
             own = [event for event in result["events"] if event["stream"] == stream]
@@ -648,11 +619,9 @@ class _Plots:
         blocks += self.scaling(data["curve"]) if len(data["curve"]) > 1 else []
         sent, hosts, racks = (result[f"{key}_bytes_per_rank"] for key in _TRAFFIC)
         labels = ["all", "between hosts", "between racks"]
-        figure = self.rows(labels, 190, "GiB sent per rank and step", (0, sent / 2**30))
-        rows = [
-            (i, 0, size / 2**30, f"{labels[i]}: {_bytes(size)}")
-            for i, size in enumerate((sent, hosts, racks))
-        ]
+        figure = self.rows(labels, 190, "GiB sent per rank and step", 0, sent / 2**30)
+        sizes = zip(labels, (sent, hosts, racks), strict=True)
+        rows = [(i, 0, n / 2**30, f"{text}: {_bytes(n)}") for i, (text, n) in enumerate(sizes)]
         self.draw(figure, "hbar", rows, "blue", height=0.6)
         return [*blocks, self.block("traffic", figure)]
 
@@ -666,7 +635,6 @@ def _sections_of(data: Data, plots: _Plots) -> list[Data]:
         return [
             {**section, "name": model["name"], "verdict": verdict_of(model), "model": model}
             | {"settings": settings_of(model["best"]["caps_bytes"]) if model["best"] else None}
-            | {"fastest": min(model["arms"], key=lambda arm: arm["step_ms"]["median"])}
             | {"blocks": plots.sweep(model)}
             for model in data["models"]
         ]
@@ -735,10 +703,7 @@ def write_report(files: Sequence[str | os.PathLike[str]], page: str | os.PathLik
     environment.filters |= {"interval": _interval, "size": _size}
     template = pathlib.Path(__file__).with_name("report.html").read_text(encoding="utf-8")
     html = environment.from_string(template).render(
-        sections=[
-            *_changes_of(data, plots),
-            *(s for one in data for s in _sections_of(one, plots)),
-        ],
+        sections=_changes_of(data, plots) + [s for one in data for s in _sections_of(one, plots)],
         colors=_COLORS,
         nonce=secrets.token_urlsafe(16),
         bokeh="\n".join(Resources(mode="inline", components=["bokeh"]).js_raw),

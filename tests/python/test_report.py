@@ -1,0 +1,217 @@
+"""brigade.report: one page without network, escaped names, verdicts, changes, bad files."""
+
+import html.parser
+import json
+import re
+import sys
+
+import pytest
+
+from brigade import report
+
+_LOADING = {"src", "href", "data", "action", "poster", "srcset"}
+HOSTILE = "$$x$$</script><script>alert(1)</script>\"'<img src=x onerror=alert(2)>\u202e\ud800名"
+
+
+def _quartiles(median, spread=0.1):
+    return {"p25": median - spread, "median": median, "p75": median + spread}
+
+
+def _arm(cap, caps_bytes, step_ms):
+    times = {"launched_ms": 2.0, "complete_ms": 7.0}
+    buckets = [{"bucket": i, "bytes": 4 << 20, **times} for i in range(3)]
+    return {
+        **{"cap": cap, "caps_bytes": caps_bytes, "buckets": 3, "step_ms": _quartiles(step_ms)},
+        "bucket_bytes": {"min": 1, "median": 4 << 20, "max": 8 << 20},
+        "rounds_ms": [[step_ms - 0.1, step_ms, step_ms + 0.1]] * 8,
+        **{"predicted_ms": step_ms - 1, "added_ms": _quartiles(-0.01), "alone_ms": 5.0},
+        **{"overlap": None, "timeline": buckets, "predicted_timeline": buckets},
+    }
+
+
+def _sweep(name="Net", saved_ms=2.0, rounds_faster=8, decided=True, cap="4 MiB", **model):
+    arms = [_arm("default", [1 << 20, 25 << 20], 20.0), _arm(cap, [4 << 20], 20.0 - saved_ms)]
+    best = {"cap": cap, "caps_bytes": [4 << 20], "saved_ms": _quartiles(saved_ms)}
+    best |= {"saved_share": saved_ms / 20, "rounds_faster": rounds_faster, "rounds": 8}
+    points = [{"bytes": 1 << k, "seconds": 1e-4 + 1e-9 * (1 << k)} for k in range(10, 24)]
+    sizes = {"parameters": 3, "gradient_bytes": 12 << 20, "rounds": 8, "steps": 3}
+    times = {"local_ms": _quartiles(15.0), "bound_ms": 16.0, "backward_ms": 6.0}
+    model = {"name": name, **sizes, **times, "best": {**best, "decided": decided}} | model
+    model |= {"arms": arms, "cost": {"points": points, "concurrency": 2}}
+    model["ready"] = [{"name": name, "bytes": 4 << 20, "ready_ms": 2.0 * i} for i in range(3)]
+    return {"kind": "sweep", "set_up": {"ranks": "2", name: name}, "models": [model]}
+
+
+def _collectives(name="all-reduce"):
+    sizes = {"bytes": 1 << 24, "seconds": _quartiles(1.0)}
+    rows = [{"operation": name, "pieces": pieces, **sizes} for pieces in (1, 8)]
+    return {"kind": "collectives", "set_up": {}, "collectives": rows}
+
+
+def _simulation(name="llama-7b", total=20e9, events=8):
+    memory = dict.fromkeys(("parameters", "gradients", "optimizer", "unsharded"), 1e9)
+    memory |= {"activations": total - 4e9, "total": total, "capacity": 40e9, "fits": total < 40e9}
+    times = dict.fromkeys(("step_s", "forward_s", "backward_s", "optimizer_s", "recompute_s"), 1.0)
+    rates = {"exposed_s": 0.25, "communication_s": 1.0, "tflops": 100.0, "mfu": 0.4}
+    sent = dict.fromkeys(("sent", "between_hosts", "between_racks"), 1e9)
+    result = {**times, **rates, **{f"{key}_bytes_per_rank": size for key, size in sent.items()}}
+    result |= {"memory": memory, "memory_over_step": [{"time_s": 0.1, "bytes": 2e9}] * events}
+    result["events"] = [
+        {"stream": stream, "name": f"{kind} {name}", "begin_s": i / events, "end_s": i / events}
+        for i in range(events)
+        for stream, kind in (("communication", "all-gather"), ("compute", "forward"))
+    ]
+    curve = [{"gpus": n, "step_s": 1, "exposed_s": 0, "tflops": 1, "mfu": 0.4} for n in (1, 8)]
+    content = {"request": {"model": name, "strategy": {"kind": "fsdp2"}}, "result": result}
+    return {"kind": "simulation", "set_up": {}, "curve": curve, **content}
+
+
+class _Page(html.parser.HTMLParser):
+    """Tags with their attributes, the texts of a reader, and the data of the plots."""
+
+    def __init__(self, html):
+        super().__init__()
+        self.tags, self.texts, self.plots = [("", {})], [], []
+        self.feed(html)
+        self.text = " ".join(" ".join(self.texts).split())
+
+    def handle_starttag(self, tag, attributes):
+        self.tags.append((tag, dict(attributes)))
+
+    def handle_data(self, text):
+        tag, attributes = self.tags[-1]
+        if attributes.get("type") == "application/json":
+            self.plots.append(json.loads(text))
+            self.tags.append(("text", {}))
+        elif tag not in ("script", "style"):
+            self.texts.append(text)
+
+
+def _written(tmp_path, *contents):
+    files = [tmp_path / f"{i}.json" for i in range(len(contents))]
+    for file, content in zip(files, contents, strict=True):
+        file.write_text(content if isinstance(content, str) else json.dumps(content))
+    report.write_report(files, tmp_path / "page.html")
+    return (tmp_path / "page.html").read_text(encoding="utf-8")
+
+
+@pytest.fixture(autouse=True)
+def _needs_the_extra():
+    pytest.importorskip("bokeh")
+
+
+def test_a_page_of_all_kinds_is_one_file_that_loads_nothing(tmp_path):
+    written = _written(tmp_path, _sweep(), _collectives(), _simulation(events=20_000))
+    page = _Page(written)
+    assert len(written) <= 6e6
+    loads = [value for _, found in page.tags for key, value in found.items() if key in _LOADING]
+    assert loads == ["#section1", "#section2", "#section3"]
+    assert not re.findall(r"<style>.*?(?:@import|url\().*?</style>", written, re.S)
+    (policy,) = (found["content"] for _, found in page.tags if "http-equiv" in found)
+    assert policy.startswith("default-src 'none'; script-src 'nonce-")
+    assert len(page.plots) == 4 + 3 + 6
+    assert sum(len(json.dumps(plot)) for plot in page.plots) < 2e6  # short events are joined
+
+
+@pytest.mark.parametrize("contents", [_sweep, _collectives, _simulation])
+def test_hostile_names_are_text(tmp_path, contents):
+    hostile, plain = HOSTILE + 5000 * "long ", "plain"
+    pages = []
+    for name in (hostile, plain):
+        content = contents(name)
+        if "models" in content:
+            content["models"][0]["arms"][1]["cap"] = content["models"][0]["best"]["cap"] = name
+        pages.append(_Page(_written(tmp_path, content)))
+    assert [tag for tag, _ in pages[0].tags] == [tag for tag, _ in pages[1].tags]
+    assert "</script><script>alert(1)</script>\"'<img src=x" in pages[0].text
+    data = json.dumps(pages[0].plots, ensure_ascii=False)
+    assert "\u202e" not in pages[0].text + data
+    assert "long " * 200 not in pages[0].text + data
+    labels = re.findall(r'"major_label_overrides": .*?\]\]', data)
+    assert labels and not any("$$" in label for label in labels)  # no TeX
+
+
+def test_the_verdict_has_the_interval_and_the_lines_to_paste(tmp_path):
+    text = _Page(_written(tmp_path, _sweep())).text
+    assert "Use bucket_cap_mb=4: 2.00 ms (10.0 %) less per step than the default [1.90, 2" in text
+    assert "faster in 8 of 8 rounds." in text
+    assert "model = brigade.DistributedDataParallel(net, bucket_cap_mb=4)" in text
+    assert "net, group, {.reducer = {.bucket_cap_bytes = {4194304}}});" in text
+
+
+def test_a_verdict_without_a_faster_cap_says_why():
+    def verdict(**options):
+        return report.verdict_of(_sweep(decided=False, **options)["models"][0])
+
+    undecided = verdict(rounds_faster=6)
+    assert undecided.startswith("Undecided: 8 rounds are too few. 4 MiB took 2.00 ms (10.0 %) less")
+    assert re.search(r"Run the same command with --rounds 1\d, ", undecided)
+    assert verdict(rounds_faster=4).startswith("Keep the default: no cap is faster in most rounds")
+    assert "Closest: 4 MiB, 1.00 ms (5.0 %) more" in verdict(saved_ms=-1, rounds_faster=0)
+    assert verdict(best=None) == "Keep the default: all caps give the same buckets."
+
+
+def test_settings_name_caps_of_all_forms():
+    options = {(1,): "bucket_cap_mb=0", (2**63 - 1,): "bucket_cap_mb=1e6"}
+    options[(524288, 3 << 20)] = "bucket_cap_mb_list=[0.5, 3]"
+    for caps, option in options.items():
+        assert report.settings_of(caps)["option"] == option
+    assert "{INT64_MAX}" in report.settings_of((2**63 - 1,))["lines"][1][1]
+
+
+def test_two_runs_are_compared_by_arm(tmp_path):
+    page = _Page(_written(tmp_path, _sweep(), _sweep(saved_ms=1.0)))
+    assert "Of 2 caps, 1 are slower and 0 faster than in the first run" in page.text
+    assert "Largest change: 4 MiB, +1.00 ms (+5.6 %)." in page.text
+    assert len(page.plots) == 1 + 4 + 4
+    assert "No change: all 2 caps are within" in _Page(_written(tmp_path, _sweep(), _sweep())).text
+    assert "No change" not in _Page(_written(tmp_path, _sweep(), _sweep("Other"))).text
+
+
+def test_a_simulation_that_does_not_fit_names_the_largest_part(tmp_path):
+    text = _Page(_written(tmp_path, _simulation(total=60e9))).text
+    assert "It does not fit: 55.9 GiB of 37.3 GiB per rank." in text
+    assert "The largest part is activations (52.2 GiB): checkpoint layers" in text
+
+
+_BAD = {  # path of a key to delete, or of the value to set
+    "models.0.arms.1.step_ms": (..., r"models\[0\]\.arms\[1\]: expected the key 'step_ms', found"),
+    "models.0.arms.1.alone_ms": (float("nan"), "alone_ms: expected a finite number .*, found NaN"),
+    "models.0.arms.0.alone_ms": (-1, "alone_ms: expected a finite number of at least 0, found -1"),
+    "models.0.backward_ms": ("3", "backward_ms: expected a finite number of at least 0, found 3"),
+    "models.0.local_ms.p25": (1e9, "local_ms: expected p25 <= median, found"),
+    "models.0.arms": ([], r"arms: expected a list of at least 1 item, found a list of 0"),
+    "models.0.name": (None, "name: expected a text, found null"),
+    "models.0.best.decided": (1, "decided: expected true or false, found 1"),
+    "models": ({}, r"models: expected a list of at least 1 item, found \{\}"),
+    "kind": (HOSTILE, "kind: expected sweep, collectives, simulation, found .*</script>"),
+}
+
+
+@pytest.mark.parametrize("path", _BAD)
+def test_a_bad_value_is_an_error_that_names_file_place_and_finding(tmp_path, path):
+    value, message = _BAD[path]
+    found = content = _sweep()
+    *parents, last = (int(key) if key.isdigit() else key for key in path.split("."))
+    for key in parents:
+        found = found[key]
+    found.pop(last) if value is ... else found.__setitem__(last, value)
+    with pytest.raises(ValueError, match=rf"0\.json[.:].*{message}"):
+        _written(tmp_path, content)
+    assert not (tmp_path / "page.html").exists()
+
+
+def test_a_file_that_is_no_json_object_is_an_error(tmp_path):
+    for text, message in {"{": "Expecting", "[" * 100_000: "maximum recursion"}.items():
+        with pytest.raises(ValueError, match=rf"0\.json: expected JSON, found {message}"):
+            _written(tmp_path, text)
+    with pytest.raises(ValueError, match=r"0\.json: kind: expected .*, found null"):
+        _written(tmp_path, "[]")
+
+
+def test_no_file_and_a_missing_extra_are_errors(tmp_path, monkeypatch):
+    with pytest.raises(ValueError, match="expected a JSON file, found none"):
+        report.write_report([], tmp_path / "page.html")
+    monkeypatch.setitem(sys.modules, "jinja2", None)
+    with pytest.raises(ImportError, match=r"pip install brigade\[report\]"):
+        _written(tmp_path, _sweep())
