@@ -41,15 +41,6 @@ _COLORS = {
     "gray": ("#7a8392", "#8f99a9"),
 }
 _SERIES = ("blue", "orange", "green", "purple", "teal", "red", "gray")
-_EVENTS = {
-    "forward": "blue",
-    "backward": "purple",
-    "recompute": "gray",
-    "optimizer": "teal",
-    "all-gather": "orange",
-    "reduce-scatter": "green",
-    "all-reduce": "red",
-}
 
 # Schemas: a type, {"keys": schema}, [schema of 1 or more items], (schema of items,),
 # (schema, None) if null is allowed.
@@ -267,7 +258,7 @@ def verdict_of(model: Data) -> str:
     )
     if best["decided"]:
         option = settings_of(best["caps_bytes"])["option"]
-        return f"Use {option if len(option) <= 60 else f'the caps {size!r}'}: {gain}."
+        return f"Use {option if len(option) <= 60 else f'the buckets of {size}, below'}: {gain}."
     rounds = rounds_to_decide(best, len(model["arms"]))
     if saved["median"] <= 0 or rounds is None:
         return f"Keep the default: no cap is faster in most rounds. Closest: {size}, {gain}."
@@ -546,10 +537,11 @@ class _Plots:
                 series.append((colors[name], points[key]))
         legend = [(color, name, "●") for name, color in colors.items()]
         scales = {"seconds": (_SIZE, _TIME), "bandwidth": (_SIZE, _RATE)}
-        scales |= {"pieces": (Scale("pieces", 2, _COUNT), _TIME)} if cut else {}
+        scales["pieces"] = (Scale("pieces", 2, _COUNT), _TIME)
         return [
             self.block(key, self.curves(drawn[key], *axes), legend=legend, cut=cut)
             for key, axes in scales.items()
+            if any(points for _, points in drawn[key])
         ]
 
     def memory(self, memory: Data) -> Data:
@@ -576,11 +568,11 @@ class _Plots:
                 begin, end = event["begin_s"], event["end_s"]
                 row = (y, begin, end, f"{event['name']}: {_seconds(end - begin)}")
                 drawn.setdefault(event["kind"], []).append(row)
-        for kind, rows in drawn.items():
-            self.draw(figure, "hbar", rows, _EVENTS.get(kind, "muted"), height=0.6)
-        legend = [(color, kind, "■") for kind, color in _EVENTS.items() if kind in drawn]
-        others = [("muted", "other", "■")] if drawn.keys() - _EVENTS.keys() else []
-        return self.block("events", figure, legend=legend + others)
+        legend = []
+        for color, (kind, rows) in zip(itertools.cycle(_SERIES), drawn.items(), strict=False):
+            self.draw(figure, "hbar", rows, color, height=0.6)
+            legend.append((color, kind, "■"))
+        return self.block("events", figure, legend=legend)
 
     def memory_over_step(self, result: Data) -> Data:
         points, capacity = result["memory_over_step"], result["memory"]["capacity"] / 2**30
@@ -632,12 +624,14 @@ class _Plots:
 def _sections_of(data: Data, plots: _Plots) -> list[Data]:
     section = {key: data[key] for key in ("kind", "file")} | {"set_up": _texts(data["set_up"])}
     if data["kind"] == "sweep":
-        return [
-            {**section, "name": model["name"], "verdict": verdict_of(model), "model": model}
-            | {"settings": settings_of(model["best"]["caps_bytes"]) if model["best"] else None}
-            | {"blocks": plots.sweep(model)}
-            for model in data["models"]
-        ]
+        sections = []
+        for model in data["models"]:
+            verdict, best = verdict_of(model), model["best"]
+            keeps = verdict.startswith("Keep the default")
+            settings = None if keeps else settings_of(best["caps_bytes"])
+            found = {"name": model["name"], "model": model, "blocks": plots.sweep(model)}
+            sections.append(section | found | {"verdict": verdict, "settings": settings})
+        return sections
     if data["kind"] == "simulation":
         model, memory = data["request"].get("model"), data["result"]["memory"]
         name = model.get("name") if isinstance(model, dict) else model
