@@ -231,19 +231,19 @@ def replicated(cell: dict[str, Any]) -> dict[str, Any]:
 
 
 def sharded_costs(size: int) -> dict[str, dict[str, list[float]]]:
-    """Times all-gathers and reduce-scatters of one unit of `size` bytes, by library."""
+    """Times collectives of one unit of `size` bytes, by library."""
     model = shard(Stack([[torch.zeros(size // 4)]]), brigade.fully_shard)
     found: dict[str, list[float]] = {"all_gather": [], "reduce_scatter": []}
     for _ in range(6):
         timed(partial(step, model))
         timeline = model.sharding_timeline()
-        for name, of in (("all_gather", timeline.gathers), ("reduce_scatter", timeline.reductions)):
+        both = {"all_gather": timeline.gathers[0], "reduce_scatter": timeline.reductions[-1]}
+        for name, of in both.items():
             # Negative: the maximum is of the rank that launched last, which has not waited.
-            found[name].append(1e-9 * (of[0].launch_ns - of[0].complete_ns))
+            found[name].append(1e-9 * (of.launch_ns - of.complete_ns))
     whole, part = torch.zeros(size // 4), torch.zeros(size // 4 // dist.get_world_size())
-    gather = partial(dist.all_gather_into_tensor, whole, part)
-    reduce = partial(dist.reduce_scatter_tensor, part, whole)
-    calls = {"all_gather": timed(gather, 6), "reduce_scatter": timed(reduce, 6)}
+    calls = {"all_gather": timed(partial(dist.all_gather_into_tensor, whole, part), 6)}
+    calls["reduce_scatter"] = timed(partial(dist.reduce_scatter_tensor, part, whole), 6)
     return {"brigade": {n: [-s for s in slowest(of)] for n, of in found.items()}, "torch": calls}
 
 
