@@ -138,16 +138,14 @@ def all_reduce(tensors: list[torch.Tensor]) -> None:
 
 def all_reduce_costs(total_bytes: int) -> Points:
     """Times all-reduces of several sizes as brigade's calibration does (backward_model.cc)."""
-    points: Points = []
-    size = 1024
-    while True:
-        count = min(8, max(1, total_bytes // size))
-        tensors = [torch.zeros(size // 4) for _ in range(count)]
-        seconds = slowest(timed(partial(all_reduce, tensors), 3))
-        points.append((size, max(statistics.median(seconds) / count, (points or [(0, 0)])[-1][1])))
-        if size == total_bytes:
-            return points
-        size = min(4 * size, total_bytes)
+    sizes = [1024 * 4**i for i in range(20) if 1024 * 4**i < total_bytes] + [total_bytes]
+    costs = []
+    for size in sizes:
+        tensors = [torch.zeros(size // 4)] * min(8, max(1, total_bytes // size))
+        seconds = slowest(timed(partial(all_reduce, [t.clone() for t in tensors]), 3))
+        costs.append(statistics.median(seconds) / len(tensors))
+    # Noise only adds: no size costs more than a larger one.
+    return list(zip(sizes, numpy.minimum.accumulate(costs[::-1])[::-1].tolist(), strict=True))
 
 
 def predict(buckets: list[int], sizes: list[int], ready_s: list[float], costs: Points) -> float:
