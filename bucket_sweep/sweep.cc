@@ -339,13 +339,13 @@ int64_t num_rounds(const SweepSamples& samples) {
 
 SweepSamples first_samples(Training& training, std::vector<BucketArm> arms,
                            const SweepOptions& options) {
-  SweepSamples samples{
-      .num_parameters = static_cast<int64_t>(training.parameters().size()),
-      .names = options.reducer.parameter_names,
-      .rounds = options.rounds,
-      .steps = options.steps,
-      .model = training.make_model(),
-      .forward_ms = training.forward_ms()};
+  SweepSamples samples;
+  samples.num_parameters = static_cast<int64_t>(training.parameters().size());
+  samples.names = options.reducer.parameter_names;
+  samples.rounds = options.rounds;
+  samples.steps = options.steps;
+  samples.model = training.make_model();
+  samples.forward_ms = training.forward_ms();
   for (const at::Tensor& parameter : training.parameters()) {
     samples.gradient_bytes += static_cast<int64_t>(parameter.nbytes());
   }
@@ -432,7 +432,7 @@ BucketArm arm_of(std::string_view size) {
 
 BucketArm planned_arm(const BackwardModel& model) {
   const BucketPlan plan =
-      value_or_throw(plan_for_cost(model.backward, model.cost));
+      value_or_throw(plan_for_cost(model.backward, model.cost, kPlanSlack));
   // The k-th cap holds for the k-th bucket of each kind.
   std::map<int, size_t> num_buckets;
   BucketArm arm = {.label = "planned", .caps_bytes = {}};

@@ -178,11 +178,14 @@ Json json(const std::vector<CostPoint>& points) {
 
 // Throws nlohmann::json::exception for another text.
 SweepSamples samples_of(const Json& found) {
-  SweepSamples samples{.num_parameters = found.at("parameters"),
-                       .gradient_bytes = found.at("gradient_bytes"),
-                       .rounds = found.at("rounds"),
-                       .steps = found.at("steps"),
-                       .forward_ms = found.at("forward_ms")};
+  // No aggregates are initialized with values that throw: GCC 12 destroys
+  // members twice then.
+  SweepSamples samples;
+  found.at("parameters").get_to(samples.num_parameters);
+  found.at("gradient_bytes").get_to(samples.gradient_bytes);
+  found.at("rounds").get_to(samples.rounds);
+  found.at("steps").get_to(samples.steps);
+  found.at("forward_ms").get_to(samples.forward_ms);
   found.at("local_rounds_ms").get_to(samples.local_ms);
   Backward& backward = samples.model.backward;
   const Json& ready = found.at("ready");
@@ -208,8 +211,9 @@ SweepSamples samples_of(const Json& found) {
   for (const Json& arm : found.at("arms")) {
     PlanSamples& plan = samples.plans.emplace_back();
     for (const Json& size : arm.at("sizes")) {
-      plan.arms.push_back(
-          {.label = size.at("label"), .caps_bytes = size.at("caps_bytes")});
+      BucketArm& read = plan.arms.emplace_back();
+      size.at("label").get_to(read.label);
+      size.at("caps_bytes").get_to(read.caps_bytes);
     }
     arm.at("plan").get_to(plan.buckets);
     arm.at("rounds_ms").get_to(plan.rounds_ms);

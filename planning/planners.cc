@@ -486,16 +486,32 @@ double earliest_end_s(const Backward& backward, const CollectiveCost& cost) {
 }
 
 absl::StatusOr<BucketPlan> plan_for_cost(const Backward& backward,
-                                         const CollectiveCost& cost) {
+                                         const CollectiveCost& cost,
+                                         double slack) {
   if (absl::Status status = check_backward(backward); !status.ok()) {
     return status;
   }
+  if (!(slack >= 0)) return bad_input("expected a slack >= 0, found ", slack);
   const std::vector<Gradients> kinds = kinds_of(backward);
   const bool is_exact = kinds.size() == 1 && cost.concurrency() == 1 &&
                         backward.contention == Contention{};
-  const Cuts cuts = is_exact ? Cuts{ExactPlan(kinds[0], cost).run()}
-                             : best_of_several(kinds, backward, cost);
-  return plan_of(kinds, cuts, backward);
+  const auto best_cuts = [&](const CollectiveCost& with_cost) {
+    return is_exact ? Cuts{ExactPlan(kinds[0], with_cost).run()}
+                    : best_of_several(kinds, backward, with_cost);
+  };
+  const Cuts cuts = best_cuts(cost);
+  if (slack == 0) return plan_of(kinds, cuts, backward);
+  // Each bucket of another plan costs `price_s` more. These cuts end at most
+  // their number times the price later so, and the best ones no later than
+  // that: by at most the slack.
+  size_t num_buckets = 0;
+  for (const std::vector<size_t>& ends : cuts) num_buckets += ends.size();
+  const double price_s = slack * end_of(kinds, cuts, backward, cost) /
+                         static_cast<double>(num_buckets);
+  std::vector<CostPiece> pieces = cost.pieces();
+  for (CostPiece& piece : pieces) piece.latency_s += price_s;
+  const auto priced = CollectiveCost::create(pieces, cost.concurrency());
+  return plan_of(kinds, priced.ok() ? best_cuts(*priced) : cuts, backward);
 }
 
 absl::StatusOr<BucketPlan> plan_by_mg_wfbp(const Backward& backward,

@@ -85,9 +85,16 @@ double earliest_end_s(const Backward& backward, const CollectiveCost& cost);
 // gradients' collectives, is the minimum over i of
 // max(f(i), r(j)) + cost(S(j) - S(i)); see the proof in planners.cc.
 //
-// Errors: those of check_backward().
+// With `slack`, a plan with fewer buckets may end later by that share of the
+// time, for what a bucket costs and the model lacks.
+//
+// Errors: those of check_backward(); InvalidArgument if slack < 0.
 absl::StatusOr<BucketPlan> plan_for_cost(const Backward& backward,
-                                         const CollectiveCost& cost);
+                                         const CollectiveCost& cost,
+                                         double slack = 0);
+
+// For measured models: above their errors, below what a user notices.
+inline constexpr double kPlanSlack = 0.003;
 
 // The greedy merge of MG-WFBP (Shi et al., INFOCOM 2019), for comparison: a
 // gradient joins the bucket before it if that one would still be in transfer,

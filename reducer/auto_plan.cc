@@ -116,7 +116,7 @@ void AutoPlan::plan() {
            model.delivery_s;
   };
   const BucketPlan planned =
-      value_or_throw(plan_for_cost(model.backward, model.cost));
+      value_or_throw(plan_for_cost(model.backward, model.cost, kPlanSlack));
   planned_ = planned.buckets();
   const BucketPlan by_default =
       value_or_throw(BucketPlan::create(default_, model.backward.order.size()));

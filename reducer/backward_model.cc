@@ -124,9 +124,10 @@ BackwardModel BackwardProfiler::model() {
   take_slowest(times);
   const double delivery_s = times.back();
   times.pop_back();
-  BackwardModel model = {.backward = backward_of(times),
-                         .delivery_s = delivery_s,
-                         .points = time_all_reduces()};
+  BackwardModel model;
+  model.backward = backward_of(times);
+  model.delivery_s = delivery_s;
+  model.points = time_all_reduces();
   model.cost = value_or_throw(CollectiveCost::fit(model.points));
   model.backward.contention = contention(model.backward.end_s, model.cost);
   return model;

@@ -167,7 +167,21 @@ TEST(PlannersTest, ThePlanIsOptimal) {
     ASSERT_LE(end_s, least_s * (1 + 1e-12)) << "trial " << trial;
     ASSERT_LE(earliest_end_s(backward, cost), least_s * (1 + 1e-12))
         << "trial " << trial;
+    const auto fewer = plan_for_cost(backward, cost, 0.1);
+    ASSERT_LE(end_of(*fewer, backward, cost), least_s * 1.1 * (1 + 1e-12));
   }
+}
+
+TEST(PlannersTest, SlackBuysFewerBuckets) {
+  // Any number of buckets ends at 40 s.
+  const Backward backward = {
+      .parameters = std::vector<ParameterSpec>(40, {.size_bytes = 1}),
+      .order = reverse_registration_order(40),
+      .ready_s = std::vector<double>(40, 0),
+      .end_s = 0};
+  const auto cost = CollectiveCost::linear(0, 1);
+  EXPECT_EQ(plan_for_cost(backward, *cost, 0.003)->num_buckets(), 1U);
+  EXPECT_FALSE(plan_for_cost(backward, *cost, -1).ok());
 }
 
 TEST(PlannersTest, SimultaneousCollectivesAndKindsAreNoWorseThanTheDefault) {
