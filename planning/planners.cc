@@ -501,8 +501,8 @@ absl::StatusOr<BucketPlan> plan_for_cost(const Backward& backward,
   };
   const Cuts cuts = best_cuts(cost);
   if (slack == 0) return plan_of(kinds, cuts, backward);
-  // Each bucket of another plan costs `price_s` more. These cuts end at most
-  // their number times the price later so, and the best ones no later than
+  // Each bucket costs `price_s` more in a second search. These cuts end at most
+  // their number times the price later there, and an exact plan no later than
   // that: by at most the slack.
   size_t num_buckets = 0;
   for (const std::vector<size_t>& ends : cuts) num_buckets += ends.size();
