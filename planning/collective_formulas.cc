@@ -61,10 +61,11 @@ double nccl_seconds(double bytes, const HostGrid& grid, bool has_nvlink,
 }  // namespace
 
 absl::StatusOr<LinkSpeed> named_link(std::string_view name) {
-  static constexpr std::array<std::pair<std::string_view, LinkSpeed>, 10>
+  static constexpr std::array<std::pair<std::string_view, LinkSpeed>, 11>
       kLinks = {{{"pcie4", {5.7e-6, 32e9}},
                  {"nvlink3", {3.4e-6, 300e9}},
                  {"nvlink4", {3.4e-6, 450e9}},
+                 {"nvlink5", {3.4e-6, 900e9}},
                  {"hdr", {14e-6, 25e9}},
                  {"ndr", {14e-6, 50e9}},
                  {"roce100", {14e-6, 12.5e9}},

@@ -29,10 +29,10 @@ struct LinkSpeed {
 };
 
 // Names, bandwidths in GB/s, latencies in us: "pcie4" 32, 5.7; "nvlink3" 300,
-// 3.4; "nvlink4" 450, 3.4; "hdr" 25, "ndr" 50, "roce100" 12.5, 14 each;
-// "ethernet1", "ethernet10", "ethernet25", "ethernet100" 0.125 to 12.5, 50.
-// Bandwidths are the vendors' for one GPU or NIC; latencies are NCCL's for the
-// Simple protocol, and an estimate for TCP.
+// 3.4; "nvlink4" 450, 3.4; "nvlink5" 900, 3.4; "hdr" 25, "ndr" 50,
+// "roce100" 12.5, 14 each; "ethernet1", "ethernet10", "ethernet25",
+// "ethernet100" 0.125 to 12.5, 50. Bandwidths are the vendors' for one GPU or
+// NIC; latencies are NCCL's for the Simple protocol, and an estimate for TCP.
 //
 // Errors: InvalidArgument for another name.
 absl::StatusOr<LinkSpeed> named_link(std::string_view name);

@@ -19,6 +19,7 @@ import sys
 LIBTORCH = ("torch/", "ATen/", "c10/")
 LAYERS = {
     "planning": ((), ()),
+    "simulation": (("planning",), ("nlohmann/",)),
     "hooks": (("planning",), LIBTORCH),
     "comm/errors": ((), LIBTORCH),
     "comm/streams": ((), LIBTORCH),
@@ -36,7 +37,7 @@ LAYERS = {
     "fsdp": (("observing", "hooks", "comm_hooks", "checkpoint"), LIBTORCH),
     "ddp": (("reducer",), LIBTORCH),
     "bucket_sweep": (("reducer",), LIBTORCH + ("nlohmann/",)),
-    "python_bindings": (("bucket_sweep", "fsdp"), LIBTORCH + ("pybind11/",)),
+    "python_bindings": (("bucket_sweep", "fsdp", "simulation"), LIBTORCH + ("pybind11/",)),
 }
 # Exceptions to the allowed prefixes.
 FORBIDDEN = {"hooks": ("torch/csrc/distributed/",)}

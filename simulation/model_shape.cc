@@ -1,0 +1,230 @@
+#include "brigade/simulation/model_shape.h"
+
+#include <array>
+#include <cmath>
+#include <numeric>
+
+#include "absl/strings/str_cat.h"
+
+namespace brigade {
+namespace {
+
+template <typename... Parts>
+absl::Status bad_model(const Parts&... parts) {
+  return absl::InvalidArgumentError(absl::StrCat("model: ", parts...));
+}
+
+enum class Family : uint8_t { kBert, kGpt, kLlama };
+
+struct Transformer {
+  std::string_view name;
+  Family family;
+  int64_t layers;
+  int64_t hidden;
+  int64_t heads;
+  int64_t kv_width;  // of keys; of values
+  int64_t feed_forward;
+  int64_t vocabulary;
+  int64_t sequence;
+};
+
+// Sources: Devlin et al. 2019; Radford et al. 2019; Brown et al. 2020, table
+// 2.1; Touvron et al. 2023 (Llama 2), table 1 and its config.json; Llama 3
+// 2024, table 3.
+constexpr std::array<Transformer, 8> kTransformers = {{
+    {"bert-base", Family::kBert, 12, 768, 12, 768, 3072, 30522, 512},
+    {"bert-large", Family::kBert, 24, 1024, 16, 1024, 4096, 30522, 512},
+    {"gpt2", Family::kGpt, 12, 768, 12, 768, 3072, 50257, 1024},
+    {"gpt2-xl", Family::kGpt, 48, 1600, 25, 1600, 6400, 50257, 1024},
+    {"gpt3", Family::kGpt, 96, 12288, 96, 12288, 49152, 50257, 2048},
+    {"llama-7b", Family::kLlama, 32, 4096, 32, 4096, 11008, 32000, 4096},
+    {"llama-70b", Family::kLlama, 80, 8192, 64, 1024, 28672, 32000, 4096},
+    {"llama-405b", Family::kLlama, 126, 16384, 128, 1024, 53248, 128256, 8192},
+}};
+
+ModelLayer make_block(const Transformer& t, int64_t number, double sequence) {
+  const int64_t h = t.hidden;
+  const int64_t kv = t.kv_width;
+  const int64_t f = t.feed_forward;
+  const auto hidden = static_cast<double>(h);
+  ModelLayer block = {.name = absl::StrCat("layers.", number)};
+  int64_t multiplied = 0;  // elements of matrices
+  if (t.family == Family::kLlama) {
+    block.tensors = {h, h * h, kv * h, kv * h, h * h, h, f * h, f * h, h * f};
+    multiplied = 2 * h * h + 2 * kv * h + 3 * f * h;
+    // With flash attention: the outputs of q, k, v, o, gate, up and down, each
+    // in 16 bits; a block's output is the next block's input.
+    block.activation_bytes =
+        sequence * 2 * static_cast<double>(3 * h + 2 * kv + 2 * f);
+  } else {
+    block.tensors = {h, h, 3 * h * h, 3 * h, h * h, h,
+                     h, h, f * h,     f,     h * f, h};
+    multiplied = 4 * h * h + 2 * f * h;
+    // Korthikanti et al. 2022, equation 1.
+    block.activation_bytes =
+        sequence * hidden *
+        (34 + 5 * static_cast<double>(t.heads) * sequence / hidden);
+  }
+  // 2 per multiplied parameter and token, and two products of sequence x
+  // sequence x hidden. Chowdhery et al. 2022 (PaLM), appendix B, and Narayanan
+  // et al. 2021 count a causal attention in full, too.
+  block.forward_flops = sequence * 2 * static_cast<double>(multiplied) +
+                        4 * sequence * sequence * hidden;
+  block.checkpoint_bytes = 2 * sequence * hidden;  // the block's input
+  return block;
+}
+
+ModelShape make_transformer(const Transformer& t, int64_t sequence_length) {
+  const int64_t h = t.hidden;
+  const auto sequence = static_cast<double>(sequence_length);
+  const double width = sequence * static_cast<double>(h);
+  ModelShape model = {.name = std::string(t.name)};
+  ModelLayer embedding = {.name = "embedding",
+                          .tensors = {t.vocabulary * h},
+                          .activation_bytes = width,  // a dropout mask
+                          .checkpoint_bytes = width};
+  if (t.family != Family::kLlama) {
+    embedding.tensors.push_back(t.sequence * h);  // positions
+  }
+  if (t.family == Family::kBert) {
+    embedding.tensors.insert(embedding.tensors.end(), {2 * h, h, h});
+  }
+  model.layers.push_back(std::move(embedding));
+  for (int64_t i = 0; i < t.layers; ++i) {
+    model.layers.push_back(make_block(t, i, sequence));
+  }
+  if (t.family == Family::kBert) {
+    model.layers.push_back({.name = "pooler",
+                            .tensors = {h * h, h},
+                            .forward_flops = 2.0 * h * h,
+                            .activation_bytes = 4.0 * h,
+                            .checkpoint_bytes = 4.0 * h});
+    return model;
+  }
+  // A final norm and the product with the vocabulary, whose input and output
+  // (4 bytes) are kept: Korthikanti et al. 2022, section 4.3. GPT's is tied to
+  // the embedding.
+  const double logits = sequence * static_cast<double>(t.vocabulary);
+  ModelLayer head = {.name = "head",
+                     .tensors = {h},
+                     .forward_flops = 2 * logits * static_cast<double>(h),
+                     .activation_bytes = 4 * width + 4 * logits,
+                     .checkpoint_bytes = 2 * width};
+  head.tensors.push_back(t.family == Family::kGpt ? h : t.vocabulary * h);
+  model.layers.push_back(std::move(head));
+  return model;
+}
+
+// Adds a convolution and its batch norm. The convolution's output and the
+// norm's are kept, with 2 bytes per element.
+void add_convolution(ModelLayer& layer, int64_t in, int64_t out, int64_t kernel,
+                     int64_t side) {
+  const int64_t weights = in * out * kernel * kernel;
+  layer.tensors.insert(layer.tensors.end(), {weights, out, out});
+  layer.forward_flops += 2.0 * weights * side * side;
+  layer.activation_bytes += 4.0 * out * side * side;
+}
+
+// He et al. 2016, table 1; strides as in torchvision (in the 3 x 3).
+ModelShape make_resnet50() {
+  ModelShape model = {.name = "resnet50"};
+  ModelLayer stem = {.name = "stem", .checkpoint_bytes = 2.0 * 3 * 224 * 224};
+  add_convolution(stem, 3, 64, 7, 112);
+  model.layers.push_back(std::move(stem));
+  int64_t in = 64;
+  int64_t side = 56;
+  int64_t width = 64;
+  int stage = 1;
+  for (const int blocks : {3, 4, 6, 3}) {
+    for (int i = 0; i < blocks; ++i) {
+      ModelLayer block = {.name = absl::StrCat("layer", stage, ".", i)};
+      const int64_t in_side = i == 0 && stage > 1 ? 2 * side : side;
+      block.checkpoint_bytes = 2.0 * in * in_side * in_side;
+      add_convolution(block, in, width, 1, in_side);
+      add_convolution(block, width, width, 3, side);
+      add_convolution(block, width, 4 * width, 1, side);
+      if (i == 0) add_convolution(block, in, 4 * width, 1, side);
+      in = 4 * width;
+      model.layers.push_back(std::move(block));
+    }
+    side /= 2;
+    width *= 2;
+    ++stage;
+  }
+  model.layers.push_back({.name = "fc",
+                          .tensors = {in * 1000, 1000},
+                          .forward_flops = 2.0 * in * 1000,
+                          .activation_bytes = 2.0 * in,
+                          .checkpoint_bytes = 2.0 * in});
+  return model;
+}
+
+bool is_size(double value) { return std::isfinite(value) && value >= 0; }
+
+}  // namespace
+
+int64_t ModelLayer::elements() const {
+  return std::accumulate(tensors.begin(), tensors.end(), int64_t{0});
+}
+
+int64_t ModelShape::elements() const {
+  int64_t sum = 0;
+  for (const ModelLayer& layer : layers) sum += layer.elements();
+  return sum;
+}
+
+absl::StatusOr<ModelShape> named_model(std::string_view name,
+                                       int64_t sequence_length) {
+  if (name == "resnet50") return make_resnet50();
+  std::string names = "resnet50";
+  for (const Transformer& t : kTransformers) {
+    absl::StrAppend(&names, ", ", std::string(t.name));
+    if (name != t.name) continue;
+    if (sequence_length == 0) return make_transformer(t, t.sequence);
+    const int64_t longest =
+        t.family == Family::kLlama ? int64_t{1} << 24 : t.sequence;
+    if (sequence_length < 0 || sequence_length > longest) {
+      return bad_model("expected a sequence_length from 1 to ", longest,
+                       " for ", std::string(name), ", found ", sequence_length);
+    }
+    return make_transformer(t, sequence_length);
+  }
+  return bad_model("expected one of ", names, " or an object, found '",
+                   std::string(name), "'");
+}
+
+absl::Status check_model(const ModelShape& model) {
+  constexpr size_t kMost = 100'000;
+  if (model.layers.empty() || model.layers.size() > kMost) {
+    return bad_model("expected 1 to ", kMost, " layers, found ",
+                     model.layers.size());
+  }
+  size_t num_tensors = 0;
+  double elements = 0;
+  for (const ModelLayer& layer : model.layers) {
+    num_tensors += layer.tensors.size();
+    for (const int64_t tensor : layer.tensors) {
+      if (tensor < 1) {
+        return bad_model("expected tensors of at least 1 element in layer '",
+                         layer.name, "', found ", tensor);
+      }
+      elements += static_cast<double>(tensor);
+    }
+    for (const double number :
+         {layer.forward_flops, layer.activation_bytes, layer.checkpoint_bytes,
+          layer.forward_s.value_or(0), layer.backward_s.value_or(0)}) {
+      if (!is_size(number)) {
+        return bad_model("expected finite numbers >= 0 in layer '", layer.name,
+                         "', found ", number);
+      }
+    }
+  }
+  if (num_tensors < 1 || num_tensors > kMost || elements > 0x1p50) {
+    return bad_model("expected 1 to ", kMost,
+                     " tensors with at most 2^50 elements, found ", num_tensors,
+                     " with ", elements);
+  }
+  return absl::OkStatus();
+}
+
+}  // namespace brigade
