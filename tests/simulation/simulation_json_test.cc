@@ -1,21 +1,200 @@
 #include "brigade/simulation/simulation_json.h"
 
+#include <chrono>
+#include <nlohmann/json.hpp>
+#include <random>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "gmock/gmock.h"
 #include "gtest/gtest.h"
+
 namespace brigade {
 namespace {
-TEST(A, B) {
-  for (const char* kind :
-       {"ddp", "zero1", "zero2", "zero3", "fsdp2", "yafsdp", "brigade"}) {
-    auto r = simulate_json(
-        std::string(
-            R"({"model": "llama-7b", "cluster": {"hosts": 4}, "strategy": {"kind": ")") +
-        kind + R"("}})");
-    ASSERT_TRUE(r.ok()) << r.status();
-    std::cout << kind << r->substr(0, 0)
-              << r->substr(r->find("\"exposed_s\""), 200)
-              << r->substr(r->find("\"memory\""), 200)
-              << r->substr(r->find("\"optimizer_s\""), 300) << "\n";
+
+using ::testing::HasSubstr;
+using Json = nlohmann::json;
+
+const char kFull[] = R"({
+  "model": {"name": "net", "layers": [
+      {"name": "a", "tensors": [100, 10], "forward_flops": 1e9,
+       "activation_bytes": 1000, "checkpoint_bytes": 10},
+      {"name": "b", "tensors": [50], "forward_s": 0.5, "backward_s": 1}]},
+  "sequence_length": 0, "batch": 2,
+  "cluster": {"device": {"name": "a100", "memory_bytes": 1e9},
+      "hosts": 4, "gpus_per_host": 8, "inside": "nvlink4",
+      "between": {"latency_s": 1e-5, "bytes_per_s": 1e10}, "nics_per_host": 4,
+      "hosts_per_rack": 2, "oversubscription": 2, "jitter": 0.01,
+      "straggler_slowdown": 1.1},
+  "strategy": {"kind": "brigade", "shard_ranks": 8,
+      "bucket_caps_bytes": [1000], "reshard_after_forward": [1],
+      "prefetch_depth": 2, "buffers": 3, "micro_batches": 2,
+      "sync_every_micro_batch": true, "checkpoint": [0],
+      "parameter_bytes": 4, "gradient_bytes": 4, "optimizer_bytes": 8,
+      "next_forward_gather": false}})";
+
+Json simulate(const Json& request) {
+  const auto result = simulate_json(request.dump());
+  EXPECT_TRUE(result.ok()) << result.status();
+  return Json::parse(*result);
+}
+
+std::string error_of(const Json& request) {
+  return std::string(simulate_json(request.dump()).status().message());
+}
+
+TEST(SimulationJsonTest, AllKeysAreRead) {
+  const Json result = simulate(Json::parse(kFull));
+  EXPECT_EQ(result["checkpointed_layers"], Json({0}));
+  EXPECT_EQ(result["kept_units"], Json({1}));
+  EXPECT_EQ(result["memory"]["capacity"], 1e9);
+  EXPECT_EQ(result["memory"]["fits"], true);
+  EXPECT_EQ(result["events"][0]["name"], "all-gather a");
+  EXPECT_GT(result["between_racks_bytes_per_rank"], 0);
+  EXPECT_GT(result["recompute_s"], 0);
+}
+
+TEST(SimulationJsonTest, MeasuredCostsReplaceLinks) {
+  const Json result = simulate(
+      {{"model", {{"layers", {{{"tensors", {1000}}, {"forward_s", 1}}}}}},
+       {"cluster",
+        {{"gpus_per_host", 2},
+         {"device", {{"memory_bytes_per_s", 0}}},
+         {"costs", {{"all_reduce", {{1000, 0.5}, {3000, 1.5}}}}}}},
+       {"strategy", {{"kind", "ddp"}}}});
+  EXPECT_NEAR(result["step_s"], 1 + 2 + 1, 1e-9);
+  EXPECT_NEAR(result["exposed_s"], 1, 1e-9);
+}
+
+TEST(SimulationJsonTest, Llama405BOn16384GpusIsFast) {
+  const auto begin = std::chrono::steady_clock::now();
+  const Json result =
+      simulate({{"model", "llama-405b"},
+                {"cluster",
+                 {{"device", "h100"},
+                  {"hosts", 2048},
+                  {"inside", "nvlink4"},
+                  {"between", "ndr"},
+                  {"hosts_per_rack", 32},
+                  {"oversubscription", 7}}},
+                {"strategy", {{"kind", "fsdp2"}, {"checkpoint", "fit"}}}});
+  const std::chrono::duration<double> taken =
+      std::chrono::steady_clock::now() - begin;
+  EXPECT_LT(taken.count(), 1);
+  EXPECT_EQ(result["memory"]["fits"], true);
+  EXPECT_GT(result["mfu"], 0.1);
+}
+
+TEST(SimulationJsonTest, ErrorsNameThePlace) {
+  const auto error = [](const char* pointer, const Json& value) {
+    Json request = Json::parse(kFull);
+    request[Json::json_pointer(pointer)] = value;
+    return error_of(request);
+  };
+  EXPECT_EQ(error("/strategy/bufers", 2).substr(0, 60),
+            "simulation request, strategy: expected keys 'kind', 'shard_r");
+  EXPECT_EQ(error("/batch", "two"),
+            "simulation request, batch: expected an integer from 0 to "
+            "1125899906842624, found \"two\"");
+  EXPECT_THAT(error("/batch", 0), HasSubstr("batch from 1"));
+  EXPECT_THAT(error("/model", "llama"), HasSubstr("expected one of resnet50"));
+  EXPECT_THAT(error("/model/layers/1/tensors", {0}), HasSubstr("'b', found 0"));
+  EXPECT_THAT(error("/model/layers/0/forward_flops", -1),
+              HasSubstr("model.layers[0].forward_flops: expected a number"));
+  EXPECT_THAT(error("/model/layers/0/forward_flops", nullptr),
+              HasSubstr("model.layers[0].forward_flops: expected a number"));
+  EXPECT_THAT(error("/cluster/device", "tpu"), HasSubstr("device a100"));
+  EXPECT_THAT(error("/cluster/inside", "nvlink"), HasSubstr("link: expected"));
+  EXPECT_THAT(error("/cluster/between/bytes_per_s", 0), HasSubstr("between"));
+  EXPECT_THAT(error("/cluster/hosts_per_rack", 5), HasSubstr("hosts_per_rack"));
+  EXPECT_THAT(error("/cluster/costs", Json::object()),
+              HasSubstr("cluster.costs: expected no costs, or no inside"));
+  EXPECT_THAT(error("/strategy/kind", "fsdp"), HasSubstr("one of ddp, zero1"));
+  EXPECT_THAT(error("/strategy/plan", "exact"), HasSubstr("found both"));
+  EXPECT_THAT(error("/strategy/checkpoint", "some"),
+              HasSubstr("\"none\", \"all\", \"fit\", or indices"));
+  EXPECT_THAT(error("/strategy/shard_ranks", 3), HasSubstr("shard_ranks"));
+  EXPECT_THAT(error_of({{"model", "gpt2"}}), HasSubstr("strategy: expected"));
+  EXPECT_THAT(error_of(Json::array()), HasSubstr("expected an object"));
+  EXPECT_THAT(error_of({{"model", "gpt2"},
+                        {"strategy", {{"kind", "ddp"}}},
+                        {"cluster", {{"costs", {{"all_reduce", {{2, 1}}}}}}}}),
+              HasSubstr("cluster.costs.all_reduce"));
+  EXPECT_FALSE(simulate_json("{\"batch\": NaN}").ok());
+  EXPECT_FALSE(simulate_json("").ok());
+}
+
+// The values of a request, by pointer.
+void list_values(const Json& json, const std::string& pointer,
+                 std::vector<std::string>& pointers) {
+  pointers.push_back(pointer);
+  if (!json.is_structured()) return;
+  for (const auto& [key, value] : json.items()) {
+    list_values(value, pointer + "/" + key, pointers);
   }
 }
+
+TEST(SimulationJsonTest, BrokenRequestsAreErrorsOrResults) {
+  std::mt19937 random(3);
+  const std::vector<Json> values = {nullptr,
+                                    true,
+                                    -1,
+                                    0,
+                                    1,
+                                    1.5,
+                                    7,
+                                    1e9,
+                                    -1e300,
+                                    1e308,
+                                    (uint64_t{1} << 63),
+                                    "",
+                                    "fit",
+                                    "\xff",
+                                    "ddp",
+                                    "zero2",
+                                    "fsdp2",
+                                    "exact",
+                                    Json::array(),
+                                    Json::object(),
+                                    {{"a", 1}},
+                                    {1, 2},
+                                    {{1, 2}, {3, 4}}};
+  const Json full = Json::parse(kFull);
+  int num_results = 0;
+  for (int trial = 0; trial < 20000; ++trial) {
+    Json request = full;
+    for (int change = 1 + static_cast<int>(random() % 3); change > 0;
+         --change) {
+      std::vector<std::string> pointers;
+      list_values(request, "", pointers);
+      Json& place =
+          request[Json::json_pointer(pointers[random() % pointers.size()])];
+      place = values[random() % values.size()];
+    }
+    const auto result = simulate_json(
+        request.dump(-1, ' ', false, Json::error_handler_t::replace));
+    if (result.ok()) {
+      ++num_results;
+      EXPECT_EQ(result->find("null"), std::string::npos) << request;
+    } else {
+      EXPECT_EQ(result.status().code(), absl::StatusCode::kInvalidArgument);
+      EXPECT_GT(result.status().message().size(), 20);
+    }
+  }
+  EXPECT_GT(num_results, 500);
+
+  const std::string text = full.dump();
+  for (int trial = 0; trial < 20000; ++trial) {
+    std::string broken = text;
+    for (int change = 1 + static_cast<int>(random() % 4); change > 0;
+         --change) {
+      broken[random() % broken.size()] = static_cast<char>(random());
+    }
+    (void)simulate_json(broken);
+  }
+  EXPECT_FALSE(simulate_json(std::string(1'000'000, '[')).ok());
+}
+
 }  // namespace
 }  // namespace brigade

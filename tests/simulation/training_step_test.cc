@@ -1,0 +1,499 @@
+// Published steps and traffic, each within 5 % of the printed figure unless the
+// count is exact, and properties of random steps.
+
+#include "brigade/simulation/training_step.h"
+
+#include <algorithm>
+#include <array>
+#include <random>
+#include <string>
+#include <vector>
+
+#include "brigade/planning/planners.h"
+#include "gmock/gmock.h"
+#include "gtest/gtest.h"
+
+namespace brigade {
+namespace {
+
+using ::testing::ElementsAre;
+using ::testing::HasSubstr;
+using How = LayerChoice::How;
+
+constexpr std::array<StrategyKind, 7> kKinds = {
+    StrategyKind::kDdp,    StrategyKind::kZero1, StrategyKind::kZero2,
+    StrategyKind::kZero3,  StrategyKind::kFsdp2, StrategyKind::kYaFsdp,
+    StrategyKind::kBrigade};
+
+void expect_published(double value, double printed) {
+  EXPECT_NEAR(value, printed, 0.05 * printed);
+}
+
+Cluster cluster_of(int hosts, int gpus) {
+  return {.device = {.flops_per_s = 312e12, .utilization = 0.5},
+          .hosts = hosts,
+          .gpus_per_host = gpus,
+          .inside = {3e-6, 300e9},
+          .between = {14e-6, 25e9}};
+}
+
+// Layers of 1,024 elements, with 2 s forward and 4 s backward in all.
+ModelShape equal_layers(int count) {
+  return {.layers = std::vector<ModelLayer>(count, {.name = "layer",
+                                                    .tensors = {1000, 24},
+                                                    .activation_bytes = 10,
+                                                    .checkpoint_bytes = 1,
+                                                    .forward_s = 2.0 / count})};
+}
+
+TrainingStep step_of(const ModelShape& model, const Cluster& cluster,
+                     const Strategy& strategy, int64_t batch = 1) {
+  const auto step = simulate_step(model, batch, cluster, strategy);
+  EXPECT_TRUE(step.ok()) << step.status();
+  return *step;
+}
+
+std::string error_of(const ModelShape& model, const Cluster& cluster,
+                     const Strategy& strategy, int64_t batch = 1) {
+  return std::string(
+      simulate_step(model, batch, cluster, strategy).status().message());
+}
+
+// All-reduces that take `seconds`, of any size.
+Cluster with_all_reduce(int ranks, double seconds) {
+  Cluster cluster = cluster_of(1, ranks);
+  cluster.measured.all_reduce = *CollectiveCost::linear(seconds, 0);
+  return cluster;
+}
+
+// ---- Published steps.
+
+// 4 GPUs: forward 15 ms, backward 30 ms, all-reduce 8 ms. Published: 53 ms
+// without overlap; overlap hides 30-40 % of communication. With buckets of 25
+// MB and gradients that become ready evenly, more is hidden (see below).
+TEST(TrainingStepTest, ResNet50) {
+  const ModelLayer network = {
+      .tensors = {25'557'032}, .forward_s = 0.015, .backward_s = 0.030};
+  const Cluster cluster = with_all_reduce(4, 0.008);
+  EXPECT_NEAR(step_of({.layers = {network}}, cluster,
+                      {.kind = StrategyKind::kDdp, .gradient_bytes = 4})
+                  .step_s,
+              0.053, 1e-9);
+
+  ModelShape resnet = *named_model("resnet50");
+  double flops = 0;
+  for (const ModelLayer& layer : resnet.layers) flops += layer.forward_flops;
+  for (ModelLayer& layer : resnet.layers) {
+    layer.forward_s = 0.015 * layer.forward_flops / flops;
+  }
+  Cluster linear = cluster;
+  linear.measured.all_reduce =
+      *CollectiveCost::linear(0, 0.008 / (4.0 * 25'557'032));
+  const TrainingStep step = step_of(
+      resnet, linear, {.kind = StrategyKind::kDdp, .gradient_bytes = 4});
+  EXPECT_NEAR(step.communication_s, 0.008, 1e-9);
+  EXPECT_GT(1 - step.exposed_s / step.communication_s, 0.4);
+}
+
+// 1,024 GPUs: forward 180 ms, backward 360 ms, tensor parallelism 10 ms and
+// data parallelism 50 ms, not overlapped: 600 ms.
+TEST(TrainingStepTest, Gpt3) {
+  const ModelLayer network = {
+      .tensors = {175'000'000'000}, .forward_s = 0.180, .backward_s = 0.360};
+  EXPECT_NEAR(step_of({.layers = {network}}, with_all_reduce(1024, 0.060),
+                      {.kind = StrategyKind::kDdp})
+                  .step_s,
+              0.600, 1e-9);
+}
+
+// Recomputing takes 25 % of the compute of forward, backward and recomputing: a
+// backward takes twice a forward.
+TEST(TrainingStepTest, FullCheckpointingTakesAQuarterOfTheCompute) {
+  const TrainingStep step = step_of(
+      *named_model("llama-70b", 8192), cluster_of(32, 8),
+      {.kind = StrategyKind::kFsdp2, .checkpointed = {.how = How::kAll}});
+  EXPECT_NEAR(
+      step.recompute_s / (step.forward_s + step.backward_s + step.recompute_s),
+      0.25, 1e-9);
+  // The blocks' inputs, and one block.
+  expect_published(step.memory.activations, 10.7e9 + 1.4e9);
+}
+
+// ---- Published traffic, by strategy: M bytes, W ranks, hosts of G.
+
+TEST(TrainingStepTest, Llama70BSends280GBPerStep) {
+  const TrainingStep step =
+      step_of(*named_model("llama-70b"), cluster_of(32, 8),
+              {.kind = StrategyKind::kDdp});
+  expect_published(step.sent_bytes, 280e9);
+}
+
+TEST(TrainingStepTest, ShardedParametersSendHalfAsMuchAgain) {
+  const ModelShape model = *named_model("llama-7b");
+  const double bytes = 2.0 * model.elements();
+  for (const int hosts : {1, 4}) {
+    const Cluster cluster = cluster_of(hosts, 8);
+    const double share = 1 - 1.0 / cluster.ranks();
+    for (const StrategyKind kind : kKinds) {
+      const double phases = kind < StrategyKind::kZero3 ? 2 : 3;
+      double expected = phases * share * bytes;
+      if (kind == StrategyKind::kYaFsdp) {  // two units stay unsharded
+        expected -= share * 2 *
+                    (model.layers.end()[-1].elements() +
+                     model.layers.end()[-2].elements());
+      }
+      EXPECT_NEAR(step_of(model, cluster, {.kind = kind}).sent_bytes, expected,
+                  1e-3 * expected);
+    }
+  }
+}
+
+// Zhao et al. 2023 print cross-host bytes per GPU: hybrid 2M(W-1)/(GW),
+// replicated 2M(W-1)/W, sharded 3M(W-1)/W. The latter two are all bytes that a
+// rank sends. Counted exactly, hierarchical collectives of H hosts send
+// 2M(H-1)/(HG) and 3M(H-1)/(HG) between hosts; hybrid is 2M(W-G)/(GW).
+TEST(TrainingStepTest, CrossHostBytesOfTheFsdpPaper) {
+  const double m = 16 << 20;
+  ModelShape model = equal_layers(16);
+  for (ModelLayer& layer : model.layers) layer.tensors = {1 << 19};
+  const Cluster cluster = cluster_of(2, 8);
+  const double w = 16, g = 8, h = 2;
+  const auto run = [&](StrategyKind kind, int shard_ranks) {
+    return step_of(model, cluster, {.kind = kind, .shard_ranks = shard_ranks});
+  };
+  const TrainingStep replicated = run(StrategyKind::kDdp, 0);
+  EXPECT_NEAR(replicated.sent_bytes, 2 * m * (w - 1) / w, 1);
+  EXPECT_NEAR(replicated.between_hosts_bytes, 2 * m * (h - 1) / (h * g), 1);
+  const TrainingStep sharded = run(StrategyKind::kBrigade, 0);
+  EXPECT_NEAR(sharded.sent_bytes, 3 * m * (w - 1) / w, 1);
+  EXPECT_NEAR(sharded.between_hosts_bytes, 3 * m * (h - 1) / (h * g), 1);
+  const TrainingStep hybrid = run(StrategyKind::kBrigade, 8);
+  EXPECT_NEAR(hybrid.between_hosts_bytes, 2 * m * (w - g) / (g * w), 1);
+  EXPECT_NEAR(hybrid.between_hosts_bytes, 0.125 * m, 1);
+  const double printed = 2 * m * (w - 1) / (g * w);
+  EXPECT_NEAR(printed, 0.234 * m, 0.001 * m);
+}
+
+// F = 1 replicates, F = W shards; between them memory falls and traffic of
+// parameters rises.
+TEST(TrainingStepTest, ShardRanksInterpolate) {
+  const ModelShape model = *named_model("gpt2");
+  const Cluster cluster = cluster_of(4, 8);
+  const double bytes = 2.0 * model.elements();
+  double last_memory = 1e18;
+  for (const int f : {1, 2, 4, 8, 16, 32}) {
+    const TrainingStep step = step_of(
+        model, cluster, {.kind = StrategyKind::kBrigade, .shard_ranks = f});
+    const MemoryPerRank& memory = step.memory;
+    const double states =
+        memory.parameters + memory.gradients + memory.optimizer;
+    expect_published(states, 16.0 * model.elements() / f);
+    EXPECT_LT(states, last_memory);
+    last_memory = states;
+    const double r = 32.0 / f;
+    const double expected = bytes * (3 * (1 - 1.0 / f) + 2 * (1 - 1 / r) / f);
+    EXPECT_NEAR(step.sent_bytes, expected, 1e-3 * expected);
+  }
+}
+
+TEST(TrainingStepTest, FourMicroBatchesSend75PercentLessWithoutSync) {
+  Strategy strategy = {.kind = StrategyKind::kDdp, .micro_batches = 4};
+  const ModelShape model = equal_layers(3);
+  const Cluster cluster = cluster_of(1, 4);
+  const double last_only = step_of(model, cluster, strategy).sent_bytes;
+  strategy.sync_every_micro_batch = true;
+  EXPECT_DOUBLE_EQ(last_only,
+                   0.25 * step_of(model, cluster, strategy).sent_bytes);
+}
+
+// ---- Published memory.
+
+// 16 bytes per parameter become 4 + 12/W, 2 + 14/W, 16/W.
+TEST(TrainingStepTest, ZeroShardsStates) {
+  const ModelShape model = *named_model("llama-7b");
+  const auto bytes_per_element = [&](StrategyKind kind) {
+    const MemoryPerRank memory =
+        step_of(model, cluster_of(8, 8), {.kind = kind}).memory;
+    return (memory.parameters + memory.gradients + memory.optimizer) /
+           model.elements();
+  };
+  EXPECT_DOUBLE_EQ(bytes_per_element(StrategyKind::kDdp), 16);
+  EXPECT_NEAR(bytes_per_element(StrategyKind::kZero1), 4 + 12.0 / 64, 1e-6);
+  EXPECT_NEAR(bytes_per_element(StrategyKind::kZero2), 2 + 14.0 / 64, 1e-6);
+  EXPECT_NEAR(bytes_per_element(StrategyKind::kZero3), 16.0 / 64, 1e-6);
+}
+
+TEST(TrainingStepTest, Gpt3Takes2800GBInFp32) {
+  const ModelShape model = *named_model("gpt3");
+  const MemoryPerRank memory = step_of(model, cluster_of(1, 8),
+                                       {.kind = StrategyKind::kDdp,
+                                        .parameter_bytes = 4,
+                                        .gradient_bytes = 4,
+                                        .optimizer_bytes = 8})
+                                   .memory;
+  expect_published(memory.parameters, 700e9);
+  expect_published(memory.gradients, 700e9);
+  expect_published(memory.optimizer, 1400e9);
+  // Fewer than 35 GPUs of 80 GB hold no such states.
+  expect_published((memory.total() - memory.activations) / 80e9, 35);
+  // Llama-70B: > 1 TB of states.
+  EXPECT_GT(16.0 * named_model("llama-70b")->elements(), 1e12);
+}
+
+// Peak of parameters: sum / F + the largest unit, two with prefetch.
+TEST(TrainingStepTest, UnshardedUnits) {
+  ModelShape model = equal_layers(4);
+  model.layers[1].tensors = {1 << 20};
+  model.layers[2].tensors = {1 << 18};
+  const auto unsharded = [&](int buffers, StrategyKind kind) {
+    return step_of(model, cluster_of(1, 8), {.kind = kind, .buffers = buffers})
+        .memory.unsharded;
+  };
+  const double a = 2 << 20, b = 2 << 18, c = 2 << 10;
+  // Parameters, then gradients.
+  EXPECT_EQ(unsharded(1, StrategyKind::kZero3), a + a);
+  EXPECT_EQ(unsharded(2, StrategyKind::kZero3), (a + b) + (a + b));
+  EXPECT_EQ(unsharded(2, StrategyKind::kFsdp2), (a + b + c) + (a + b));
+  EXPECT_EQ(unsharded(2, StrategyKind::kBrigade), (a + b) + (a + b + c));
+}
+
+// DDP stops fitting near 1 B parameters at 40 GB.
+TEST(TrainingStepTest, DdpStopsFittingAboveOneBillionParameters) {
+  Cluster cluster = cluster_of(1, 8);
+  cluster.device.memory_bytes = 40e9;
+  const Strategy ddp = {.kind = StrategyKind::kDdp};
+  EXPECT_TRUE(step_of(*named_model("bert-large"), cluster, ddp, 8).fits);
+  EXPECT_FALSE(step_of(*named_model("gpt2-xl"), cluster, ddp, 8).fits);
+  EXPECT_TRUE(step_of(*named_model("gpt2-xl"), cluster,
+                      {.checkpointed = {.how = How::kFit}}, 8)
+                  .fits);
+}
+
+// ---- Choices.
+
+TEST(TrainingStepTest, CheckpointsAndKeptUnitsFillTheMemory) {
+  const ModelShape model = *named_model("llama-7b");
+  Cluster cluster = cluster_of(1, 8);
+  cluster.device.memory_bytes = 26e9;
+  Strategy strategy = {.kind = StrategyKind::kFsdp2,
+                       .checkpointed = {.how = How::kFit}};
+  const TrainingStep few = step_of(model, cluster, strategy);
+  EXPECT_TRUE(few.fits);
+  EXPECT_FALSE(few.checkpointed_layers.empty());
+  EXPECT_LT(few.checkpointed_layers.size(), model.layers.size());
+  strategy.checkpointed.how = How::kNone;
+  EXPECT_FALSE(step_of(model, cluster, strategy).fits);
+
+  cluster.device.memory_bytes = 40e9;
+  strategy.kept.how = How::kFit;
+  const TrainingStep kept = step_of(model, cluster, strategy);
+  EXPECT_TRUE(kept.fits);
+  EXPECT_GT(kept.kept_units.size(), 5);
+  EXPECT_LT(kept.sent_bytes, few.sent_bytes);
+
+  cluster.device.memory_bytes = 1e9;
+  strategy.checkpointed.how = How::kFit;
+  EXPECT_THAT(error_of(model, cluster, strategy),
+              HasSubstr("bytes are missing"));
+}
+
+TEST(TrainingStepTest, AnExactPlanIsNeverSlower) {
+  const ModelShape model = *named_model("resnet50");
+  Cluster cluster = cluster_of(4, 1);
+  cluster.between.bytes_per_s = 1e9;
+  const double by_caps_s =
+      step_of(model, cluster, {.kind = StrategyKind::kDdp}).step_s;
+  const double exact_s =
+      step_of(model, cluster,
+              {.kind = StrategyKind::kDdp, .has_exact_plan = true})
+          .step_s;
+  EXPECT_LT(exact_s, by_caps_s);
+}
+
+TEST(TrainingStepTest, OptionsOfOtherStrategiesAreErrors) {
+  const ModelShape model = equal_layers(2);
+  const Cluster cluster = cluster_of(2, 8);
+  const auto error = [&](const Strategy& strategy) {
+    return error_of(model, cluster, strategy);
+  };
+  EXPECT_THAT(error({.kind = StrategyKind::kDdp, .shard_ranks = 8}),
+              HasSubstr("shard_ranks"));
+  EXPECT_THAT(error({.kind = StrategyKind::kDdp, .kept = {.how = How::kAll}}),
+              HasSubstr("reshard_after_forward"));
+  EXPECT_THAT(error({.next_forward_gather = true}),
+              HasSubstr("next_forward_gather"));
+  EXPECT_THAT(error({.kept = {How::kListed, {2}}}), HasSubstr("found 2"));
+  EXPECT_THAT(error({.buffers = 0}), HasSubstr("buffers from 1"));
+  EXPECT_THAT(error({.micro_batches = 1 << 30}), HasSubstr("micro_batches"));
+  EXPECT_THAT(error({.bucket_caps_bytes = {-1}}), HasSubstr("bucket cap 0"));
+  EXPECT_THAT(error_of(model, with_all_reduce(4, 1), {}),
+              HasSubstr("all_gather in costs"));
+  EXPECT_THAT(error_of(*named_model("gpt2"), {}, {}), HasSubstr("flops_per_s"));
+}
+
+// ---- Schedules.
+
+// Forward and backward wait for the first all-gather only, the end for the last
+// reduce-scatter.
+TEST(TrainingStepTest, UnitsOverlap) {
+  Cluster cluster = cluster_of(1, 2);
+  cluster.measured.all_gather = *CollectiveCost::linear(0.25, 0);
+  cluster.measured.reduce_scatter = *CollectiveCost::linear(0.25, 0);
+  const ModelShape model = equal_layers(4);  // 0.5 s forward, 1 s backward
+  EXPECT_NEAR(step_of(model, cluster, {}).step_s, 6.75, 1e-9);
+  EXPECT_NEAR(step_of(model, cluster, {.kept = {How::kListed, {3}}}).step_s,
+              6.5, 1e-9);
+  // One buffer: all collectives are exposed.
+  EXPECT_NEAR(step_of(model, cluster, {.buffers = 1}).step_s, 9, 1e-9);
+  const TrainingStep yafsdp =
+      step_of(model, cluster, {.kind = StrategyKind::kYaFsdp});
+  EXPECT_NEAR(yafsdp.step_s, 6.5, 1e-9);
+  EXPECT_THAT(yafsdp.kept_units, ElementsAre(2, 3));
+  // One collective per tensor.
+  EXPECT_NEAR(step_of(model, cluster, {.kind = StrategyKind::kZero3}).step_s,
+              7.5, 1e-9);
+}
+
+TEST(TrainingStepTest, AGatherInTheNextForwardIsHidden) {
+  Cluster cluster = cluster_of(1, 2);
+  cluster.measured.all_gather = *CollectiveCost::linear(0.25, 0);
+  cluster.measured.reduce_scatter = *CollectiveCost::linear(0.25, 0);
+  Strategy strategy = {.kind = StrategyKind::kZero1, .bucket_caps_bytes = {1}};
+  const ModelShape model = equal_layers(4);  // 8 buckets
+  EXPECT_NEAR(step_of(model, cluster, strategy).step_s, 6 + 0.25 + 8 * 0.25,
+              1e-9);
+  strategy.next_forward_gather = true;
+  EXPECT_NEAR(step_of(model, cluster, strategy).step_s, 6 + 0.25 + 0.5, 1e-9);
+}
+
+TEST(TrainingStepTest, DdpIsThePlannersPrediction) {
+  Cluster cluster = cluster_of(1, 4);
+  cluster.measured.all_reduce = *CollectiveCost::linear(0.1, 1e-4, 2);
+  const ModelShape model = equal_layers(5);
+  const TrainingStep step =
+      step_of(model, cluster,
+              {.kind = StrategyKind::kDdp, .bucket_caps_bytes = {3000}});
+  Backward backward = {.end_s = 4};
+  for (int i = 0; i < 5; ++i) {
+    backward.parameters.insert(backward.parameters.end(), {{2000}, {48}});
+    const double begin_s = 0.8 * i;
+    backward.ready_s.push_back(begin_s + 0.8 * 24 / 1024);
+    backward.ready_s.push_back(0.8 * (i + 1));
+  }
+  backward.order = reverse_registration_order(10);
+  const BucketPlan plan = *plan_by_size(backward.parameters, backward.order,
+                                        std::vector<int64_t>{3000});
+  const StepPrediction prediction =
+      *predict(plan, backward, *cluster.measured.all_reduce);
+  EXPECT_NEAR(step.step_s, 2 + prediction.end_s(), 1e-9);
+  EXPECT_NEAR(step.exposed_s, prediction.exposed_s(), 1e-9);
+}
+
+// ---- Properties.
+
+class RandomSteps : public ::testing::Test {
+ protected:
+  int draw(int limit) { return static_cast<int>(random_() % limit); }
+
+  ModelShape draw_model() {
+    ModelShape model;
+    const int num_layers = 1 + draw(12);
+    for (int i = 0; i < num_layers; ++i) {
+      ModelLayer layer = {.name = "layer",
+                          .activation_bytes = draw(1000) * 1e3,
+                          .checkpoint_bytes = draw(100) * 1e3,
+                          .forward_s = draw(20) * 1e-3};
+      for (int t = draw(4); t > 0 || (i == 0 && layer.tensors.empty()); --t) {
+        layer.tensors.push_back(1 + draw(5'000'000));
+      }
+      model.layers.push_back(std::move(layer));
+    }
+    return model;
+  }
+
+  Cluster draw_cluster() {
+    Cluster cluster = cluster_of(1 << draw(4), 1 << draw(4));
+    cluster.device.memory_bytes_per_s = draw(2) * 1e12;
+    cluster.inside.bytes_per_s = (1 + draw(20)) * 1e9;
+    cluster.between.bytes_per_s = (1 + draw(20)) * 1e9;
+    cluster.jitter = draw(3) * 0.05;
+    return cluster;
+  }
+
+  Strategy draw_strategy(const Cluster& cluster) {
+    Strategy strategy = {.kind = kKinds[draw(7)],
+                         .prefetch_depth = draw(4),
+                         .buffers = 1 + draw(4),
+                         .micro_batches = 1 + draw(3),
+                         .sync_every_micro_batch = draw(2) == 0,
+                         .checkpointed = {.how = How(draw(2))}};
+    strategy.bucket_caps_bytes = {1 << (14 + draw(10))};
+    if (strategy.kind != StrategyKind::kDdp) {
+      strategy.shard_ranks = 1 << draw(7);
+      if (cluster.ranks() % strategy.shard_ranks != 0) strategy.shard_ranks = 0;
+    }
+    if (strategy.kind >= StrategyKind::kZero3) {
+      strategy.kept.how = How(draw(3));
+    }
+    return strategy;
+  }
+
+  std::mt19937 random_{7};
+};
+
+TEST_F(RandomSteps, TimesAndMemoryAreConsistent) {
+  for (int trial = 0; trial < 2000; ++trial) {
+    const ModelShape model = draw_model();
+    const Cluster cluster = draw_cluster();
+    const Strategy strategy = draw_strategy(cluster);
+    const TrainingStep step = step_of(model, cluster, strategy);
+    const double compute_s =
+        step.forward_s + step.backward_s + step.recompute_s + step.optimizer_s;
+    EXPECT_GE(step.step_s, compute_s - 1e-9);
+    EXPECT_LE(step.exposed_s, step.communication_s + 1e-9);
+    std::array<double, 3> busy_s = {};
+    std::array<double, 3> last_s = {};
+    for (const StepEvent& event : step.events) {
+      const auto stream = static_cast<size_t>(event.stream);
+      EXPECT_GE(event.begin_s, last_s[stream] - 1e-9);
+      last_s[stream] = event.end_s;
+      busy_s[stream] += event.end_s - event.begin_s;
+    }
+    EXPECT_NEAR(busy_s[0], compute_s, 1e-9);
+    EXPECT_GE(step.step_s, std::ranges::max(busy_s) - 1e-9);
+    // No link is faster.
+    const double fastest =
+        std::max(cluster.inside.bytes_per_s, 8 * cluster.between.bytes_per_s);
+    EXPECT_GE(step.communication_s, step.sent_bytes / fastest / 2 - 1e-9);
+
+    double peak = 0;
+    for (const MemoryPoint& point : step.memory_over_step) {
+      peak = std::max(peak, point.bytes);
+      EXPECT_GE(point.bytes, 0);
+    }
+    EXPECT_LE(peak, step.memory.total() * (1 + 1e-9));
+    EXPECT_NEAR(
+        step.memory_over_step.back().bytes,
+        step.memory.parameters + step.memory.gradients + step.memory.optimizer,
+        1);
+  }
+}
+
+TEST_F(RandomSteps, MoreBandwidthOrBuffersAreNeverSlower) {
+  for (int trial = 0; trial < 2000; ++trial) {
+    const ModelShape model = draw_model();
+    Cluster cluster = draw_cluster();
+    Strategy strategy = draw_strategy(cluster);
+    const double step_s = step_of(model, cluster, strategy).step_s;
+    strategy.buffers = 1 << 20;
+    const double buffered_s = step_of(model, cluster, strategy).step_s;
+    EXPECT_LE(buffered_s, step_s + 1e-9);
+    cluster.inside.bytes_per_s *= 1 + draw(3);
+    cluster.between.bytes_per_s *= 1 + draw(3);
+    cluster.inside.latency_s /= 1 + draw(3);
+    EXPECT_LE(step_of(model, cluster, strategy).step_s, buffered_s + 1e-9);
+  }
+}
+
+}  // namespace
+}  // namespace brigade
