@@ -6,9 +6,12 @@
 #include <string>
 
 #include "absl/strings/str_cat.h"
+#include "brigade/simulation/checks.h"
 
 namespace brigade {
 namespace {
+
+constexpr int kMostRanks = 1 << 20;
 
 template <typename... Parts>
 absl::Status bad_cluster(const Parts&... parts) {
@@ -28,28 +31,21 @@ double expected_maximum(double n) {
   return low;
 }
 
-absl::Status check_link(std::string_view place, const LinkSpeed& link) {
-  if (std::isfinite(link.bytes_per_s) && link.bytes_per_s > 0 &&
-      std::isfinite(link.latency_s) && link.latency_s >= 0) {
-    return absl::OkStatus();
-  }
-  return bad_cluster("expected bytes_per_s > 0 and latency_s >= 0 of '",
-                     std::string(place), "', found ", link.bytes_per_s, " and ",
-                     link.latency_s);
-}
-
 int racks_of(const Cluster& cluster, int hosts) {
   if (cluster.hosts_per_rack == 0) return 1;
   return (hosts + cluster.hosts_per_rack - 1) / cluster.hosts_per_rack;
 }
 
-// Adds the faster of two ways to run a phase.
-void take_faster(CollectiveRun& best, double seconds, double hosts_bytes,
-                 double racks_bytes) {
-  if (seconds >= best.seconds) return;
-  best.seconds = seconds;
-  best.between_hosts_bytes = hosts_bytes;
-  best.between_racks_bytes = racks_bytes;
+// The bandwidth of a host's NICs that a group gets.
+LinkSpeed link_between(const RankGroup& group, const Cluster& cluster) {
+  const double nics = cluster.nics_per_host == 0 ? cluster.gpus_per_host
+                                                 : cluster.nics_per_host;
+  return {cluster.between.latency_s,
+          cluster.between.bytes_per_s * nics / group.groups_per_host};
+}
+
+const CollectiveRun& faster(const CollectiveRun& a, const CollectiveRun& b) {
+  return b.seconds < a.seconds ? b : a;
 }
 
 // A reduce-scatter or all-gather.
@@ -61,10 +57,7 @@ CollectiveRun run_phase(double bytes, const RankGroup& group,
       ring_reduce_scatter_s(bytes, group.ranks_per_host, cluster.inside);
   if (group.hosts == 1) return {.seconds = inside_s, .sent_bytes = sent};
 
-  const int nics = cluster.nics_per_host == 0 ? cluster.gpus_per_host
-                                              : cluster.nics_per_host;
-  LinkSpeed between = cluster.between;
-  between.bytes_per_s *= static_cast<double>(nics) / group.groups_per_host;
+  LinkSpeed between = link_between(group, cluster);
   LinkSpeed crowded = between;
   if (group.racks > 1) {
     crowded.bytes_per_s /= cluster.oversubscription;
@@ -82,22 +75,20 @@ CollectiveRun run_phase(double bytes, const RankGroup& group,
   const double per_host = 1.0 / group.ranks_per_host;
   const double per_rack =
       group.racks == 1 ? 0 : static_cast<double>(group.racks) / group.hosts;
-  CollectiveRun best = {.seconds = (ranks - 1) * step_s,
-                        .sent_bytes = sent,
-                        .between_hosts_bytes = sent * per_host,
-                        .between_racks_bytes = sent * per_host * per_rack};
+  const CollectiveRun one_ring = {(ranks - 1) * step_s, sent, sent * per_host,
+                                  sent * per_host * per_rack};
 
   const double leaves =
       ring_reduce_scatter_bytes(bytes, group.hosts) * per_host;
-  take_faster(best,
-              inside_s + ring_reduce_scatter_s(bytes, group.hosts, between),
-              leaves, leaves * per_rack);
+  const CollectiveRun two_rings = {
+      inside_s + ring_reduce_scatter_s(bytes, group.hosts, between), sent,
+      leaves, leaves * per_rack};
   const int levels = std::bit_width(static_cast<unsigned>(group.hosts - 1));
-  take_faster(best,
-              inside_s + levels * crowded.latency_s +
-                  leaves / per_host / crowded.bytes_per_s,
-              leaves, ring_reduce_scatter_bytes(bytes, group.racks) * per_host);
-  return best;
+  const CollectiveRun logarithmic = {
+      inside_s + levels * crowded.latency_s +
+          ring_reduce_scatter_bytes(bytes, group.hosts) / crowded.bytes_per_s,
+      sent, leaves, ring_reduce_scatter_bytes(bytes, group.racks) * per_host};
+  return faster(one_ring, faster(two_rings, logarithmic));
 }
 
 const std::optional<CollectiveCost>& measured_cost(const Cluster& cluster,
@@ -127,59 +118,47 @@ absl::StatusOr<Device> named_device(std::string_view name) {
 }
 
 absl::Status check_cluster(const Cluster& cluster) {
-  if (cluster.hosts < 1 || cluster.gpus_per_host < 1 ||
-      static_cast<int64_t>(cluster.hosts) * cluster.gpus_per_host > 1 << 20) {
-    return bad_cluster("expected 1 to 2^20 ranks, found ", cluster.hosts,
-                       " hosts with ", cluster.gpus_per_host, " GPUs each");
-  }
-  if (cluster.nics_per_host < 0) {
-    return bad_cluster("expected nics_per_host >= 0, found ",
-                       cluster.nics_per_host);
-  }
-  if (cluster.hosts_per_rack < 0 || cluster.hosts_per_rack > cluster.hosts) {
-    return bad_cluster("expected hosts_per_rack from 0 to hosts, ",
-                       cluster.hosts, ", found ", cluster.hosts_per_rack);
-  }
-  if (!std::isfinite(cluster.oversubscription) ||
-      cluster.oversubscription < 1) {
-    return bad_cluster("expected oversubscription >= 1, found ",
-                       cluster.oversubscription);
-  }
+  constexpr double kMost = 1e30;
+  const auto check = [](const char* name, double value, double least,
+                        double most) {
+    return check_range("cluster", name, value, least, most);
+  };
   if (cluster.oversubscription > 1 && cluster.hosts_per_rack == 0) {
     return bad_cluster("expected hosts_per_rack with oversubscription ",
                        cluster.oversubscription, ", found none");
   }
-  if (!std::isfinite(cluster.jitter) || cluster.jitter < 0 ||
-      cluster.jitter > 1) {
-    return bad_cluster("expected jitter from 0 to 1, found ", cluster.jitter);
-  }
-  if (!std::isfinite(cluster.straggler_slowdown) ||
-      cluster.straggler_slowdown < 1) {
-    return bad_cluster("expected straggler_slowdown >= 1, found ",
-                       cluster.straggler_slowdown);
-  }
   const Device& device = cluster.device;
-  for (const double number :
-       {device.flops_per_s, device.memory_bytes, device.memory_bytes_per_s}) {
-    if (!std::isfinite(number) || number < 0) {
-      return bad_cluster("expected finite numbers >= 0 of the device, found ",
-                         number);
-    }
-  }
-  if (!(device.utilization > 0 && device.utilization <= 1)) {
-    return bad_cluster("expected utilization above 0 and up to 1, found ",
-                       device.utilization);
-  }
-  if (absl::Status status = check_link("inside", cluster.inside);
-      !status.ok()) {
-    return status;
-  }
-  return check_link("between", cluster.between);
+  return first_error({
+      check("hosts", cluster.hosts, 1, kMostRanks),
+      check("gpus_per_host", cluster.gpus_per_host, 1,
+            kMostRanks / std::max(cluster.hosts, 1)),
+      check("nics_per_host", cluster.nics_per_host, 0, kMostRanks),
+      check("hosts_per_rack", cluster.hosts_per_rack, 0, cluster.hosts),
+      check("oversubscription", cluster.oversubscription, 1, 1e6),
+      check("jitter", cluster.jitter, 0, 1),
+      check("straggler_slowdown", cluster.straggler_slowdown, 1, 1e6),
+      check("device.flops_per_s", device.flops_per_s, 0, kMost),
+      check("device.memory_bytes", device.memory_bytes, 0, kMost),
+      check("device.memory_bytes_per_s", device.memory_bytes_per_s, 0, kMost),
+      check("device.utilization", device.utilization, 1e-6, 1),
+      check("inside.latency_s", cluster.inside.latency_s, 0, 1e6),
+      check("inside.bytes_per_s", cluster.inside.bytes_per_s, 1, kMost),
+      check("between.latency_s", cluster.between.latency_s, 0, 1e6),
+      check("between.bytes_per_s", cluster.between.bytes_per_s, 1, kMost),
+  });
 }
 
 double compute_slowdown(const Cluster& cluster) {
   return std::max(cluster.straggler_slowdown,
                   1 + cluster.jitter * expected_maximum(cluster.ranks()));
+}
+
+CollectiveRun& CollectiveRun::operator+=(const CollectiveRun& other) {
+  seconds += other.seconds;
+  sent_bytes += other.sent_bytes;
+  between_hosts_bytes += other.between_hosts_bytes;
+  between_racks_bytes += other.between_racks_bytes;
+  return *this;
 }
 
 RankGroup all_ranks(const Cluster& cluster) {
@@ -221,18 +200,12 @@ CollectiveRun run_collective(Collective collective, double bytes,
   if (group.ranks() == 1) return {};
   CollectiveRun run = run_phase(bytes, group, cluster);
   if (collective == Collective::kAllReduce) {
-    run = {2 * run.seconds, 2 * run.sent_bytes, 2 * run.between_hosts_bytes,
-           2 * run.between_racks_bytes};
+    run += CollectiveRun(run);
     if (cluster.has_nccl_protocols) {
-      const int nics = cluster.nics_per_host == 0 ? cluster.gpus_per_host
-                                                  : cluster.nics_per_host;
       HostGrid grid = {group.hosts, group.ranks_per_host, cluster.inside,
-                       cluster.between};
-      grid.between.bytes_per_s *=
-          nics / cluster.oversubscription / group.groups_per_host;
-      const double seconds = nccl_all_reduce(bytes, grid).seconds;
-      take_faster(run, seconds, run.between_hosts_bytes,
-                  run.between_racks_bytes);
+                       link_between(group, cluster)};
+      grid.between.bytes_per_s /= cluster.oversubscription;
+      run.seconds = std::min(run.seconds, nccl_all_reduce(bytes, grid).seconds);
     }
   }
   if (const auto& cost = measured_cost(cluster, collective)) {

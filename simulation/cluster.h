@@ -100,6 +100,8 @@ struct CollectiveRun {
   double sent_bytes = 0;
   double between_hosts_bytes = 0;
   double between_racks_bytes = 0;
+
+  CollectiveRun& operator+=(const CollectiveRun& other);  // one after the other
 };
 
 // Returns the fastest of: one ring through all ranks; rings in each host and

@@ -1,18 +1,13 @@
 #include "brigade/simulation/model_shape.h"
 
 #include <array>
-#include <cmath>
 #include <numeric>
 
 #include "absl/strings/str_cat.h"
+#include "brigade/simulation/checks.h"
 
 namespace brigade {
 namespace {
-
-template <typename... Parts>
-absl::Status bad_model(const Parts&... parts) {
-  return absl::InvalidArgumentError(absl::StrCat("model: ", parts...));
-}
 
 enum class Family : uint8_t { kBert, kGpt, kLlama };
 
@@ -159,8 +154,6 @@ ModelShape make_resnet50() {
   return model;
 }
 
-bool is_size(double value) { return std::isfinite(value) && value >= 0; }
-
 }  // namespace
 
 int64_t ModelLayer::elements() const {
@@ -180,51 +173,55 @@ absl::StatusOr<ModelShape> named_model(std::string_view name,
   for (const Transformer& t : kTransformers) {
     absl::StrAppend(&names, ", ", std::string(t.name));
     if (name != t.name) continue;
-    if (sequence_length == 0) return make_transformer(t, t.sequence);
-    const int64_t longest =
-        t.family == Family::kLlama ? int64_t{1} << 24 : t.sequence;
-    if (sequence_length < 0 || sequence_length > longest) {
-      return bad_model("expected a sequence_length from 1 to ", longest,
-                       " for ", std::string(name), ", found ", sequence_length);
+    if (sequence_length == 0) sequence_length = t.sequence;
+    const double longest =
+        t.family == Family::kLlama ? 1 << 24 : static_cast<double>(t.sequence);
+    if (absl::Status status =
+            check_range("model", "sequence_length",
+                        static_cast<double>(sequence_length), 1, longest);
+        !status.ok()) {
+      return status;
     }
     return make_transformer(t, sequence_length);
   }
-  return bad_model("expected one of ", names, " or an object, found '",
-                   std::string(name), "'");
+  return absl::InvalidArgumentError(
+      absl::StrCat("model: expected one of ", names, " or an object, found '",
+                   std::string(name), "'"));
 }
 
 absl::Status check_model(const ModelShape& model) {
-  constexpr size_t kMost = 100'000;
-  if (model.layers.empty() || model.layers.size() > kMost) {
-    return bad_model("expected 1 to ", kMost, " layers, found ",
-                     model.layers.size());
-  }
-  size_t num_tensors = 0;
+  constexpr double kMost = 100'000;
+  constexpr double kMostElements = 0x1p50;
+  constexpr double kMostSize = 1e30;
+  double num_tensors = 0;
   double elements = 0;
   for (const ModelLayer& layer : model.layers) {
-    num_tensors += layer.tensors.size();
+    const auto check = [&](const char* name, double value, double least,
+                           double most) {
+      return check_range(absl::StrCat("model, layer '", layer.name, "'"), name,
+                         value, least, most);
+    };
+    absl::Status status = first_error({
+        check("forward_flops", layer.forward_flops, 0, kMostSize),
+        check("activation_bytes", layer.activation_bytes, 0, kMostSize),
+        check("checkpoint_bytes", layer.checkpoint_bytes, 0, kMostSize),
+        check("forward_s", layer.forward_s.value_or(0), 0, kMostSize),
+        check("backward_s", layer.backward_s.value_or(0), 0, kMostSize),
+    });
     for (const int64_t tensor : layer.tensors) {
-      if (tensor < 1) {
-        return bad_model("expected tensors of at least 1 element in layer '",
-                         layer.name, "', found ", tensor);
-      }
-      elements += static_cast<double>(tensor);
+      const auto size = static_cast<double>(tensor);
+      status.Update(check("elements of a tensor", size, 1, kMostElements));
+      elements += size;
+      ++num_tensors;
     }
-    for (const double number :
-         {layer.forward_flops, layer.activation_bytes, layer.checkpoint_bytes,
-          layer.forward_s.value_or(0), layer.backward_s.value_or(0)}) {
-      if (!is_size(number)) {
-        return bad_model("expected finite numbers >= 0 in layer '", layer.name,
-                         "', found ", number);
-      }
-    }
+    if (!status.ok()) return status;
   }
-  if (num_tensors < 1 || num_tensors > kMost || elements > 0x1p50) {
-    return bad_model("expected 1 to ", kMost,
-                     " tensors with at most 2^50 elements, found ", num_tensors,
-                     " with ", elements);
-  }
-  return absl::OkStatus();
+  const auto num_layers = static_cast<double>(model.layers.size());
+  return first_error({
+      check_range("model", "number of layers", num_layers, 1, kMost),
+      check_range("model", "number of tensors", num_tensors, 1, kMost),
+      check_range("model", "elements", elements, 1, kMostElements),
+  });
 }
 
 }  // namespace brigade

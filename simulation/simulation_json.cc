@@ -1,9 +1,9 @@
 #include "brigade/simulation/simulation_json.h"
 
+#include <algorithm>
 #include <array>
 #include <cmath>
 #include <cstdint>
-#include <limits>
 #include <nlohmann/json.hpp>
 #include <optional>
 #include <utility>
@@ -20,296 +20,266 @@ namespace {
 
 using Json = nlohmann::json;
 
-std::string excerpt(const Json& value) {
-  std::string text = value.dump(-1, ' ', false, Json::error_handler_t::replace);
-  constexpr size_t kLongest = 60;
-  if (text.size() > kLongest) text = text.substr(0, kLongest) + " ...";
-  return text;
+// Keys and types of a request. An array lists alternatives.
+constexpr std::string_view kRequestSchema = R"({
+  "model": ["text", {"name": "text", "layers": "list"}],
+  "sequence_length": "integer",
+  "batch": "integer",
+  "cluster": {
+    "device": ["text", {"name": "text", "flops_per_s": "number",
+                        "memory_bytes": "number", "memory_bytes_per_s": "number",
+                        "utilization": "number"}],
+    "hosts": "integer",
+    "gpus_per_host": "integer",
+    "inside": ["text", {"latency_s": "number", "bytes_per_s": "number"}],
+    "between": ["text", {"latency_s": "number", "bytes_per_s": "number"}],
+    "nics_per_host": "integer",
+    "hosts_per_rack": "integer",
+    "oversubscription": "number",
+    "jitter": "number",
+    "straggler_slowdown": "number",
+    "costs": {"all_reduce": "points", "all_gather": "points",
+              "reduce_scatter": "points", "concurrency": "integer"}
+  },
+  "strategy": {
+    "kind": "text",
+    "shard_ranks": "integer",
+    "bucket_caps_bytes": "sizes",
+    "plan": "text",
+    "next_forward_gather": "flag",
+    "reshard_after_forward": ["flag", "text", "sizes"],
+    "prefetch_depth": "integer",
+    "buffers": "integer",
+    "micro_batches": "integer",
+    "sync_every_micro_batch": "flag",
+    "checkpoint": ["text", "sizes"],
+    "parameter_bytes": "integer",
+    "gradient_bytes": "integer",
+    "optimizer_bytes": "integer"
+  }
+})";
+constexpr std::string_view kLayerSchema = R"({
+  "name": "text",
+  "tensors": "sizes",
+  "forward_flops": "number",
+  "activation_bytes": "number",
+  "checkpoint_bytes": "number",
+  "forward_s": "number",
+  "backward_s": "number"
+})";
+
+bool is_integer(const Json& value, double most) {
+  if (!value.is_number()) return false;
+  const auto number = value.get<double>();
+  return number >= 0 && number <= most && number == std::floor(number);
 }
 
-// Reads the keys of one object. The first error stays in a status that all
-// objects of a request share; later reads return defaults.
-class Fields {
- public:
-  // `place`: the object's path, such as "strategy."; empty for the request.
-  Fields(const Json& object, std::string place, absl::Status& status)
-      : object_(object), place_(std::move(place)), status_(status) {
-    if (!object_.is_object()) {
-      fail("", "an object", excerpt(object_));
-    }
-  }
+// So that no sum or product of a few numbers overflows.
+bool is_number(const Json& value) {
+  return value.is_number() && value.get<double>() >= 0 &&
+         value.get<double>() <= 1e40;
+}
 
-  // Reports keys that were never read.
-  void finish() {
-    if (!object_.is_object()) return;
-    for (const auto& [key, value] : object_.items()) {
-      if (known_.find(absl::StrCat("'", key, "'")) == std::string::npos) {
-        return fail("", absl::StrCat("keys ", known_), excerpt(key));
-      }
-    }
-  }
+bool is_size(const Json& value) { return is_integer(value, 0x1p50); }
 
-  // nullptr: absent.
-  const Json* find(const char* key) {
-    absl::StrAppend(&known_, known_.empty() ? "'" : ", '", key, "'");
-    if (!object_.is_object()) return nullptr;
-    const auto found = object_.find(key);
-    return found == object_.end() ? nullptr : &*found;
-  }
+bool is_point(const Json& value) {
+  return value.is_array() && value.size() == 2 && is_size(value[0]) &&
+         is_number(value[1]);
+}
 
-  bool has(const char* key) const {
-    return object_.is_object() && object_.contains(key);
-  }
-
-  void read(const char* key, double& value) {
-    const Json* found = find(key);
-    if (found == nullptr) return;
-    // So that no sum or product of a few numbers overflows.
-    constexpr double kMost = 1e40;
-    if (!found->is_number() || !(found->get<double>() >= 0) ||
-        found->get<double>() > kMost) {
-      return fail(key, "a number from 0 to 1e40", excerpt(*found));
-    }
-    value = found->get<double>();
-  }
-
-  void read(const char* key, std::optional<double>& value) {
-    if (!has(key)) return static_cast<void>(find(key));
-    double number = 0;
-    read(key, number);
-    value = number;
-  }
-
-  void read(const char* key, int& value) {
-    if (const Json* found = find(key)) {
-      value = static_cast<int>(
-          integer(key, *found, std::numeric_limits<int>::max()));
-    }
-  }
-
-  void read(const char* key, int64_t& value) {
-    if (const Json* found = find(key))
-      value = integer(key, *found, kMostInteger);
-  }
-
-  void read(const char* key, bool& value) {
-    const Json* found = find(key);
-    if (found == nullptr) return;
-    if (!found->is_boolean())
-      return fail(key, "true or false", excerpt(*found));
-    value = found->get<bool>();
-  }
-
-  template <typename Integer>
-  void read(const char* key, std::vector<Integer>& values) {
-    const Json* found = find(key);
-    if (found == nullptr) return;
-    if (!found->is_array()) return fail(key, "an array", excerpt(*found));
-    values.clear();
-    for (const Json& item : *found) {
-      values.push_back(static_cast<Integer>(integer(key, item, kMostInteger)));
-    }
-  }
-
-  // The text of a key, or `instead` if it is absent.
-  std::string text(const char* key, std::string instead) {
-    const Json* found = find(key);
-    if (found == nullptr) return instead;
-    if (!found->is_string()) fail(key, "a string", excerpt(*found));
-    return found->is_string() ? found->get<std::string>() : instead;
-  }
-
-  void fail(const char* key, const std::string& expected,
-            const std::string& found) {
-    std::string place = absl::StrCat(place_, key);
-    if (!place.empty() && place.back() == '.') place.pop_back();
-    add(absl::InvalidArgumentError(
-        absl::StrCat("simulation request", place.empty() ? "" : ", ", place,
-                     ": expected ", expected, ", found ", found)));
-  }
-  void add(const absl::Status& status) { status_.Update(status); }
-  template <typename Value>
-  void take(absl::StatusOr<Value> result, Value& value) {
-    if (result.ok()) {
-      value = *std::move(result);
-    } else {
-      add(result.status());
-    }
-  }
-
-  const std::string& place() const { return place_; }
-  absl::Status& status() { return status_; }
-
- private:
-  static constexpr int64_t kMostInteger = int64_t{1} << 50;
-
-  int64_t integer(const char* key, const Json& value, int64_t most) {
-    // As double: the value may be unsigned or larger than any integer.
-    const double number = value.is_number() ? value.get<double>() : -1;
-    if (number < 0 || number > static_cast<double>(most) ||
-        number != std::floor(number)) {
-      fail(key, absl::StrCat("an integer from 0 to ", most), excerpt(value));
-      return 0;
-    }
-    return static_cast<int64_t>(number);
-  }
-
-  const Json& object_;
-  const std::string place_;
-  absl::Status& status_;
-  std::string known_;
+struct Type {
+  const char* name;
+  const char* text;
+  bool (*matches)(const Json&);
 };
 
-ModelShape read_model(Fields& request) {
-  ModelShape model;
-  int64_t sequence_length = 0;
-  request.read("sequence_length", sequence_length);
-  const Json* found = request.find("model");
-  if (found == nullptr) {
-    request.fail("model", "a name or an object", "none");
-    return model;
-  }
-  if (found->is_string()) {
-    request.take(named_model(found->get<std::string>(), sequence_length),
-                 model);
-    return model;
-  }
-  Fields fields(*found, "model.", request.status());
-  model.name = fields.text("name", "model");
-  const Json* layers = fields.find("layers");
-  if (layers == nullptr || !layers->is_array()) {
-    fields.fail("layers", "an array",
-                layers == nullptr ? "none" : excerpt(*layers));
-  } else {
-    for (const Json& item : *layers) {
-      const size_t number = model.layers.size();
-      ModelLayer& layer = model.layers.emplace_back();
-      Fields of_layer(item, absl::StrCat("model.layers[", number, "]."),
-                      request.status());
-      layer.name = of_layer.text("name", absl::StrCat("layers.", number));
-      of_layer.read("tensors", layer.tensors);
-      of_layer.read("forward_flops", layer.forward_flops);
-      of_layer.read("activation_bytes", layer.activation_bytes);
-      of_layer.read("checkpoint_bytes", layer.checkpoint_bytes);
-      of_layer.read("forward_s", layer.forward_s);
-      of_layer.read("backward_s", layer.backward_s);
-      of_layer.finish();
+constexpr std::array<Type, 7> kTypes = {{
+    {"text", "a string", [](const Json& value) { return value.is_string(); }},
+    {"flag", "true or false",
+     [](const Json& value) { return value.is_boolean(); }},
+    {"integer", "an integer from 0 to 2^31 - 1",
+     [](const Json& value) { return is_integer(value, 0x7fffffff); }},
+    {"number", "a number from 0 to 1e40", is_number},
+    {"sizes", "an array of integers from 0 to 2^50",
+     [](const Json& value) {
+       return value.is_array() && std::ranges::all_of(value, is_size);
+     }},
+    {"points", "an array of pairs of bytes and seconds",
+     [](const Json& value) {
+       return value.is_array() && std::ranges::all_of(value, is_point);
+     }},
+    {"list", "an array", [](const Json& value) { return value.is_array(); }},
+}};
+
+// `place`: the key with the keys above it, such as "strategy.kind".
+absl::Status bad_request(std::string_view place, std::string_view expected,
+                         const Json& found) {
+  std::string text = found.dump(-1, ' ', false, Json::error_handler_t::replace);
+  constexpr size_t kLongest = 60;
+  if (text.size() > kLongest) text = text.substr(0, kLongest) + " ...";
+  return absl::InvalidArgumentError(
+      absl::StrCat("simulation request", std::string(place), ": expected ",
+                   std::string(expected), ", found ", text));
+}
+
+absl::Status check_schema(const std::string& place, const Json& value,
+                          const Json& schema);
+
+absl::Status check_keys(const std::string& place, const Json& object,
+                        const Json& schema) {
+  for (const auto& [key, value] : object.items()) {
+    if (!schema.contains(key)) {
+      std::string known;
+      for (const auto& [name, type] : schema.items()) {
+        absl::StrAppend(&known, known.empty() ? "keys " : ", ", name);
+      }
+      return bad_request(place, known, key);
     }
+    const absl::Status status =
+        check_schema(absl::StrCat(place, place.empty() ? ", " : ".", key),
+                     value, schema[key]);
+    if (!status.ok()) return status;
   }
-  fields.finish();
+  return absl::OkStatus();
+}
+
+absl::Status check_schema(const std::string& place, const Json& value,
+                          const Json& schema) {
+  std::string expected;
+  const auto expect = [&](const char* text) {
+    absl::StrAppend(&expected, expected.empty() ? "" : " or ", text);
+  };
+  for (const Json& type : schema.is_array() ? schema : Json::array({schema})) {
+    if (type.is_object()) {
+      if (value.is_object()) return check_keys(place, value, type);
+      expect("an object");
+      continue;
+    }
+    const auto* known =
+        std::ranges::find(kTypes, type.get<std::string>(), &Type::name);
+    if (known->matches(value)) return absl::OkStatus();
+    expect(known->text);
+  }
+  return bad_request(place, expected, value);
+}
+
+// Reads a key if it is there. REQUIRES: check_schema().
+template <typename Value>
+void read(const Json& object, const char* key, Value& value) {
+  if (object.contains(key)) value = object[key].get<Value>();
+}
+
+void read(const Json& object, const char* key, std::optional<double>& value) {
+  if (object.contains(key)) value = object[key].get<double>();
+}
+
+absl::StatusOr<ModelShape> read_model(const Json& request) {
+  int sequence_length = 0;
+  read(request, "sequence_length", sequence_length);
+  if (!request.contains("model")) {
+    return bad_request(", model", "a name or an object", nullptr);
+  }
+  const Json& json = request["model"];
+  if (json.is_string()) {
+    return named_model(json.get<std::string>(), sequence_length);
+  }
+  ModelShape model = {.name = json.value("name", "model")};
+  const Json schema = Json::parse(kLayerSchema);
+  for (const Json& item : json.value("layers", Json::array())) {
+    const size_t number = model.layers.size();
+    absl::Status status = check_schema(
+        absl::StrCat(", model.layers[", number, "]"), item, schema);
+    if (!status.ok()) return status;
+    ModelLayer layer = {.name = absl::StrCat("layers.", number)};
+    read(item, "name", layer.name);
+    read(item, "tensors", layer.tensors);
+    read(item, "forward_flops", layer.forward_flops);
+    read(item, "activation_bytes", layer.activation_bytes);
+    read(item, "checkpoint_bytes", layer.checkpoint_bytes);
+    read(item, "forward_s", layer.forward_s);
+    read(item, "backward_s", layer.backward_s);
+    model.layers.push_back(std::move(layer));
+  }
   return model;
 }
 
-Device read_device(Fields& cluster) {
-  Device device;
-  const Json* found = cluster.find("device");
-  const std::string name = found == nullptr     ? "a100"
-                           : found->is_string() ? found->get<std::string>()
-                                                : "";
-  if (!name.empty() || (found != nullptr && found->is_string())) {
-    cluster.take(named_device(name), device);
-    return device;
-  }
-  Fields fields(*found, "cluster.device.", cluster.status());
-  if (fields.has("name")) {
-    cluster.take(named_device(fields.text("name", "")), device);
-  } else {
-    fields.find("name");
-  }
-  fields.read("flops_per_s", device.flops_per_s);
-  fields.read("memory_bytes", device.memory_bytes);
-  fields.read("memory_bytes_per_s", device.memory_bytes_per_s);
-  fields.read("utilization", device.utilization);
-  fields.finish();
+absl::StatusOr<Device> read_device(const Json& json) {
+  if (json.is_string()) return named_device(json.get<std::string>());
+  absl::StatusOr<Device> device = Device{};
+  if (json.contains("name")) device = named_device(json.value("name", ""));
+  if (!device.ok()) return device;
+  read(json, "flops_per_s", device->flops_per_s);
+  read(json, "memory_bytes", device->memory_bytes);
+  read(json, "memory_bytes_per_s", device->memory_bytes_per_s);
+  read(json, "utilization", device->utilization);
   return device;
 }
 
-// Returns the link's name; empty if it is given by numbers.
-std::string read_link(Fields& cluster, const char* key, const char* instead,
-                      LinkSpeed& link) {
-  const Json* found = cluster.find(key);
-  if (found == nullptr || found->is_string()) {
-    const std::string name =
-        found == nullptr ? instead : found->get<std::string>();
-    cluster.take(named_link(name), link);
-    return name;
-  }
-  Fields fields(*found, absl::StrCat("cluster.", key, "."), cluster.status());
-  link = {};
-  fields.read("latency_s", link.latency_s);
-  fields.read("bytes_per_s", link.bytes_per_s);
-  fields.finish();
-  return "";
+absl::StatusOr<LinkSpeed> read_link(const Json& json) {
+  if (json.is_string()) return named_link(json.get<std::string>());
+  LinkSpeed link;
+  read(json, "latency_s", link.latency_s);
+  read(json, "bytes_per_s", link.bytes_per_s);
+  return link;
 }
 
-void read_cost(Fields& costs, const char* key, int concurrency,
-               std::optional<CollectiveCost>& cost) {
-  const Json* found = costs.find(key);
-  if (found == nullptr) return;
-  std::vector<CostPoint> points;
-  bool is_valid = found->is_array();
-  for (size_t i = 0; is_valid && i < found->size(); ++i) {
-    const Json& point = (*found)[i];
-    is_valid = point.is_array() && point.size() == 2 && point[0].is_number() &&
-               point[1].is_number() && point[0].get<double>() >= 1 &&
-               point[0].get<double>() <= 0x1p60;
-    if (!is_valid) break;
-    points.push_back(
-        {static_cast<int64_t>(point[0].get<double>()), point[1].get<double>()});
-  }
-  if (!is_valid) {
-    return costs.fail(key, "pairs of bytes and seconds", excerpt(*found));
-  }
-  auto fitted = CollectiveCost::fit(points, concurrency);
-  if (fitted.ok()) {
-    cost = *std::move(fitted);
-  } else {
-    costs.fail(key, "a table of a cost",
-               std::string(fitted.status().message()));
-  }
-}
-
-void read_costs(Fields& cluster, MeasuredCosts& measured) {
-  const Json* found = cluster.find("costs");
-  if (found == nullptr) return;
+absl::Status read_costs(const Json& cluster, MeasuredCosts& measured) {
+  if (!cluster.contains("costs")) return absl::OkStatus();
   for (const char* link : {"inside", "between", "nics_per_host"}) {
-    if (cluster.has(link)) {
-      return cluster.fail("costs", absl::StrCat("no costs, or no ", link),
-                          "both");
+    if (cluster.contains(link)) {
+      return bad_request(", cluster.costs",
+                         absl::StrCat("no costs, or no ", link), "both");
     }
   }
-  Fields fields(*found, "cluster.costs.", cluster.status());
+  const Json& costs = cluster["costs"];
   int concurrency = 1;
-  fields.read("concurrency", concurrency);
-  read_cost(fields, "all_reduce", concurrency, measured.all_reduce);
-  read_cost(fields, "all_gather", concurrency, measured.all_gather);
-  read_cost(fields, "reduce_scatter", concurrency, measured.reduce_scatter);
-  fields.finish();
+  read(costs, "concurrency", concurrency);
+  for (const auto& [key, cost] :
+       {std::pair("all_reduce", &measured.all_reduce),
+        std::pair("all_gather", &measured.all_gather),
+        std::pair("reduce_scatter", &measured.reduce_scatter)}) {
+    if (!costs.contains(key)) continue;
+    std::vector<CostPoint> points;
+    for (const Json& point : costs[key]) {
+      points.push_back({point[0].get<int64_t>(), point[1].get<double>()});
+    }
+    auto fitted = CollectiveCost::fit(points, concurrency);
+    if (!fitted.ok()) {
+      return bad_request(absl::StrCat(", cluster.costs.", key),
+                         std::string(fitted.status().message()), costs[key]);
+    }
+    *cost = *std::move(fitted);
+  }
+  return absl::OkStatus();
 }
 
-Cluster read_cluster(Fields& request) {
-  const Json* found = request.find("cluster");
-  const Json none = Json::object();
-  Fields fields(found == nullptr ? none : *found, "cluster.", request.status());
+absl::StatusOr<Cluster> read_cluster(const Json& json) {
   Cluster cluster;
-  cluster.device = read_device(fields);
-  fields.read("hosts", cluster.hosts);
-  fields.read("gpus_per_host", cluster.gpus_per_host);
-  const std::string inside =
-      read_link(fields, "inside", "nvlink3", cluster.inside);
-  const std::string between =
-      read_link(fields, "between", "hdr", cluster.between);
+  const auto device = read_device(json.value("device", Json("a100")));
+  if (!device.ok()) return device.status();
+  cluster.device = *device;
+  const Json inside = json.value("inside", Json("nvlink3"));
+  const Json between = json.value("between", Json("hdr"));
+  for (const auto& [link, speed] : {std::pair(&inside, &cluster.inside),
+                                    std::pair(&between, &cluster.between)}) {
+    const auto found = read_link(*link);
+    if (!found.ok()) return found.status();
+    *speed = *found;
+  }
   // NCCL's latencies hold for its own links, not for numbers or TCP.
   cluster.has_nccl_protocols =
-      inside.rfind("nvlink", 0) == 0 &&
-      (between == "hdr" || between == "ndr" || between == "roce100");
-  fields.read("nics_per_host", cluster.nics_per_host);
-  fields.read("hosts_per_rack", cluster.hosts_per_rack);
-  fields.read("oversubscription", cluster.oversubscription);
-  fields.read("jitter", cluster.jitter);
-  fields.read("straggler_slowdown", cluster.straggler_slowdown);
-  read_costs(fields, cluster.measured);
-  fields.finish();
+      inside.is_string() && between.is_string() &&
+      inside.get<std::string>().starts_with("nvlink") &&
+      !between.get<std::string>().starts_with("ethernet");
+  read(json, "hosts", cluster.hosts);
+  read(json, "gpus_per_host", cluster.gpus_per_host);
+  read(json, "nics_per_host", cluster.nics_per_host);
+  read(json, "hosts_per_rack", cluster.hosts_per_rack);
+  read(json, "oversubscription", cluster.oversubscription);
+  read(json, "jitter", cluster.jitter);
+  read(json, "straggler_slowdown", cluster.straggler_slowdown);
+  const absl::Status status = read_costs(json, cluster.measured);
+  if (!status.ok()) return status;
   return cluster;
 }
 
@@ -322,76 +292,59 @@ constexpr std::array<std::pair<const char*, StrategyKind>, 7> kKinds = {
      {"yafsdp", StrategyKind::kYaFsdp},
      {"brigade", StrategyKind::kBrigade}}};
 
-// `words`: the values that are not indices.
-LayerChoice read_choice(
-    Fields& strategy, const char* key,
-    const std::vector<std::pair<Json, LayerChoice::How>>& words) {
-  LayerChoice choice;
-  if (strategy.has(key)) {
-    const Json& found = *strategy.find(key);
-    if (found.is_array()) {
-      choice.how = LayerChoice::How::kListed;
-      strategy.read(key, choice.layers);
-      return choice;
-    }
-    std::string expected;
-    for (const auto& [word, how] : words) {
-      if (found == word) {
-        choice.how = how;
-        return choice;
-      }
-      absl::StrAppend(&expected, word.dump(), ", ");
-    }
-    strategy.fail(key, expected + "or indices", excerpt(found));
+// `none` and `all`: the values for no and for all layers.
+absl::StatusOr<LayerChoice> read_choice(const Json& strategy, const char* key,
+                                        const Json& none, const Json& all) {
+  using How = LayerChoice::How;
+  if (!strategy.contains(key) || strategy[key] == none) return LayerChoice{};
+  const Json& json = strategy[key];
+  if (json == all) return LayerChoice{How::kAll};
+  if (json == "fit") return LayerChoice{How::kFit};
+  if (json.is_array()) {
+    return LayerChoice{How::kListed, json.get<std::vector<size_t>>()};
   }
-  strategy.find(key);
-  return choice;
+  return bad_request(absl::StrCat(", strategy.", key),
+                     absl::StrCat(none.dump(), ", ", all.dump(),
+                                  ", \"fit\" or indices of layers"),
+                     json);
 }
 
-Strategy read_strategy(Fields& request) {
+absl::StatusOr<Strategy> read_strategy(const Json& json) {
   Strategy strategy;
-  const Json* found = request.find("strategy");
-  if (found == nullptr) {
-    request.fail("strategy", "an object with a kind", "none");
-    return strategy;
+  const std::string kind = json.value("kind", "");
+  const auto* known = std::ranges::find(
+      kKinds, kind, [](const auto& pair) { return std::string(pair.first); });
+  if (known == kKinds.end()) {
+    std::string names;
+    for (const auto& [name, value] : kKinds) {
+      absl::StrAppend(&names, names.empty() ? "one of " : ", ", name);
+    }
+    return bad_request(", strategy.kind", names, kind);
   }
-  Fields fields(*found, "strategy.", request.status());
-  const std::string kind = fields.text("kind", "");
-  bool is_known = false;
-  std::string names;
-  for (const auto& [name, known] : kKinds) {
-    absl::StrAppend(&names, names.empty() ? "one of " : ", ", name);
-    if (kind != name) continue;
-    strategy.kind = known;
-    is_known = true;
+  strategy.kind = known->second;
+  if (json.contains("plan")) {
+    strategy.has_exact_plan = json["plan"] == "exact";
+    if (!strategy.has_exact_plan || json.contains("bucket_caps_bytes")) {
+      return bad_request(", strategy.plan",
+                         "\"exact\" without bucket_caps_bytes", json["plan"]);
+    }
   }
-  if (!is_known) fields.fail("kind", names, excerpt(kind));
-  fields.read("shard_ranks", strategy.shard_ranks);
-  if (fields.has("plan") && fields.has("bucket_caps_bytes")) {
-    fields.fail("plan", "a plan or bucket_caps_bytes", "both");
-  }
-  fields.read("bucket_caps_bytes", strategy.bucket_caps_bytes);
-  const std::string plan = fields.text("plan", "");
-  strategy.has_exact_plan = plan == "exact";
-  if (fields.has("plan") && plan != "exact") {
-    fields.fail("plan", "\"exact\"", excerpt(plan));
-  }
-  fields.read("next_forward_gather", strategy.next_forward_gather);
-  using How = LayerChoice::How;
-  strategy.kept =
-      read_choice(fields, "reshard_after_forward",
-                  {{true, How::kNone}, {false, How::kAll}, {"fit", How::kFit}});
-  fields.read("prefetch_depth", strategy.prefetch_depth);
-  fields.read("buffers", strategy.buffers);
-  fields.read("micro_batches", strategy.micro_batches);
-  fields.read("sync_every_micro_batch", strategy.sync_every_micro_batch);
-  strategy.checkpointed = read_choice(
-      fields, "checkpoint",
-      {{"none", How::kNone}, {"all", How::kAll}, {"fit", How::kFit}});
-  fields.read("parameter_bytes", strategy.parameter_bytes);
-  fields.read("gradient_bytes", strategy.gradient_bytes);
-  fields.read("optimizer_bytes", strategy.optimizer_bytes);
-  fields.finish();
+  auto kept = read_choice(json, "reshard_after_forward", true, false);
+  if (!kept.ok()) return kept.status();
+  strategy.kept = *std::move(kept);
+  auto checkpointed = read_choice(json, "checkpoint", "none", "all");
+  if (!checkpointed.ok()) return checkpointed.status();
+  strategy.checkpointed = *std::move(checkpointed);
+  read(json, "shard_ranks", strategy.shard_ranks);
+  read(json, "bucket_caps_bytes", strategy.bucket_caps_bytes);
+  read(json, "next_forward_gather", strategy.next_forward_gather);
+  read(json, "prefetch_depth", strategy.prefetch_depth);
+  read(json, "buffers", strategy.buffers);
+  read(json, "micro_batches", strategy.micro_batches);
+  read(json, "sync_every_micro_batch", strategy.sync_every_micro_batch);
+  read(json, "parameter_bytes", strategy.parameter_bytes);
+  read(json, "gradient_bytes", strategy.gradient_bytes);
+  read(json, "optimizer_bytes", strategy.optimizer_bytes);
   return strategy;
 }
 
@@ -446,18 +399,20 @@ absl::StatusOr<std::string> simulate_json(std::string_view request) {
         "simulation request: expected JSON, found other text, NaN or a number "
         "out of range");
   }
-  absl::Status status;
-  Fields fields(json, "", status);
-  const ModelShape model = read_model(fields);
-  const Cluster cluster = read_cluster(fields);
-  const Strategy strategy = read_strategy(fields);
-  int64_t batch = 1;
-  fields.read("batch", batch);
-  fields.finish();
-  if (!status.ok()) return status;
-  const auto step = simulate_step(model, batch, cluster, strategy);
+  if (absl::Status status = check_schema("", json, Json::parse(kRequestSchema));
+      !status.ok()) {
+    return status;
+  }
+  const auto model = read_model(json);
+  if (!model.ok()) return model.status();
+  const auto cluster = read_cluster(json.value("cluster", Json::object()));
+  if (!cluster.ok()) return cluster.status();
+  const auto strategy = read_strategy(json.value("strategy", Json::object()));
+  if (!strategy.ok()) return strategy.status();
+  const auto step =
+      simulate_step(*model, json.value("batch", 1), *cluster, *strategy);
   if (!step.ok()) return step.status();
-  return json_of(*step, cluster.device.memory_bytes)
+  return json_of(*step, cluster->device.memory_bytes)
       .dump(-1, ' ', false, Json::error_handler_t::replace);
 }
 

@@ -6,6 +6,7 @@
 #include <utility>
 
 #include "absl/strings/str_cat.h"
+#include "brigade/simulation/checks.h"
 
 namespace brigade {
 namespace {
@@ -15,46 +16,44 @@ absl::Status bad_strategy(const Parts&... parts) {
   return absl::InvalidArgumentError(absl::StrCat("strategy: ", parts...));
 }
 
-absl::Status check_range(std::string_view name, int64_t value, int64_t least,
-                         int64_t most) {
-  if (value >= least && value <= most) return absl::OkStatus();
-  return bad_strategy("expected ", std::string(name), " from ", least, " to ",
-                      most, ", found ", value);
-}
-
-absl::Status check_choice(std::string_view name, const LayerChoice& choice,
+absl::Status check_choice(const char* name, const LayerChoice& choice,
                           size_t num_layers) {
+  absl::Status status;
   for (const size_t layer : choice.layers) {
-    if (layer >= num_layers) {
-      return bad_strategy("expected indices of ", num_layers, " layers in ",
-                          std::string(name), ", found ", layer);
-    }
+    status.Update(check_range("strategy", absl::StrCat("layers of ", name),
+                              static_cast<double>(layer), 0,
+                              static_cast<double>(num_layers) - 1));
   }
-  return absl::OkStatus();
+  return status;
 }
 
 absl::Status check_strategy(const ModelShape& model, int64_t batch,
                             const Cluster& cluster, const Strategy& strategy) {
-  for (const absl::Status& status :
-       {check_model(model), check_cluster(cluster),
-        check_range("batch", batch, 1, 1 << 30),
-        check_range("shard_ranks", strategy.shard_ranks, 0, cluster.ranks()),
-        check_range("prefetch_depth", strategy.prefetch_depth, 0, 1 << 20),
-        check_range("buffers", strategy.buffers, 1, 1 << 20),
-        check_range("micro_batches", strategy.micro_batches, 1, 100'000),
-        check_range(
-            "layers * micro_batches",
-            static_cast<int64_t>(model.layers.size()) * strategy.micro_batches,
-            1, 200'000),
-        check_range("parameter_bytes", strategy.parameter_bytes, 1, 8),
-        check_range("gradient_bytes", strategy.gradient_bytes, 1, 8),
-        check_range("optimizer_bytes", strategy.optimizer_bytes, 0, 64),
-        check_bucket_caps(strategy.bucket_caps_bytes),
-        check_choice("reshard_after_forward", strategy.kept,
-                     model.layers.size()),
-        check_choice("checkpoint", strategy.checkpointed,
-                     model.layers.size())}) {
-    if (!status.ok()) return status;
+  const auto check = [](const char* name, double value, double least,
+                        double most) {
+    return check_range("strategy", name, value, least, most);
+  };
+  const size_t num_layers = model.layers.size();
+  if (absl::Status status = first_error({
+          check_model(model),
+          check_cluster(cluster),
+          check("batch", static_cast<double>(batch), 1, 1 << 30),
+          check("shard_ranks", strategy.shard_ranks, 0, cluster.ranks()),
+          check("prefetch_depth", strategy.prefetch_depth, 0, 1 << 20),
+          check("buffers", strategy.buffers, 1, 1 << 20),
+          check("micro_batches", strategy.micro_batches, 1, 100'000),
+          check("layers * micro_batches",
+                static_cast<double>(num_layers) * strategy.micro_batches, 1,
+                200'000),
+          check("parameter_bytes", strategy.parameter_bytes, 1, 8),
+          check("gradient_bytes", strategy.gradient_bytes, 1, 8),
+          check("optimizer_bytes", strategy.optimizer_bytes, 0, 64),
+          check_bucket_caps(strategy.bucket_caps_bytes),
+          check_choice("reshard_after_forward", strategy.kept, num_layers),
+          check_choice("checkpoint", strategy.checkpointed, num_layers),
+      });
+      !status.ok()) {
+    return status;
   }
   const bool is_ddp = strategy.kind == StrategyKind::kDdp;
   if (is_ddp && strategy.shard_ranks > 1) {

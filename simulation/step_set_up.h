@@ -22,7 +22,7 @@ namespace brigade {
 struct StepSetUp {
   RankGroup shards = {};
   RankGroup replicas = {};  // 1 rank: none
-  size_t num_buffers = 0;   // of unsharded units in use or gathered ahead
+  size_t num_buffers = 1;   // of the unit in use and those gathered ahead
   size_t num_gradient_buffers = 0;
   double shard_elements = 0;  // of all parameters, with padding
 

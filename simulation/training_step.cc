@@ -50,11 +50,7 @@ class Recorder {
     return event;
   }
 
-  void send(const CollectiveRun& collective) {
-    step_.sent_bytes += collective.sent_bytes;
-    step_.between_hosts_bytes += collective.between_hosts_bytes;
-    step_.between_racks_bytes += collective.between_racks_bytes;
-  }
+  void send(const CollectiveRun& collective) { traffic_ += collective; }
 
   void allocate(double time_s, double bytes) {
     if (bytes != 0) changes_.push_back({time_s, bytes});
@@ -65,6 +61,9 @@ class Recorder {
   // Ends the step, in which `resident_bytes` stay allocated.
   TrainingStep finish(double resident_bytes) {
     step_.step_s = end_s();
+    step_.sent_bytes = traffic_.sent_bytes;
+    step_.between_hosts_bytes = traffic_.between_hosts_bytes;
+    step_.between_racks_bytes = traffic_.between_racks_bytes;
     // Memory is free before it is allocated again at the same time.
     std::ranges::sort(changes_, [](const MemoryPoint& a, const MemoryPoint& b) {
       return std::pair(a.time_s, a.bytes) < std::pair(b.time_s, b.bytes);
@@ -87,6 +86,7 @@ class Recorder {
   static size_t index_of(Stream stream) { return static_cast<size_t>(stream); }
 
   std::array<double, 3> free_s_ = {};
+  CollectiveRun traffic_ = {};
   std::vector<MemoryPoint> changes_ = {};  // bytes: a difference
   TrainingStep step_ = {};
 };
@@ -236,47 +236,27 @@ class StepSimulation {
 
   // ---- Units.
 
-  // A forward or a backward: units in order of use, and its past computes.
+  // A forward or a backward.
   struct Segment {
-    std::vector<size_t> units = {};
+    std::vector<size_t> units = {};  // in order of use
     std::vector<char> gathers = {};  // by position in `units`
     double begin_s = 0;
     std::vector<double> gathered_s = {};
     std::vector<double> computed_s = {};
-    std::vector<double> freed_s = {};  // ends of uses of buffers, in order
-    size_t num_in_buffers = 0;         // gathered, or unsharded before
   };
 
-  // Issues all-gathers up to the unit at `position` + prefetch_depth, as far as
-  // there are buffers.
+  // Issues all-gathers ahead of the unit at `position`: one buffer is in use by
+  // that unit, the others take one unit each.
   void gather_ahead(Segment& segment, size_t position) {
-    const auto depth = static_cast<size_t>(strategy_.prefetch_depth);
-    const size_t last = std::min(position + depth, segment.units.size() - 1);
+    const size_t ahead = set_up_.num_buffers - 1;
+    const size_t last = std::min(position + ahead, segment.units.size() - 1);
     for (size_t q = segment.gathered_s.size(); q <= last; ++q) {
-      const size_t unit = segment.units[q];
-      double ready_s =
-          q > depth ? segment.computed_s[q - depth - 1] : segment.begin_s;
-      if (uses_buffer(unit)) {
-        const size_t number = segment.num_in_buffers;
-        if (number >= set_up_.num_buffers) {
-          const size_t previous = number - set_up_.num_buffers;
-          if (previous >= segment.freed_s.size()) return;  // still in use
-          ready_s = std::max(ready_s, segment.freed_s[previous]);
-        }
-        ++segment.num_in_buffers;
-      }
-      segment.gathered_s.push_back(
-          segment.gathers[q] != 0 ? gather(unit, ready_s) : segment.begin_s);
+      const double ready_s =
+          q > ahead ? segment.computed_s[q - ahead - 1] : segment.begin_s;
+      segment.gathered_s.push_back(segment.gathers[q] != 0
+                                       ? gather(segment.units[q], ready_s)
+                                       : segment.begin_s);
     }
-  }
-
-  bool uses_buffer(size_t unit) const {
-    return set_up_.kept[unit] == 0 && set_up_.unit_bytes[unit] > 0;
-  }
-
-  void end_use(Segment& segment, size_t unit, double time_s) {
-    segment.computed_s.push_back(time_s);
-    if (uses_buffer(unit)) segment.freed_s.push_back(time_s);
   }
 
   // Returns the end.
@@ -297,12 +277,7 @@ class StepSimulation {
     const ModelLayer& layer = model_.layers[unit];
     CollectiveRun sum;
     const auto add = [&](double bytes) {
-      const CollectiveRun run =
-          run_collective(collective, bytes, set_up_.shards, cluster_);
-      sum.seconds += run.seconds;
-      sum.sent_bytes += run.sent_bytes;
-      sum.between_hosts_bytes += run.between_hosts_bytes;
-      sum.between_racks_bytes += run.between_racks_bytes;
+      sum += run_collective(collective, bytes, set_up_.shards, cluster_);
     };
     if (strategy_.kind == StrategyKind::kZero3) {
       const auto all = static_cast<double>(layer.elements());
@@ -325,7 +300,7 @@ class StepSimulation {
       gather_ahead(segment, i);
       const double end_s =
           run_forward(i, set_up_.copy_parameters_s[i], segment.gathered_s[i]);
-      end_use(segment, i, end_s);
+      segment.computed_s.push_back(end_s);
       if (!is_unsharded_after_forward(i)) reshard(i, end_s);
     }
   }
@@ -360,7 +335,7 @@ class StepSimulation {
           (segment.gathers[p] != 0 ? set_up_.copy_parameters_s[i] : 0) +
           (syncs ? set_up_.copy_gradients_s[i] : 0);
       const StepEvent backward = run_backward(i, copy_s, ready_s);
-      end_use(segment, i, backward.end_s);
+      segment.computed_s.push_back(backward.end_s);
       reshard(i, backward.end_s);
       if (syncs && set_up_.unit_bytes[i] > 0) {
         reduced_s.push_back(reduce(i, backward));
