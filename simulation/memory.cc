@@ -83,7 +83,7 @@ std::vector<char> units_to_keep(std::span<const double> unit_bytes,
   });
   std::vector<char> kept(unit_bytes.size(), 0);
   for (const size_t unit : order) {
-    if (unit_bytes[unit] == 0 || unit_bytes[unit] > budget) continue;
+    if (gather_s[unit] == 0 || unit_bytes[unit] > budget) continue;
     kept[unit] = 1;
     budget -= unit_bytes[unit];
   }

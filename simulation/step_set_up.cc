@@ -38,7 +38,7 @@ absl::Status check_strategy(const ModelShape& model, int64_t batch,
           check_model(model),
           check_cluster(cluster),
           check("batch", static_cast<double>(batch), 1, 1 << 30),
-          check("shard_ranks", strategy.shard_ranks, 0, cluster.ranks()),
+          check("shard_ranks", strategy.shard_ranks, 0, 1 << 20),
           check("prefetch_depth", strategy.prefetch_depth, 0, 1 << 20),
           check("buffers", strategy.buffers, 1, 1 << 20),
           check("micro_batches", strategy.micro_batches, 1, 100'000),
@@ -154,9 +154,7 @@ absl::Status plan_buckets(const ModelShape& model, const Cluster& cluster,
     set_up.reduce_cost = *measured.reduce_scatter;
   } else {
     const auto cost = CollectiveCost::sample([&](int64_t bytes) {
-      const Reduction reduction =
-          run_reduction(static_cast<double>(bytes), set_up, cluster);
-      return reduction.shards.seconds + reduction.replicas.seconds;
+      return run_reduction(static_cast<double>(bytes), set_up, cluster).seconds;
     });
     if (!cost.ok()) return cost.status();
     set_up.reduce_cost = *cost;
@@ -167,20 +165,16 @@ absl::Status plan_buckets(const ModelShape& model, const Cluster& cluster,
                                  strategy.bucket_caps_bytes);
   if (!plan.ok()) return plan.status();
   set_up.plan = *std::move(plan);
-  return absl::OkStatus();
-}
-
-std::vector<double> bucket_bytes(const StepSetUp& set_up) {
-  std::vector<double> bytes;
+  set_up.bucket_elements.clear();
   for (const auto& bucket : set_up.plan->buckets()) {
-    double sum = 0;
+    int64_t bytes = 0;
     for (const size_t parameter : bucket) {
-      sum +=
-          static_cast<double>(set_up.backward.parameters[parameter].size_bytes);
+      bytes += backward.parameters[parameter].size_bytes;
     }
-    bytes.push_back(sum);
+    set_up.bucket_elements.push_back(static_cast<double>(bytes) /
+                                     strategy.gradient_bytes);
   }
-  return bytes;
+  return absl::OkStatus();
 }
 
 // Sets all of `memory` but activations.
@@ -190,16 +184,20 @@ void add_up_memory(const ModelShape& model, const Strategy& strategy,
   const auto all = static_cast<double>(model.elements());
   const StrategyKind kind = strategy.kind;
   const double parameters = has_buckets(kind) ? all : shard;
+  const bool is_sharded = set_up.shards.ranks() > 1;
   double gradients = kind < StrategyKind::kZero2 ? all : shard;
-  if (set_up.accumulates && kind >= StrategyKind::kZero2) gradients += all;
+  if (set_up.accumulates && is_sharded && kind >= StrategyKind::kZero2) {
+    gradients += all;
+  }
   MemoryPerRank& memory = set_up.memory;
   memory.parameters = parameters * strategy.parameter_bytes;
   memory.gradients = gradients * strategy.gradient_bytes;
   memory.optimizer = shard * strategy.optimizer_bytes;
   memory.unsharded = 0;
-  if (set_up.shards.ranks() == 1) return;
+  if (!is_sharded) return;
   if (kind == StrategyKind::kZero2 && !set_up.accumulates) {
-    memory.unsharded = largest_sum(bucket_bytes(set_up), 2);
+    memory.unsharded =
+        strategy.gradient_bytes * largest_sum(set_up.bucket_elements, 2);
   }
   if (has_buckets(kind)) return;
   std::vector<double> resharded = set_up.unit_bytes;
@@ -275,11 +273,10 @@ absl::Status choose_checkpoints(const ModelShape& model, double batch,
     if (!chosen) {
       return bad_strategy(
           "expected checkpoints with which the model fits, found none: "
-          "parameters, gradients and optimizer take ",
-          static_cast<int64_t>(others), " bytes, activations at least ",
-          static_cast<int64_t>(least), ", the device has ",
-          static_cast<int64_t>(capacity), "; ",
-          static_cast<int64_t>(std::ceil(others + least - capacity)),
+          "parameters, gradients, optimizer and unsharded units take ",
+          number_text(others), " bytes, activations at least ",
+          number_text(least), ", the device has ", number_text(capacity), "; ",
+          number_text(std::ceil(others + least - capacity)),
           " bytes are missing.\nShard over more ranks or lower the batch.");
     }
     set_up.checkpointed = *std::move(chosen);
@@ -291,12 +288,13 @@ absl::Status choose_checkpoints(const ModelShape& model, double batch,
 
 }  // namespace
 
-Reduction run_reduction(double bytes, const StepSetUp& set_up,
-                        const Cluster& cluster) {
-  return {
-      run_collective(Collective::kReduceScatter, bytes, set_up.shards, cluster),
-      run_collective(Collective::kAllReduce, bytes / set_up.shards.ranks(),
-                     set_up.replicas, cluster)};
+CollectiveRun run_reduction(double bytes, const StepSetUp& set_up,
+                            const Cluster& cluster) {
+  CollectiveRun run =
+      run_collective(Collective::kReduceScatter, bytes, set_up.shards, cluster);
+  run += run_collective(Collective::kAllReduce, bytes / set_up.shards.ranks(),
+                        set_up.replicas, cluster);
+  return run;
 }
 
 absl::StatusOr<StepSetUp> set_up_step(const ModelShape& model, int64_t batch,

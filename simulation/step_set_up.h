@@ -46,16 +46,13 @@ struct StepSetUp {
   Backward backward = {};
   CollectiveCost reduce_cost = *CollectiveCost::linear(0, 0);
   std::optional<BucketPlan> plan = std::nullopt;
+  std::vector<double> bucket_elements = {};
 };
 
-// Runs the reduction of a bucket or unit of `bytes` over all ranks: returns the
-// collectives of the shard group and of the replica group.
-struct Reduction {
-  CollectiveRun shards = {};
-  CollectiveRun replicas = {};
-};
-Reduction run_reduction(double bytes, const StepSetUp& set_up,
-                        const Cluster& cluster);
+// The reduction of a bucket over all ranks: of the shard group, then of the
+// replica group.
+CollectiveRun run_reduction(double bytes, const StepSetUp& set_up,
+                            const Cluster& cluster);
 
 // Errors: those of simulate_step().
 absl::StatusOr<StepSetUp> set_up_step(const ModelShape& model, int64_t batch,

@@ -202,10 +202,9 @@ class StepSimulation {
       last_s = complete_s;
       recorder_.add({Stream::kCommunication, absl::StrCat(name, b),
                      begin_s + start_s, begin_s + complete_s});
-      const Reduction reduction = run_reduction(
-          bucket_elements(b) * strategy_.gradient_bytes, set_up_, cluster_);
-      recorder_.send(reduction.shards);
-      recorder_.send(reduction.replicas);
+      recorder_.send(
+          run_reduction(set_up_.bucket_elements[b] * strategy_.gradient_bytes,
+                        set_up_, cluster_));
     }
   }
 
@@ -216,7 +215,7 @@ class StepSimulation {
     for (size_t b = gathered_s_.size(); b-- > 0;) {
       const CollectiveRun gather =
           run_collective(Collective::kAllGather,
-                         bucket_elements(b) * strategy_.parameter_bytes,
+                         set_up_.bucket_elements[b] * strategy_.parameter_bytes,
                          set_up_.shards, cluster_);
       gathered_s_[b] = recorder_
                            .communicate(Stream::kCommunication,
@@ -226,35 +225,28 @@ class StepSimulation {
     }
   }
 
-  double bucket_elements(size_t bucket) const {
-    int64_t bytes = 0;
-    for (const size_t parameter : set_up_.plan->buckets()[bucket]) {
-      bytes += set_up_.backward.parameters[parameter].size_bytes;
-    }
-    return static_cast<double>(bytes) / strategy_.gradient_bytes;
-  }
-
   // ---- Units.
 
   // A forward or a backward.
   struct Segment {
     std::vector<size_t> units = {};  // in order of use
-    std::vector<char> gathers = {};  // by position in `units`
     double begin_s = 0;
-    std::vector<double> gathered_s = {};
+    std::vector<double> gathered_s = {};  // by position in `units`
     std::vector<double> computed_s = {};
   };
 
   // Issues all-gathers ahead of the unit at `position`: one buffer is in use by
   // that unit, the others take one unit each.
-  void gather_ahead(Segment& segment, size_t position) {
+  void gather_ahead(Segment& segment, size_t position, bool is_forward) {
     const size_t ahead = set_up_.num_buffers - 1;
     const size_t last = std::min(position + ahead, segment.units.size() - 1);
     for (size_t q = segment.gathered_s.size(); q <= last; ++q) {
+      const size_t unit = segment.units[q];
       const double ready_s =
           q > ahead ? segment.computed_s[q - ahead - 1] : segment.begin_s;
-      segment.gathered_s.push_back(segment.gathers[q] != 0
-                                       ? gather(segment.units[q], ready_s)
+      segment.gathered_s.push_back(is_forward ||
+                                           !is_unsharded_after_forward(unit)
+                                       ? gather(unit, ready_s)
                                        : segment.begin_s);
     }
   }
@@ -295,9 +287,8 @@ class StepSimulation {
   void run_unit_forward() {
     Segment segment = {.begin_s = recorder_.free_s(Stream::kCompute)};
     for (size_t i = 0; i < num_layers(); ++i) segment.units.push_back(i);
-    segment.gathers.assign(num_layers(), 1);
     for (size_t i = 0; i < num_layers(); ++i) {
-      gather_ahead(segment, i);
+      gather_ahead(segment, i, /*is_forward=*/true);
       const double end_s =
           run_forward(i, set_up_.copy_parameters_s[i], segment.gathered_s[i]);
       segment.computed_s.push_back(end_s);
@@ -317,23 +308,21 @@ class StepSimulation {
 
   void run_unit_backward(bool syncs) {
     Segment segment = {.begin_s = recorder_.free_s(Stream::kCompute)};
-    for (size_t i = num_layers(); i-- > 0;) {
-      segment.units.push_back(i);
-      segment.gathers.push_back(is_unsharded_after_forward(i) ? 0 : 1);
-    }
+    for (size_t i = num_layers(); i-- > 0;) segment.units.push_back(i);
     std::vector<double> reduced_s;  // ends of reduce-scatters
     for (size_t p = 0; p < segment.units.size(); ++p) {
       const size_t i = segment.units[p];
-      gather_ahead(segment, p);
+      gather_ahead(segment, p, /*is_forward=*/false);
       double ready_s = segment.gathered_s[p];
       if (reduced_s.size() >= set_up_.num_gradient_buffers) {
         ready_s = std::max(
             ready_s,
             reduced_s[reduced_s.size() - set_up_.num_gradient_buffers]);
       }
-      const double copy_s =
-          (segment.gathers[p] != 0 ? set_up_.copy_parameters_s[i] : 0) +
-          (syncs ? set_up_.copy_gradients_s[i] : 0);
+      double copy_s = syncs ? set_up_.copy_gradients_s[i] : 0;
+      if (!is_unsharded_after_forward(i)) {
+        copy_s += set_up_.copy_parameters_s[i];
+      }
       const StepEvent backward = run_backward(i, copy_s, ready_s);
       segment.computed_s.push_back(backward.end_s);
       reshard(i, backward.end_s);

@@ -23,18 +23,6 @@ TEST(MemoryTest, PaddingIsLessThanOneElementPerRank) {
   EXPECT_EQ(16 * shard_elements(linear, 16) - linear.elements(), 1);
   EXPECT_EQ(shard_elements(linear, 16, /*by_tensor=*/true), 2);
   EXPECT_EQ(shard_elements({.tensors = {}}, 16), 0);
-  std::mt19937 random(1);
-  for (int i = 0; i < 1000; ++i) {
-    const int ranks = 1 + static_cast<int>(random() % 40);
-    const ModelLayer layer = {
-        .tensors = {1 + static_cast<int64_t>(random() % 90),
-                    1 + static_cast<int64_t>(random() % 9)}};
-    const int64_t all = layer.elements();
-    const int64_t padded = ranks * shard_elements(layer, ranks);
-    EXPECT_TRUE(padded >= all && padded < all + ranks);
-    const int64_t by_tensor = ranks * shard_elements(layer, ranks, true);
-    EXPECT_TRUE(by_tensor >= padded && by_tensor <= all + 2 * (ranks - 1));
-  }
 }
 
 // An 8192 x 8192 matrix in bf16 on 1,024 ranks.
@@ -109,11 +97,8 @@ TEST(MemoryTest, CheckpointsOfUnequalLayersFit) {
     double least = 0;
     const auto found =
         checkpoints_to_fit(model, 1, recompute_s, budget, &least);
-    if (found) {
-      EXPECT_LE(peak_activation_bytes(model, 1, *found), budget);
-    } else {
-      EXPECT_GT(least, budget);
-    }
+    EXPECT_LE(found ? peak_activation_bytes(model, 1, *found) : 0, budget);
+    EXPECT_TRUE(found || least > budget);
   }
 }
 

@@ -19,11 +19,10 @@ namespace {
 using ::testing::ElementsAre;
 using ::testing::HasSubstr;
 using How = LayerChoice::How;
+using enum StrategyKind;
 
 constexpr std::array<StrategyKind, 7> kKinds = {
-    StrategyKind::kDdp,    StrategyKind::kZero1, StrategyKind::kZero2,
-    StrategyKind::kZero3,  StrategyKind::kFsdp2, StrategyKind::kYaFsdp,
-    StrategyKind::kBrigade};
+    kDdp, kZero1, kZero2, kZero3, kFsdp2, kYaFsdp, kBrigade};
 
 void expect_published(double value, double printed) {
   EXPECT_NEAR(value, printed, 0.05 * printed);
@@ -53,10 +52,8 @@ TrainingStep step_of(const ModelShape& model, const Cluster& cluster,
   return *step;
 }
 
-std::string error_of(const ModelShape& model, const Cluster& cluster,
-                     const Strategy& strategy, int64_t batch = 1) {
-  return std::string(
-      simulate_step(model, batch, cluster, strategy).status().message());
+double states_of(const TrainingStep& step) {
+  return step.memory.parameters + step.memory.gradients + step.memory.optimizer;
 }
 
 // All-reduces that take `seconds`, of any size.
@@ -66,52 +63,66 @@ Cluster with_all_reduce(int ranks, double seconds) {
   return cluster;
 }
 
+// Two ranks, all-gathers and reduce-scatters of 0.25 s.
+Cluster with_unit_costs() {
+  Cluster cluster = cluster_of(1, 2);
+  cluster.measured.all_gather = *CollectiveCost::linear(0.25, 0);
+  cluster.measured.reduce_scatter = *CollectiveCost::linear(0.25, 0);
+  return cluster;
+}
+
 // ---- Published steps.
 
-// 4 GPUs: forward 15 ms, backward 30 ms, all-reduce 8 ms. Published: 53 ms
-// without overlap; overlap hides 30-40 % of communication. With buckets of 25
-// MB and gradients that become ready evenly, more is hidden (see below).
-TEST(TrainingStepTest, ResNet50) {
-  const ModelLayer network = {
-      .tensors = {25'557'032}, .forward_s = 0.015, .backward_s = 0.030};
-  const Cluster cluster = with_all_reduce(4, 0.008);
-  EXPECT_NEAR(step_of({.layers = {network}}, cluster,
-                      {.kind = StrategyKind::kDdp, .gradient_bytes = 4})
-                  .step_s,
-              0.053, 1e-9);
+// ResNet-50 on 4 GPUs: forward 15 ms, backward 30 ms, all-reduce 8 ms. GPT-3 on
+// 1,024: 180 ms, 360 ms, tensor parallelism 10 ms and data parallelism 50 ms.
+TEST(TrainingStepTest, StepsWithoutOverlap) {
+  const auto step_s = [](double forward_s, const Cluster& cluster) {
+    const ModelLayer network = {.tensors = {100}, .forward_s = forward_s};
+    return step_of({.layers = {network}}, cluster, {.kind = kDdp}).step_s;
+  };
+  EXPECT_NEAR(step_s(0.015, with_all_reduce(4, 0.008)), 0.053, 1e-9);
+  EXPECT_NEAR(step_s(0.180, with_all_reduce(1024, 0.060)), 0.600, 1e-9);
+}
 
+// Published: overlap hides 30-40 % of those 8 ms with buckets of 25 MB. With a
+// cost in proportion to bytes and gradients that become ready with the FLOPs,
+// more is hidden.
+TEST(TrainingStepTest, ResNet50HidesMoreThanPublished) {
   ModelShape resnet = *named_model("resnet50");
   double flops = 0;
   for (const ModelLayer& layer : resnet.layers) flops += layer.forward_flops;
   for (ModelLayer& layer : resnet.layers) {
     layer.forward_s = 0.015 * layer.forward_flops / flops;
   }
-  Cluster linear = cluster;
-  linear.measured.all_reduce =
+  Cluster cluster = cluster_of(1, 4);
+  cluster.measured.all_reduce =
       *CollectiveCost::linear(0, 0.008 / (4.0 * 25'557'032));
-  const TrainingStep step = step_of(
-      resnet, linear, {.kind = StrategyKind::kDdp, .gradient_bytes = 4});
+  const TrainingStep step =
+      step_of(resnet, cluster, {.kind = kDdp, .gradient_bytes = 4});
   EXPECT_NEAR(step.communication_s, 0.008, 1e-9);
   EXPECT_GT(1 - step.exposed_s / step.communication_s, 0.4);
 }
 
-// 1,024 GPUs: forward 180 ms, backward 360 ms, tensor parallelism 10 ms and
-// data parallelism 50 ms, not overlapped: 600 ms.
-TEST(TrainingStepTest, Gpt3) {
-  const ModelLayer network = {
-      .tensors = {175'000'000'000}, .forward_s = 0.180, .backward_s = 0.360};
-  EXPECT_NEAR(step_of({.layers = {network}}, with_all_reduce(1024, 0.060),
-                      {.kind = StrategyKind::kDdp})
-                  .step_s,
-              0.600, 1e-9);
+// Published against FSDP: iterations are 2.3-26.6 % shorter; Llama-2-7B on 64
+// GPUs 9.9 % at 2,048 tokens, 3.4 % at 4,096. Copies make the difference here.
+TEST(TrainingStepTest, YaFsdpIsFasterThanFsdp2) {
+  Cluster cluster = cluster_of(8, 8);
+  cluster.device = *named_device("a100");
+  for (const int64_t sequence : {2048, 4096}) {
+    const ModelShape model = *named_model("llama-7b", sequence);
+    const double gain =
+        1 - step_of(model, cluster, {.kind = kYaFsdp}).step_s /
+                step_of(model, cluster, {.kind = kFsdp2}).step_s;
+    EXPECT_TRUE(gain > 0.023 && gain < 0.266) << sequence << ": " << gain;
+  }
 }
 
 // Recomputing takes 25 % of the compute of forward, backward and recomputing: a
 // backward takes twice a forward.
 TEST(TrainingStepTest, FullCheckpointingTakesAQuarterOfTheCompute) {
-  const TrainingStep step = step_of(
-      *named_model("llama-70b", 8192), cluster_of(32, 8),
-      {.kind = StrategyKind::kFsdp2, .checkpointed = {.how = How::kAll}});
+  const TrainingStep step =
+      step_of(*named_model("llama-70b", 8192), cluster_of(32, 8),
+              {.kind = kFsdp2, .checkpointed = {.how = How::kAll}});
   EXPECT_NEAR(
       step.recompute_s / (step.forward_s + step.backward_s + step.recompute_s),
       0.25, 1e-9);
@@ -122,10 +133,9 @@ TEST(TrainingStepTest, FullCheckpointingTakesAQuarterOfTheCompute) {
 // ---- Published traffic, by strategy: M bytes, W ranks, hosts of G.
 
 TEST(TrainingStepTest, Llama70BSends280GBPerStep) {
-  const TrainingStep step =
-      step_of(*named_model("llama-70b"), cluster_of(32, 8),
-              {.kind = StrategyKind::kDdp});
-  expect_published(step.sent_bytes, 280e9);
+  const ModelShape model = *named_model("llama-70b");
+  expect_published(step_of(model, cluster_of(32, 8), {.kind = kDdp}).sent_bytes,
+                   280e9);
 }
 
 TEST(TrainingStepTest, ShardedParametersSendHalfAsMuchAgain) {
@@ -135,9 +145,9 @@ TEST(TrainingStepTest, ShardedParametersSendHalfAsMuchAgain) {
     const Cluster cluster = cluster_of(hosts, 8);
     const double share = 1 - 1.0 / cluster.ranks();
     for (const StrategyKind kind : kKinds) {
-      const double phases = kind < StrategyKind::kZero3 ? 2 : 3;
+      const double phases = kind < kZero3 ? 2 : 3;
       double expected = phases * share * bytes;
-      if (kind == StrategyKind::kYaFsdp) {  // two units stay unsharded
+      if (kind == kYaFsdp) {  // two units stay unsharded
         expected -= share * 2 *
                     (model.layers.end()[-1].elements() +
                      model.layers.end()[-2].elements());
@@ -161,13 +171,13 @@ TEST(TrainingStepTest, CrossHostBytesOfTheFsdpPaper) {
   const auto run = [&](StrategyKind kind, int shard_ranks) {
     return step_of(model, cluster, {.kind = kind, .shard_ranks = shard_ranks});
   };
-  const TrainingStep replicated = run(StrategyKind::kDdp, 0);
+  const TrainingStep replicated = run(kDdp, 0);
   EXPECT_NEAR(replicated.sent_bytes, 2 * m * (w - 1) / w, 1);
   EXPECT_NEAR(replicated.between_hosts_bytes, 2 * m * (h - 1) / (h * g), 1);
-  const TrainingStep sharded = run(StrategyKind::kBrigade, 0);
+  const TrainingStep sharded = run(kBrigade, 0);
   EXPECT_NEAR(sharded.sent_bytes, 3 * m * (w - 1) / w, 1);
   EXPECT_NEAR(sharded.between_hosts_bytes, 3 * m * (h - 1) / (h * g), 1);
-  const TrainingStep hybrid = run(StrategyKind::kBrigade, 8);
+  const TrainingStep hybrid = run(kBrigade, 8);
   EXPECT_NEAR(hybrid.between_hosts_bytes, 2 * m * (w - g) / (g * w), 1);
   EXPECT_NEAR(hybrid.between_hosts_bytes, 0.125 * m, 1);
   const double printed = 2 * m * (w - 1) / (g * w);
@@ -182,11 +192,9 @@ TEST(TrainingStepTest, ShardRanksInterpolate) {
   const double bytes = 2.0 * model.elements();
   double last_memory = 1e18;
   for (const int f : {1, 2, 4, 8, 16, 32}) {
-    const TrainingStep step = step_of(
-        model, cluster, {.kind = StrategyKind::kBrigade, .shard_ranks = f});
-    const MemoryPerRank& memory = step.memory;
-    const double states =
-        memory.parameters + memory.gradients + memory.optimizer;
+    const TrainingStep step =
+        step_of(model, cluster, {.kind = kBrigade, .shard_ranks = f});
+    const double states = states_of(step);
     expect_published(states, 16.0 * model.elements() / f);
     EXPECT_LT(states, last_memory);
     last_memory = states;
@@ -197,7 +205,7 @@ TEST(TrainingStepTest, ShardRanksInterpolate) {
 }
 
 TEST(TrainingStepTest, FourMicroBatchesSend75PercentLessWithoutSync) {
-  Strategy strategy = {.kind = StrategyKind::kDdp, .micro_batches = 4};
+  Strategy strategy = {.kind = kDdp, .micro_batches = 4};
   const ModelShape model = equal_layers(3);
   const Cluster cluster = cluster_of(1, 4);
   const double last_only = step_of(model, cluster, strategy).sent_bytes;
@@ -212,21 +220,20 @@ TEST(TrainingStepTest, FourMicroBatchesSend75PercentLessWithoutSync) {
 TEST(TrainingStepTest, ZeroShardsStates) {
   const ModelShape model = *named_model("llama-7b");
   const auto bytes_per_element = [&](StrategyKind kind) {
-    const MemoryPerRank memory =
-        step_of(model, cluster_of(8, 8), {.kind = kind}).memory;
-    return (memory.parameters + memory.gradients + memory.optimizer) /
+    return states_of(step_of(model, cluster_of(8, 8), {.kind = kind})) /
            model.elements();
   };
-  EXPECT_DOUBLE_EQ(bytes_per_element(StrategyKind::kDdp), 16);
-  EXPECT_NEAR(bytes_per_element(StrategyKind::kZero1), 4 + 12.0 / 64, 1e-6);
-  EXPECT_NEAR(bytes_per_element(StrategyKind::kZero2), 2 + 14.0 / 64, 1e-6);
-  EXPECT_NEAR(bytes_per_element(StrategyKind::kZero3), 16.0 / 64, 1e-6);
+  EXPECT_DOUBLE_EQ(bytes_per_element(kDdp), 16);
+  EXPECT_NEAR(bytes_per_element(kZero1), 4 + 12.0 / 64, 1e-6);
+  EXPECT_NEAR(bytes_per_element(kZero2), 2 + 14.0 / 64, 1e-6);
+  EXPECT_NEAR(bytes_per_element(kZero3), 16.0 / 64, 1e-6);
 }
 
+// 700 GB of parameters, 700 of gradients and 1,400 of optimizer state: at least
+// 35 GPUs of 80 GB.
 TEST(TrainingStepTest, Gpt3Takes2800GBInFp32) {
-  const ModelShape model = *named_model("gpt3");
-  const MemoryPerRank memory = step_of(model, cluster_of(1, 8),
-                                       {.kind = StrategyKind::kDdp,
+  const MemoryPerRank memory = step_of(*named_model("gpt3"), cluster_of(1, 8),
+                                       {.kind = kDdp,
                                         .parameter_bytes = 4,
                                         .gradient_bytes = 4,
                                         .optimizer_bytes = 8})
@@ -234,10 +241,7 @@ TEST(TrainingStepTest, Gpt3Takes2800GBInFp32) {
   expect_published(memory.parameters, 700e9);
   expect_published(memory.gradients, 700e9);
   expect_published(memory.optimizer, 1400e9);
-  // Fewer than 35 GPUs of 80 GB hold no such states.
   expect_published((memory.total() - memory.activations) / 80e9, 35);
-  // Llama-70B: > 1 TB of states.
-  EXPECT_GT(16.0 * named_model("llama-70b")->elements(), 1e12);
 }
 
 // Peak of parameters: sum / F + the largest unit, two with prefetch.
@@ -251,22 +255,21 @@ TEST(TrainingStepTest, UnshardedUnits) {
   };
   const double a = 2 << 20, b = 2 << 18, c = 2 << 10;
   // Parameters, then gradients.
-  EXPECT_EQ(unsharded(1, StrategyKind::kZero3), a + a);
-  EXPECT_EQ(unsharded(2, StrategyKind::kZero3), (a + b) + (a + b));
-  EXPECT_EQ(unsharded(2, StrategyKind::kFsdp2), (a + b + c) + (a + b));
-  EXPECT_EQ(unsharded(2, StrategyKind::kBrigade), (a + b) + (a + b + c));
+  EXPECT_EQ(unsharded(1, kZero3), a + a);
+  EXPECT_EQ(unsharded(2, kZero3), (a + b) + (a + b));
+  EXPECT_EQ(unsharded(2, kFsdp2), (a + b + c) + (a + b));
+  EXPECT_EQ(unsharded(2, kBrigade), (a + b) + (a + b + c));
 }
 
 // DDP stops fitting near 1 B parameters at 40 GB.
 TEST(TrainingStepTest, DdpStopsFittingAboveOneBillionParameters) {
   Cluster cluster = cluster_of(1, 8);
   cluster.device.memory_bytes = 40e9;
-  const Strategy ddp = {.kind = StrategyKind::kDdp};
+  const Strategy ddp = {.kind = kDdp};
   EXPECT_TRUE(step_of(*named_model("bert-large"), cluster, ddp, 8).fits);
   EXPECT_FALSE(step_of(*named_model("gpt2-xl"), cluster, ddp, 8).fits);
-  EXPECT_TRUE(step_of(*named_model("gpt2-xl"), cluster,
-                      {.checkpointed = {.how = How::kFit}}, 8)
-                  .fits);
+  const Strategy sharded = {.checkpointed = {.how = How::kFit}};
+  EXPECT_TRUE(step_of(*named_model("gpt2-xl"), cluster, sharded, 8).fits);
 }
 
 // ---- Choices.
@@ -275,8 +278,7 @@ TEST(TrainingStepTest, CheckpointsAndKeptUnitsFillTheMemory) {
   const ModelShape model = *named_model("llama-7b");
   Cluster cluster = cluster_of(1, 8);
   cluster.device.memory_bytes = 26e9;
-  Strategy strategy = {.kind = StrategyKind::kFsdp2,
-                       .checkpointed = {.how = How::kFit}};
+  Strategy strategy = {.kind = kFsdp2, .checkpointed = {.how = How::kFit}};
   const TrainingStep few = step_of(model, cluster, strategy);
   EXPECT_TRUE(few.fits);
   EXPECT_FALSE(few.checkpointed_layers.empty());
@@ -290,45 +292,29 @@ TEST(TrainingStepTest, CheckpointsAndKeptUnitsFillTheMemory) {
   EXPECT_TRUE(kept.fits);
   EXPECT_GT(kept.kept_units.size(), 5);
   EXPECT_LT(kept.sent_bytes, few.sent_bytes);
-
-  cluster.device.memory_bytes = 1e9;
-  strategy.checkpointed.how = How::kFit;
-  EXPECT_THAT(error_of(model, cluster, strategy),
-              HasSubstr("bytes are missing"));
-}
-
-TEST(TrainingStepTest, AnExactPlanIsNeverSlower) {
-  const ModelShape model = *named_model("resnet50");
-  Cluster cluster = cluster_of(4, 1);
-  cluster.between.bytes_per_s = 1e9;
-  const double by_caps_s =
-      step_of(model, cluster, {.kind = StrategyKind::kDdp}).step_s;
-  const double exact_s =
-      step_of(model, cluster,
-              {.kind = StrategyKind::kDdp, .has_exact_plan = true})
-          .step_s;
-  EXPECT_LT(exact_s, by_caps_s);
 }
 
 TEST(TrainingStepTest, OptionsOfOtherStrategiesAreErrors) {
-  const ModelShape model = equal_layers(2);
-  const Cluster cluster = cluster_of(2, 8);
-  const auto error = [&](const Strategy& strategy) {
-    return error_of(model, cluster, strategy);
+  const auto expect_error = [](const char* message, const Strategy& strategy,
+                               const Cluster& cluster = cluster_of(2, 8),
+                               const ModelShape& model = equal_layers(2)) {
+    const auto step = simulate_step(model, 1, cluster, strategy);
+    EXPECT_THAT(std::string(step.status().message()), HasSubstr(message));
   };
-  EXPECT_THAT(error({.kind = StrategyKind::kDdp, .shard_ranks = 8}),
-              HasSubstr("shard_ranks"));
-  EXPECT_THAT(error({.kind = StrategyKind::kDdp, .kept = {.how = How::kAll}}),
-              HasSubstr("reshard_after_forward"));
-  EXPECT_THAT(error({.next_forward_gather = true}),
-              HasSubstr("next_forward_gather"));
-  EXPECT_THAT(error({.kept = {How::kListed, {2}}}), HasSubstr("found 2"));
-  EXPECT_THAT(error({.buffers = 0}), HasSubstr("buffers from 1"));
-  EXPECT_THAT(error({.micro_batches = 1 << 30}), HasSubstr("micro_batches"));
-  EXPECT_THAT(error({.bucket_caps_bytes = {-1}}), HasSubstr("bucket cap 0"));
-  EXPECT_THAT(error_of(model, with_all_reduce(4, 1), {}),
-              HasSubstr("all_gather in costs"));
-  EXPECT_THAT(error_of(*named_model("gpt2"), {}, {}), HasSubstr("flops_per_s"));
+  expect_error("shard_ranks", {.kind = kDdp, .shard_ranks = 8});
+  expect_error("reshard_after", {.kind = kDdp, .kept = {.how = How::kAll}});
+  expect_error("next_forward_gather", {.next_forward_gather = true});
+  expect_error("found 2", {.kept = {How::kListed, {2}}});
+  expect_error("buffers from 1", {.buffers = 0});
+  expect_error("micro_batches", {.micro_batches = 1 << 30});
+  expect_error("bucket cap 0", {.bucket_caps_bytes = {-1}});
+  expect_error("hosts from 1", {}, {.hosts = 1 << 30, .gpus_per_host = 99});
+  expect_error("all_gather in costs", {}, with_all_reduce(4, 1));
+  expect_error("flops_per_s", {}, {}, *named_model("gpt2"));
+  Cluster small = cluster_of(1, 8);
+  small.device.memory_bytes = 1;
+  expect_error("bytes are missing", {.checkpointed = {.how = How::kFit}},
+               small);
 }
 
 // ---- Schedules.
@@ -336,29 +322,23 @@ TEST(TrainingStepTest, OptionsOfOtherStrategiesAreErrors) {
 // Forward and backward wait for the first all-gather only, the end for the last
 // reduce-scatter.
 TEST(TrainingStepTest, UnitsOverlap) {
-  Cluster cluster = cluster_of(1, 2);
-  cluster.measured.all_gather = *CollectiveCost::linear(0.25, 0);
-  cluster.measured.reduce_scatter = *CollectiveCost::linear(0.25, 0);
+  const Cluster cluster = with_unit_costs();
   const ModelShape model = equal_layers(4);  // 0.5 s forward, 1 s backward
   EXPECT_NEAR(step_of(model, cluster, {}).step_s, 6.75, 1e-9);
   EXPECT_NEAR(step_of(model, cluster, {.kept = {How::kListed, {3}}}).step_s,
               6.5, 1e-9);
   // One buffer: all collectives are exposed.
   EXPECT_NEAR(step_of(model, cluster, {.buffers = 1}).step_s, 9, 1e-9);
-  const TrainingStep yafsdp =
-      step_of(model, cluster, {.kind = StrategyKind::kYaFsdp});
+  const TrainingStep yafsdp = step_of(model, cluster, {.kind = kYaFsdp});
   EXPECT_NEAR(yafsdp.step_s, 6.5, 1e-9);
   EXPECT_THAT(yafsdp.kept_units, ElementsAre(2, 3));
   // One collective per tensor.
-  EXPECT_NEAR(step_of(model, cluster, {.kind = StrategyKind::kZero3}).step_s,
-              7.5, 1e-9);
+  EXPECT_NEAR(step_of(model, cluster, {.kind = kZero3}).step_s, 7.5, 1e-9);
 }
 
 TEST(TrainingStepTest, AGatherInTheNextForwardIsHidden) {
-  Cluster cluster = cluster_of(1, 2);
-  cluster.measured.all_gather = *CollectiveCost::linear(0.25, 0);
-  cluster.measured.reduce_scatter = *CollectiveCost::linear(0.25, 0);
-  Strategy strategy = {.kind = StrategyKind::kZero1, .bucket_caps_bytes = {1}};
+  const Cluster cluster = with_unit_costs();
+  Strategy strategy = {.kind = kZero1, .bucket_caps_bytes = {1}};
   const ModelShape model = equal_layers(4);  // 8 buckets
   EXPECT_NEAR(step_of(model, cluster, strategy).step_s, 6 + 0.25 + 8 * 0.25,
               1e-9);
@@ -370,23 +350,24 @@ TEST(TrainingStepTest, DdpIsThePlannersPrediction) {
   Cluster cluster = cluster_of(1, 4);
   cluster.measured.all_reduce = *CollectiveCost::linear(0.1, 1e-4, 2);
   const ModelShape model = equal_layers(5);
-  const TrainingStep step =
-      step_of(model, cluster,
-              {.kind = StrategyKind::kDdp, .bucket_caps_bytes = {3000}});
   Backward backward = {.end_s = 4};
   for (int i = 0; i < 5; ++i) {
     backward.parameters.insert(backward.parameters.end(), {{2000}, {48}});
-    const double begin_s = 0.8 * i;
-    backward.ready_s.push_back(begin_s + 0.8 * 24 / 1024);
+    backward.ready_s.push_back(0.8 * i + 0.8 * 24 / 1024);
     backward.ready_s.push_back(0.8 * (i + 1));
   }
   backward.order = reverse_registration_order(10);
-  const BucketPlan plan = *plan_by_size(backward.parameters, backward.order,
-                                        std::vector<int64_t>{3000});
+  const std::vector<int64_t> caps = {3000};
+  const BucketPlan plan =
+      *plan_by_size(backward.parameters, backward.order, caps);
   const StepPrediction prediction =
       *predict(plan, backward, *cluster.measured.all_reduce);
+  const TrainingStep step =
+      step_of(model, cluster, {.kind = kDdp, .bucket_caps_bytes = caps});
   EXPECT_NEAR(step.step_s, 2 + prediction.end_s(), 1e-9);
   EXPECT_NEAR(step.exposed_s, prediction.exposed_s(), 1e-9);
+  const Strategy exact = {.kind = kDdp, .has_exact_plan = true};
+  EXPECT_LE(step_of(model, cluster, exact).step_s, step.step_s);
 }
 
 // ---- Properties.
@@ -428,11 +409,11 @@ class RandomSteps : public ::testing::Test {
                          .sync_every_micro_batch = draw(2) == 0,
                          .checkpointed = {.how = How(draw(2))}};
     strategy.bucket_caps_bytes = {1 << (14 + draw(10))};
-    if (strategy.kind != StrategyKind::kDdp) {
+    if (strategy.kind != kDdp) {
       strategy.shard_ranks = 1 << draw(7);
       if (cluster.ranks() % strategy.shard_ranks != 0) strategy.shard_ranks = 0;
     }
-    if (strategy.kind >= StrategyKind::kZero3) {
+    if (strategy.kind >= kZero3) {
       strategy.kept.how = How(draw(3));
     }
     return strategy;
@@ -472,10 +453,7 @@ TEST_F(RandomSteps, TimesAndMemoryAreConsistent) {
       EXPECT_GE(point.bytes, 0);
     }
     EXPECT_LE(peak, step.memory.total() * (1 + 1e-9));
-    EXPECT_NEAR(
-        step.memory_over_step.back().bytes,
-        step.memory.parameters + step.memory.gradients + step.memory.optimizer,
-        1);
+    EXPECT_NEAR(step.memory_over_step.back().bytes, states_of(step), 1);
   }
 }
 
