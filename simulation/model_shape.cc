@@ -190,7 +190,8 @@ absl::StatusOr<ModelShape> named_model(std::string_view name,
 }
 
 absl::Status check_model(const ModelShape& model) {
-  constexpr double kMost = 100'000;
+  constexpr double kMostLayers = 10'000;
+  constexpr double kMostTensors = 100'000;
   constexpr double kMostElements = 0x1p50;
   constexpr double kMostSize = 1e30;
   double num_tensors = 0;
@@ -218,8 +219,8 @@ absl::Status check_model(const ModelShape& model) {
   }
   const auto num_layers = static_cast<double>(model.layers.size());
   return first_error({
-      check_range("model", "number of layers", num_layers, 1, kMost),
-      check_range("model", "number of tensors", num_tensors, 1, kMost),
+      check_range("model", "number of layers", num_layers, 1, kMostLayers),
+      check_range("model", "number of tensors", num_tensors, 1, kMostTensors),
       check_range("model", "elements", elements, 1, kMostElements),
   });
 }

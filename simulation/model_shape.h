@@ -55,8 +55,8 @@ absl::StatusOr<ModelShape> named_model(std::string_view name,
                                        int64_t sequence_length = 0);
 
 // Errors: InvalidArgument if there is no layer or no parameter, a tensor has no
-// element, the model has more than 2^50, there are more than 100,000 tensors or
-// layers, or a number is negative or not finite.
+// element, there are more than 10,000 layers, 100,000 tensors or 2^50 elements,
+// or a number is negative or not finite.
 absl::Status check_model(const ModelShape& model);
 
 }  // namespace brigade

@@ -13,6 +13,7 @@
 #include "absl/strings/str_cat.h"
 #include "brigade/planning/collective_cost.h"
 #include "brigade/planning/collective_formulas.h"
+#include "brigade/simulation/checks.h"
 #include "brigade/simulation/training_step.h"
 
 namespace brigade {
@@ -114,12 +115,12 @@ constexpr std::array<Type, 7> kTypes = {{
 // `place`: the key with the keys above it, such as "strategy.kind".
 absl::Status bad_request(std::string_view place, std::string_view expected,
                          const Json& found) {
-  std::string text = found.dump(-1, ' ', false, Json::error_handler_t::replace);
+  std::string text = found.dump(-1, ' ', /*ensure_ascii=*/true);
   constexpr size_t kLongest = 60;
   if (text.size() > kLongest) text = text.substr(0, kLongest) + " ...";
-  return absl::InvalidArgumentError(
-      absl::StrCat("simulation request", std::string(place), ": expected ",
-                   std::string(expected), ", found ", text));
+  return absl::InvalidArgumentError(absl::StrCat(
+      "simulation request", place.empty() ? "" : ", ", std::string(place),
+      ": expected ", std::string(expected), ", found ", text));
 }
 
 absl::Status check_schema(const std::string& place, const Json& value,
@@ -135,9 +136,8 @@ absl::Status check_keys(const std::string& place, const Json& object,
       }
       return bad_request(place, known, key);
     }
-    const absl::Status status =
-        check_schema(absl::StrCat(place, place.empty() ? ", " : ".", key),
-                     value, schema[key]);
+    const absl::Status status = check_schema(
+        absl::StrCat(place, place.empty() ? "" : ".", key), value, schema[key]);
     if (!status.ok()) return status;
   }
   return absl::OkStatus();
@@ -177,7 +177,7 @@ absl::StatusOr<ModelShape> read_model(const Json& request) {
   int sequence_length = 0;
   read(request, "sequence_length", sequence_length);
   if (!request.contains("model")) {
-    return bad_request(", model", "a name or an object", nullptr);
+    return bad_request("model", "a name or an object", nullptr);
   }
   const Json& json = request["model"];
   if (json.is_string()) {
@@ -187,8 +187,8 @@ absl::StatusOr<ModelShape> read_model(const Json& request) {
   const Json schema = Json::parse(kLayerSchema);
   for (const Json& item : json.value("layers", Json::array())) {
     const size_t number = model.layers.size();
-    absl::Status status = check_schema(
-        absl::StrCat(", model.layers[", number, "]"), item, schema);
+    absl::Status status =
+        check_schema(absl::StrCat("model.layers[", number, "]"), item, schema);
     if (!status.ok()) return status;
     ModelLayer layer = {.name = absl::StrCat("layers.", number)};
     read(item, "name", layer.name);
@@ -227,13 +227,16 @@ absl::Status read_costs(const Json& cluster, MeasuredCosts& measured) {
   if (!cluster.contains("costs")) return absl::OkStatus();
   for (const char* link : {"inside", "between", "nics_per_host"}) {
     if (cluster.contains(link)) {
-      return bad_request(", cluster.costs",
+      return bad_request("cluster.costs",
                          absl::StrCat("no costs, or no ", link), "both");
     }
   }
   const Json& costs = cluster["costs"];
   int concurrency = 1;
   read(costs, "concurrency", concurrency);
+  absl::Status status =
+      check_range("cluster.costs", "concurrency", concurrency, 1, 1024);
+  if (!status.ok()) return status;
   for (const auto& [key, cost] :
        {std::pair("all_reduce", &measured.all_reduce),
         std::pair("all_gather", &measured.all_gather),
@@ -245,7 +248,7 @@ absl::Status read_costs(const Json& cluster, MeasuredCosts& measured) {
     }
     auto fitted = CollectiveCost::fit(points, concurrency);
     if (!fitted.ok()) {
-      return bad_request(absl::StrCat(", cluster.costs.", key),
+      return bad_request(absl::StrCat("cluster.costs.", key),
                          std::string(fitted.status().message()), costs[key]);
     }
     *cost = *std::move(fitted);
@@ -303,7 +306,7 @@ absl::StatusOr<LayerChoice> read_choice(const Json& strategy, const char* key,
   if (json.is_array()) {
     return LayerChoice{How::kListed, json.get<std::vector<size_t>>()};
   }
-  return bad_request(absl::StrCat(", strategy.", key),
+  return bad_request(absl::StrCat("strategy.", key),
                      absl::StrCat(none.dump(), ", ", all.dump(),
                                   ", \"fit\" or indices of layers"),
                      json);
@@ -319,14 +322,14 @@ absl::StatusOr<Strategy> read_strategy(const Json& json) {
     for (const auto& [name, value] : kKinds) {
       absl::StrAppend(&names, names.empty() ? "one of " : ", ", name);
     }
-    return bad_request(", strategy.kind", names, kind);
+    return bad_request("strategy.kind", names, kind);
   }
   strategy.kind = known->second;
   if (json.contains("plan")) {
     strategy.has_exact_plan = json["plan"] == "exact";
     if (!strategy.has_exact_plan || json.contains("bucket_caps_bytes")) {
-      return bad_request(", strategy.plan",
-                         "\"exact\" without bucket_caps_bytes", json["plan"]);
+      return bad_request("strategy.plan", "\"exact\" without bucket_caps_bytes",
+                         json["plan"]);
     }
   }
   auto kept = read_choice(json, "reshard_after_forward", true, false);
@@ -392,8 +395,12 @@ Json json_of(const TrainingStep& step, double capacity) {
 }  // namespace
 
 absl::StatusOr<std::string> simulate_json(std::string_view request) {
-  const Json json = Json::parse(request, /*cb=*/nullptr,
-                                /*allow_exceptions=*/false);
+  // Deeper values match no schema, and a recursion over them could overflow.
+  const auto is_shallow = [](int depth, Json::parse_event_t, Json&) {
+    return depth < 16;
+  };
+  const Json json =
+      Json::parse(request, is_shallow, /*allow_exceptions=*/false);
   if (json.is_discarded()) {
     return absl::InvalidArgumentError(
         "simulation request: expected JSON, found other text, NaN or a number "

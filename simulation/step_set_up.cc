@@ -34,6 +34,10 @@ absl::Status check_strategy(const ModelShape& model, int64_t batch,
     return check_range("strategy", name, value, least, most);
   };
   const size_t num_layers = model.layers.size();
+  auto num_parts = static_cast<double>(num_layers);
+  for (const ModelLayer& layer : model.layers) {
+    num_parts += static_cast<double>(layer.tensors.size());
+  }
   if (absl::Status status = first_error({
           check_model(model),
           check_cluster(cluster),
@@ -42,9 +46,8 @@ absl::Status check_strategy(const ModelShape& model, int64_t batch,
           check("prefetch_depth", strategy.prefetch_depth, 0, 1 << 20),
           check("buffers", strategy.buffers, 1, 1 << 20),
           check("micro_batches", strategy.micro_batches, 1, 100'000),
-          check("layers * micro_batches",
-                static_cast<double>(num_layers) * strategy.micro_batches, 1,
-                200'000),
+          check("(layers + tensors) * micro_batches",
+                num_parts * strategy.micro_batches, 1, 1e6),
           check("parameter_bytes", strategy.parameter_bytes, 1, 8),
           check("gradient_bytes", strategy.gradient_bytes, 1, 8),
           check("optimizer_bytes", strategy.optimizer_bytes, 0, 64),

@@ -1,5 +1,6 @@
 #include "brigade/simulation/simulation_json.h"
 
+#include <array>
 #include <chrono>
 #include <nlohmann/json.hpp>
 #include <random>
@@ -55,14 +56,14 @@ TEST(SimulationJsonTest, AllKeysAreRead) {
   EXPECT_GT(result["recompute_s"], 0);
 }
 
+const char kMeasured[] = R"({
+  "model": {"layers": [{"tensors": [1000], "forward_s": 1}]},
+  "cluster": {"gpus_per_host": 2, "device": {"memory_bytes_per_s": 0},
+      "costs": {"all_reduce": [[1000, 0.5], [3000, 1.5]], "concurrency": 2}},
+  "strategy": {"kind": "ddp", "plan": "exact"}})";
+
 TEST(SimulationJsonTest, MeasuredCostsReplaceLinks) {
-  const Json result = simulate(
-      {{"model", {{"layers", {{{"tensors", {1000}}, {"forward_s", 1}}}}}},
-       {"cluster",
-        {{"gpus_per_host", 2},
-         {"device", {{"memory_bytes_per_s", 0}}},
-         {"costs", {{"all_reduce", {{1000, 0.5}, {3000, 1.5}}}}}}},
-       {"strategy", {{"kind", "ddp"}}}});
+  const Json result = simulate(Json::parse(kMeasured));
   EXPECT_NEAR(result["step_s"], 1 + 2 + 1, 1e-9);
   EXPECT_NEAR(result["exposed_s"], 1, 1e-9);
 }
@@ -159,10 +160,11 @@ TEST(SimulationJsonTest, BrokenRequestsAreErrorsOrResults) {
                                     {{"a", 1}},
                                     {1, 2},
                                     {{1, 2}, {3, 4}}};
-  const Json full = Json::parse(kFull);
+  const std::array<Json, 2> valid = {Json::parse(kFull),
+                                     Json::parse(kMeasured)};
   int num_results = 0;
   for (int trial = 0; trial < 20000; ++trial) {
-    Json request = full;
+    Json request = valid[trial % 2];
     for (int change = 1 + static_cast<int>(random() % 3); change > 0;
          --change) {
       std::vector<std::string> pointers;
@@ -183,7 +185,7 @@ TEST(SimulationJsonTest, BrokenRequestsAreErrorsOrResults) {
   }
   EXPECT_GT(num_results, 500);
 
-  const std::string text = full.dump();
+  const std::string text = valid[0].dump();
   for (int trial = 0; trial < 20000; ++trial) {
     std::string broken = text;
     for (int change = 1 + static_cast<int>(random() % 4); change > 0;
@@ -192,7 +194,9 @@ TEST(SimulationJsonTest, BrokenRequestsAreErrorsOrResults) {
     }
     (void)simulate_json(broken);
   }
-  EXPECT_FALSE(simulate_json(std::string(1'000'000, '[')).ok());
+  const std::string deep(1'000'000, '[');
+  EXPECT_FALSE(simulate_json(deep).ok());
+  EXPECT_FALSE(simulate_json(deep + std::string(deep.size(), ']')).ok());
 }
 
 }  // namespace
