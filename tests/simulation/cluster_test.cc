@@ -14,7 +14,7 @@ using ::testing::HasSubstr;
 
 constexpr double kGB = 1e9;
 
-Cluster cluster_of(int hosts, int gpus) {
+Cluster fast_cluster(int hosts, int gpus) {
   return {.device = *named_device("a100"),
           .hosts = hosts,
           .gpus_per_host = gpus,
@@ -23,7 +23,7 @@ Cluster cluster_of(int hosts, int gpus) {
 }
 
 TEST(ClusterTest, CollectivesAreThoseOfTheFormulas) {
-  Cluster cluster = cluster_of(2, 4);
+  Cluster cluster = fast_cluster(2, 4);
   cluster.nics_per_host = 1;
   const HostGrid grid = {2, 4, cluster.inside, cluster.between};
   const CollectiveRun all_reduce =
@@ -32,7 +32,7 @@ TEST(ClusterTest, CollectivesAreThoseOfTheFormulas) {
   EXPECT_DOUBLE_EQ(all_reduce.sent_bytes, 2 * kGB * 7 / 8);
   // Half of the bytes cross, once in each direction.
   EXPECT_DOUBLE_EQ(all_reduce.between_hosts_bytes, kGB / 4);
-  const Cluster one_host = cluster_of(1, 8);
+  const Cluster one_host = fast_cluster(1, 8);
   EXPECT_DOUBLE_EQ(
       run_collective(Collective::kAllGather, kGB, all_ranks(one_host), one_host)
           .seconds,
@@ -51,7 +51,7 @@ TEST(ClusterTest, AHierarchicalAllReduceIsTwiceAsFastWithTwiceTheNics) {
   const LinkSpeed inside = {0, 118e9};
   EXPECT_NEAR(flat_all_reduce_s(bytes, {2, 4, inside, {0, 25e9}}), 120e-3,
               6e-3);
-  Cluster cluster = cluster_of(2, 4);
+  Cluster cluster = fast_cluster(2, 4);
   cluster.inside = inside;
   cluster.nics_per_host = 2;
   EXPECT_NEAR(
@@ -61,7 +61,7 @@ TEST(ClusterTest, AHierarchicalAllReduceIsTwiceAsFastWithTwiceTheNics) {
 }
 
 TEST(ClusterTest, NcclsProtocolsServeSmallAllReduces) {
-  Cluster cluster = cluster_of(16, 8);
+  Cluster cluster = fast_cluster(16, 8);
   cluster.inside = *named_link("nvlink4");
   cluster.between = *named_link("ndr");
   const auto small_s = [&] {
@@ -75,7 +75,7 @@ TEST(ClusterTest, NcclsProtocolsServeSmallAllReduces) {
 }
 
 TEST(ClusterTest, GroupsOfRanks) {
-  Cluster cluster = cluster_of(4, 8);
+  Cluster cluster = fast_cluster(4, 8);
   cluster.hosts_per_rack = 2;
   const RankGroup half_host = *shard_group(cluster, 4);
   EXPECT_EQ(half_host.hosts, 1);
@@ -93,7 +93,7 @@ TEST(ClusterTest, GroupsOfRanks) {
 }
 
 TEST(ClusterTest, OversubscriptionSlowsExchangesBetweenRacks) {
-  Cluster cluster = cluster_of(64, 8);
+  Cluster cluster = fast_cluster(64, 8);
   cluster.hosts_per_rack = 8;
   const auto seconds = [&](double oversubscription) {
     cluster.oversubscription = oversubscription;
@@ -111,10 +111,10 @@ TEST(ClusterTest, OversubscriptionSlowsExchangesBetweenRacks) {
 }
 
 TEST(ClusterTest, TheSlowestOfManyRanksIsSlow) {
-  Cluster cluster = cluster_of(1, 1);
+  Cluster cluster = fast_cluster(1, 1);
   cluster.jitter = 0.1;
   EXPECT_EQ(compute_slowdown(cluster), 1);
-  cluster = cluster_of(16, 8);
+  cluster = fast_cluster(16, 8);
   cluster.jitter = 0.1;
   // 128 standard normals: 2.59, by tables of order statistics.
   EXPECT_NEAR(compute_slowdown(cluster), 1.259, 0.002);
@@ -124,7 +124,7 @@ TEST(ClusterTest, TheSlowestOfManyRanksIsSlow) {
 
 TEST(ClusterTest, BadNumbersAndContradictionsAreErrors) {
   const auto expect_error = [](const char* message, auto change) {
-    Cluster cluster = cluster_of(2, 4);
+    Cluster cluster = fast_cluster(2, 4);
     EXPECT_TRUE(check_cluster(cluster).ok());
     change(cluster);
     EXPECT_THAT(std::string(check_cluster(cluster).message()),

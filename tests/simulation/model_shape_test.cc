@@ -20,7 +20,7 @@ ModelShape shape_of(const std::string& name, int64_t sequence_length = 0) {
   return *model;
 }
 
-void expect_published(double value, double printed) {
+void expect_printed(double value, double printed) {
   EXPECT_NEAR(value, printed, 0.05 * printed);
 }
 
@@ -36,7 +36,7 @@ TEST(ModelShapeTest, ParametersAreThePublishedOnes) {
   EXPECT_EQ(shape_of("bert-large").elements(), 335'141'888);
   EXPECT_EQ(shape_of("gpt2").elements(), 124'439'808);
   EXPECT_EQ(shape_of("gpt2-xl").elements(), 1'557'611'200);
-  expect_published(shape_of("gpt3").elements(), 175e9);
+  expect_printed(shape_of("gpt3").elements(), 175e9);
   EXPECT_EQ(shape_of("llama-7b").elements(), 6'738'415'616);
   EXPECT_EQ(shape_of("llama-70b").elements(), 68'976'648'192);
   EXPECT_EQ(shape_of("llama-405b").elements(), 405'853'388'800);
@@ -44,8 +44,8 @@ TEST(ModelShapeTest, ParametersAreThePublishedOnes) {
 
 TEST(ModelShapeTest, ResNet50HasTheProductsOfTorchvision) {
   // torchvision prints 4.09 G, multiplications only.
-  expect_published(sum(shape_of("resnet50"), &ModelLayer::forward_flops) / 2,
-                   4.09e9);
+  expect_printed(sum(shape_of("resnet50"), &ModelLayer::forward_flops) / 2,
+                 4.09e9);
 }
 
 // Narayanan et al. 2021, section 5.1, without recomputing:
@@ -69,10 +69,10 @@ TEST(ModelShapeTest, Llama70BKeeps110GBOfActivations) {
     blocks += model.layers[i].activation_bytes;
     checkpoints += model.layers[i].checkpoint_bytes;
   }
-  expect_published(blocks, 110e9);
+  expect_printed(blocks, 110e9);
   EXPECT_DOUBLE_EQ(blocks, 20.5 * 8192 * 8192 * 80);
-  expect_published(checkpoints, 10.7e9);
-  expect_published(checkpoints / 2, 5.4e9);
+  expect_printed(checkpoints, 10.7e9);
+  expect_printed(checkpoints / 2, 5.4e9);
 }
 
 // Korthikanti et al. 2022, equation 1: 34 + 5as/h bytes, GPT-3: 5as/h = 80.
