@@ -83,7 +83,8 @@ CollectiveRun run_phase(double bytes, const RankGroup& group,
   const CollectiveRun two_rings = {
       inside_s + ring_reduce_scatter_s(bytes, group.hosts, between), sent,
       leaves, leaves * per_rack};
-  const int levels = std::bit_width(static_cast<unsigned>(group.hosts - 1));
+  const auto levels = static_cast<double>(
+      std::bit_width(static_cast<unsigned>(group.hosts - 1)));
   const CollectiveRun logarithmic = {
       inside_s + levels * crowded.latency_s +
           ring_reduce_scatter_bytes(bytes, group.hosts) / crowded.bytes_per_s,
@@ -128,10 +129,10 @@ absl::Status check_cluster(const Cluster& cluster) {
                        cluster.oversubscription, ", found none");
   }
   const Device& device = cluster.device;
+  const int most_gpus = kMostRanks / std::max(cluster.hosts, 1);
   return first_error({
       check("hosts", cluster.hosts, 1, kMostRanks),
-      check("gpus_per_host", cluster.gpus_per_host, 1,
-            kMostRanks / std::max(cluster.hosts, 1)),
+      check("gpus_per_host", cluster.gpus_per_host, 1, most_gpus),
       check("nics_per_host", cluster.nics_per_host, 0, kMostRanks),
       check("hosts_per_rack", cluster.hosts_per_rack, 0, cluster.hosts),
       check("oversubscription", cluster.oversubscription, 1, 1e6),

@@ -21,8 +21,8 @@ int64_t shard_elements(const ModelLayer& layer, int ranks, bool by_tensor) {
 
 double largest_sum(std::vector<double> bytes, size_t count) {
   std::ranges::sort(bytes, std::greater<>());
-  const size_t n = std::min(count, bytes.size());
-  return std::accumulate(bytes.begin(), bytes.begin() + n, 0.0);
+  bytes.resize(std::min(count, bytes.size()));
+  return std::accumulate(bytes.begin(), bytes.end(), 0.0);
 }
 
 double peak_activation_bytes(const ModelShape& model, double batch,

@@ -72,7 +72,8 @@ ModelLayer make_block(const Transformer& t, int64_t number, double sequence) {
 ModelShape make_transformer(const Transformer& t, int64_t sequence_length) {
   const int64_t h = t.hidden;
   const auto sequence = static_cast<double>(sequence_length);
-  const double width = sequence * static_cast<double>(h);
+  const auto hidden = static_cast<double>(h);
+  const double width = sequence * hidden;
   ModelShape model = {.name = std::string(t.name)};
   ModelLayer embedding = {.name = "embedding",
                           .tensors = {t.vocabulary * h},
@@ -91,9 +92,9 @@ ModelShape make_transformer(const Transformer& t, int64_t sequence_length) {
   if (t.family == Family::kBert) {
     model.layers.push_back({.name = "pooler",
                             .tensors = {h * h, h},
-                            .forward_flops = 2.0 * h * h,
-                            .activation_bytes = 4.0 * h,
-                            .checkpoint_bytes = 4.0 * h});
+                            .forward_flops = 2 * hidden * hidden,
+                            .activation_bytes = 4 * hidden,
+                            .checkpoint_bytes = 4 * hidden});
     return model;
   }
   // A final norm and the product with the vocabulary, whose input and output
@@ -102,7 +103,7 @@ ModelShape make_transformer(const Transformer& t, int64_t sequence_length) {
   const double logits = sequence * static_cast<double>(t.vocabulary);
   ModelLayer head = {.name = "head",
                      .tensors = {h},
-                     .forward_flops = 2 * logits * static_cast<double>(h),
+                     .forward_flops = 2 * logits * hidden,
                      .activation_bytes = 4 * width + 4 * logits,
                      .checkpoint_bytes = 2 * width};
   head.tensors.push_back(t.family == Family::kGpt ? h : t.vocabulary * h);
@@ -116,8 +117,9 @@ void add_convolution(ModelLayer& layer, int64_t in, int64_t out, int64_t kernel,
                      int64_t side) {
   const int64_t weights = in * out * kernel * kernel;
   layer.tensors.insert(layer.tensors.end(), {weights, out, out});
-  layer.forward_flops += 2.0 * weights * side * side;
-  layer.activation_bytes += 4.0 * out * side * side;
+  const int64_t area = side * side;
+  layer.forward_flops += static_cast<double>(2 * weights * area);
+  layer.activation_bytes += static_cast<double>(4 * out * area);
 }
 
 // He et al. 2016, table 1; strides as in torchvision (in the 3 x 3).
@@ -134,7 +136,7 @@ ModelShape make_resnet50() {
     for (int i = 0; i < blocks; ++i) {
       ModelLayer block = {.name = absl::StrCat("layer", stage, ".", i)};
       const int64_t in_side = i == 0 && stage > 1 ? 2 * side : side;
-      block.checkpoint_bytes = 2.0 * in * in_side * in_side;
+      block.checkpoint_bytes = static_cast<double>(2 * in * in_side * in_side);
       add_convolution(block, in, width, 1, in_side);
       add_convolution(block, width, width, 3, side);
       add_convolution(block, width, 4 * width, 1, side);
@@ -146,11 +148,12 @@ ModelShape make_resnet50() {
     width *= 2;
     ++stage;
   }
+  const auto features = static_cast<double>(in);
   model.layers.push_back({.name = "fc",
                           .tensors = {in * 1000, 1000},
-                          .forward_flops = 2.0 * in * 1000,
-                          .activation_bytes = 2.0 * in,
-                          .checkpoint_bytes = 2.0 * in});
+                          .forward_flops = 2 * features * 1000,
+                          .activation_bytes = 2 * features,
+                          .checkpoint_bytes = 2 * features});
   return model;
 }
 

@@ -136,7 +136,7 @@ absl::Status check_keys(const std::string& place, const Json& object,
       }
       return bad_request(place, known, key);
     }
-    const absl::Status status = check_schema(
+    absl::Status status = check_schema(
         absl::StrCat(place, place.empty() ? "" : ".", key), value, schema[key]);
     if (!status.ok()) return status;
   }

@@ -121,7 +121,8 @@ absl::Status set_times(const ModelShape& model, double batch,
 }
 
 std::vector<char> choose(const LayerChoice& choice, size_t num_layers) {
-  std::vector<char> chosen(num_layers, choice.how == LayerChoice::How::kAll);
+  std::vector<char> chosen(num_layers,
+                           choice.how == LayerChoice::How::kAll ? 1 : 0);
   for (const size_t layer : choice.layers) chosen[layer] = 1;
   return chosen;
 }

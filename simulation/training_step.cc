@@ -158,7 +158,7 @@ class StepSimulation {
       recorder_.allocate(event.begin_s, batch_ * layer.activation_bytes);
     }
     const double seconds = set_up_.backward_s[i] + copy_s;
-    const StepEvent event =
+    StepEvent event =
         recorder_.run(Stream::kCompute, absl::StrCat("backward ", layer.name),
                       seconds, ready_s);
     step().backward_s += seconds;

@@ -92,6 +92,14 @@ TEST(ClusterTest, GroupsOfRanks) {
   }
 }
 
+TEST(ClusterTest, GroupsOfAHostShareItsNics) {
+  const Cluster cluster = fast_cluster(2, 8);
+  EXPECT_DOUBLE_EQ(run_collective(Collective::kAllReduce, kGB,
+                                  replica_group(cluster, 8), cluster)
+                       .seconds,
+                   kGB / cluster.between.bytes_per_s);
+}
+
 TEST(ClusterTest, OversubscriptionSlowsExchangesBetweenRacks) {
   Cluster cluster = fast_cluster(64, 8);
   cluster.hosts_per_rack = 8;

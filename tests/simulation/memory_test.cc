@@ -83,6 +83,15 @@ TEST(MemoryTest, EqualLayersGetTheFewestCheckpointsThatFit) {
   }
 }
 
+TEST(MemoryTest, CheckpointsThatBecomeNeedlessAreDropped) {
+  ModelShape model = equal_layers(3, 50, 1);
+  model.layers[0].activation_bytes = 10;
+  const std::vector<double> recompute_s = {0.1, 10, 20};
+  double least = 0;
+  EXPECT_THAT(*checkpoints_to_fit(model, 1, recompute_s, 70, &least),
+              ElementsAre(0, 1, 0));
+}
+
 TEST(MemoryTest, CheckpointsOfUnequalLayersFit) {
   std::mt19937 random(2);
   for (int trial = 0; trial < 500; ++trial) {

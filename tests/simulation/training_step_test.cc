@@ -52,6 +52,10 @@ TrainingStep step_of(const ModelShape& model, const Cluster& cluster,
   return *step;
 }
 
+double elements_of(const ModelShape& model) {
+  return static_cast<double>(model.elements());
+}
+
 double states_of(const TrainingStep& step) {
   return step.memory.parameters + step.memory.gradients + step.memory.optimizer;
 }
@@ -140,7 +144,7 @@ TEST(TrainingStepTest, Llama70BSends280GBPerStep) {
 
 TEST(TrainingStepTest, ShardedParametersSendHalfAsMuchAgain) {
   const ModelShape model = *named_model("llama-7b");
-  const double bytes = 2.0 * model.elements();
+  const double bytes = 2 * elements_of(model);
   for (const int hosts : {1, 4}) {
     const Cluster cluster = cluster_of(hosts, 8);
     const double share = 1 - 1.0 / cluster.ranks();
@@ -148,9 +152,10 @@ TEST(TrainingStepTest, ShardedParametersSendHalfAsMuchAgain) {
       const double phases = kind < kZero3 ? 2 : 3;
       double expected = phases * share * bytes;
       if (kind == kYaFsdp) {  // two units stay unsharded
+        const auto& layers = model.layers;
         expected -= share * 2 *
-                    (model.layers.end()[-1].elements() +
-                     model.layers.end()[-2].elements());
+                    static_cast<double>(layers.end()[-1].elements() +
+                                        layers.end()[-2].elements());
       }
       EXPECT_NEAR(step_of(model, cluster, {.kind = kind}).sent_bytes, expected,
                   1e-3 * expected);
@@ -189,13 +194,13 @@ TEST(TrainingStepTest, CrossHostBytesOfTheFsdpPaper) {
 TEST(TrainingStepTest, ShardRanksInterpolate) {
   const ModelShape model = *named_model("gpt2");
   const Cluster cluster = cluster_of(4, 8);
-  const double bytes = 2.0 * model.elements();
+  const double bytes = 2 * elements_of(model);
   double last_memory = 1e18;
   for (const int f : {1, 2, 4, 8, 16, 32}) {
     const TrainingStep step =
         step_of(model, cluster, {.kind = kBrigade, .shard_ranks = f});
     const double states = states_of(step);
-    expect_published(states, 16.0 * model.elements() / f);
+    expect_published(states, 16 * elements_of(model) / f);
     EXPECT_LT(states, last_memory);
     last_memory = states;
     const double r = 32.0 / f;
@@ -221,7 +226,7 @@ TEST(TrainingStepTest, ZeroShardsStates) {
   const ModelShape model = *named_model("llama-7b");
   const auto bytes_per_element = [&](StrategyKind kind) {
     return states_of(step_of(model, cluster_of(8, 8), {.kind = kind})) /
-           model.elements();
+           elements_of(model);
   };
   EXPECT_DOUBLE_EQ(bytes_per_element(kDdp), 16);
   EXPECT_NEAR(bytes_per_element(kZero1), 4 + 12.0 / 64, 1e-6);
@@ -334,6 +339,31 @@ TEST(TrainingStepTest, UnitsOverlap) {
   EXPECT_THAT(yafsdp.kept_units, ElementsAre(2, 3));
   // One collective per tensor.
   EXPECT_NEAR(step_of(model, cluster, {.kind = kZero3}).step_s, 7.5, 1e-9);
+}
+
+TEST(TrainingStepTest, ABackwardWaitsForABufferForGradients) {
+  Cluster cluster = with_unit_costs();
+  cluster.measured.reduce_scatter = *CollectiveCost::linear(2, 0);
+  const auto last_begin_s = [&](StrategyKind kind) {
+    double begin_s = 0;
+    for (const StepEvent& event :
+         step_of(equal_layers(4), cluster,
+                 {.kind = kind, .kept = {.how = How::kAll}})
+             .events) {
+      if (event.name == "backward layer") begin_s = event.begin_s;
+    }
+    return begin_s;
+  };
+  // Backwards of 1 s begin at 2.25 s: the second reduction ends at 7.25 s.
+  EXPECT_NEAR(last_begin_s(kFsdp2), 7.25, 1e-9);
+  EXPECT_NEAR(last_begin_s(kBrigade), 5.25, 1e-9);  // one more buffer
+}
+
+TEST(TrainingStepTest, RecomputingDelaysBuckets) {
+  EXPECT_NEAR(step_of(equal_layers(1), with_all_reduce(2, 1),
+                      {.kind = kDdp, .checkpointed = {.how = How::kAll}})
+                  .step_s,
+              2 + 2 + 4 + 1, 1e-9);
 }
 
 TEST(TrainingStepTest, AGatherInTheNextForwardIsHidden) {
