@@ -20,6 +20,7 @@
 #include "brigade/comm_hooks/hook_traits.h"
 #include "brigade/python_bindings/registrations.h"
 #include "brigade/reducer/parameter_table.h"
+#include "brigade/simulation/simulation_json.h"
 
 namespace brigade {
 namespace {
@@ -189,6 +190,14 @@ void register_functions(py::module_& module) {
              "Collective. Returns all figures as JSON; see "
              "bucket_sweep/sweep.h. `after_round` receives those so far, "
              "`resumed` are those of an interrupted sweep.");
+  module.def(
+      "simulate",
+      [](const std::string& request) {
+        return value_or_throw(simulate_json(request));
+      },
+      py::arg("request"), py::call_guard<py::gil_scoped_release>(),
+      "Returns the simulated step of a request; both are JSON. See "
+      "simulation/simulation_json.h.");
   module.def("sweep_table", &sweep_table, py::arg("name"), py::arg("figures"),
              "Returns the table of sweep()'s figures.");
 }

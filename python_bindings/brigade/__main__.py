@@ -5,31 +5,53 @@ from __future__ import annotations
 import argparse
 import os
 
+from brigade import bench, collectives, report, simulation
+
 _TORCHRUN = "torchrun --standalone --nproc-per-node 2 -m brigade bench"
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="brigade", description="Measures and predicts training.")
+    parser = argparse.ArgumentParser(
+        prog="brigade", description="Measures training, predicts it, and writes a report."
+    )
     commands = parser.add_subparsers(dest="command", required=True)
-    bench = commands.add_parser(
+    measure = commands.add_parser(
         "bench",
         prog=_TORCHRUN,
         help="measure a model's steps with several bucket caps, or collectives, under torchrun",
         description="Measures a model's step time with several bucket caps, or collectives.",
     )
-    from brigade import bench as bench_module
-
-    bench_module.add_arguments(bench)
+    bench.add_arguments(measure)
+    simulate = commands.add_parser(
+        "simulate",
+        help="predict a step of a model on a cluster",
+        description="Predicts time, traffic and memory of a training step on a cluster.",
+    )
+    simulation.add_arguments(simulate)
+    write = commands.add_parser(
+        "report",
+        help="write figures as one HTML page",
+        description="Writes JSON files of bench and simulate as one HTML page. Two sweeps of one "
+        "model are compared.",
+    )
+    write.add_argument("files", nargs="+", metavar="FILE", help="JSON file")
+    write.add_argument("-o", "--output", metavar="PAGE", required=True, help="HTML file to write")
     given = parser.parse_args()
-    if given.command == "bench":
-        if "RANK" not in os.environ:
-            bench.error("the environment variable RANK is not set: start with torchrun, as above")
-        if given.factory == "collectives":
-            from brigade import collectives
-
+    if given.command == "bench" and "RANK" not in os.environ:
+        measure.error("the environment variable RANK is not set: start with torchrun, as above")
+    try:
+        if given.command == "simulate":
+            simulation.run(given)
+        elif given.command == "report":
+            report.write_report(given.files, given.output)
+        elif given.factory == "collectives":
             collectives.run(given)
         else:
-            bench_module.run(given)
+            bench.run(given)
+    except (ValueError, ImportError) as error:
+        if given.command == "bench":
+            raise  # torchrun names the rank
+        parser.exit(2, f"brigade {given.command}: {error}\n")
 
 
 if __name__ == "__main__":

@@ -22,7 +22,7 @@ from typing import Any, NamedTuple, NoReturn
 
 Data = dict[str, Any]
 
-_SIGNIFICANCE = 0.05  # as in bucket_sweep/sweep.cc
+_SIGNIFICANCE = 0.01  # after many rounds, as in bucket_sweep/sweep.cc
 _MOST_DRAWN = 1000  # per stream or curve; neighbours are merged
 _LONGEST_TEXT = 300
 _LONGEST_LABEL = 22
