@@ -27,7 +27,8 @@ TEST(MemoryTest, PaddingIsLessThanOneElementPerRank) {
 
 // An 8192 x 8192 matrix in bf16 on 1,024 ranks.
 TEST(MemoryTest, ZeroSendsMessagesOf128KB) {
-  EXPECT_EQ(2 * shard_elements({.tensors = {8192 * 8192}}, 1024), 128 * 1024);
+  EXPECT_EQ(2 * shard_elements({.tensors = {int64_t{1} << 26}}, 1024),
+            128 * 1024);
 }
 
 TEST(MemoryTest, TheLargestUnitsAreUnsharded) {
@@ -64,7 +65,8 @@ TEST(MemoryTest, EqualLayersGetTheFewestCheckpointsThatFit) {
     double least = std::numeric_limits<double>::infinity();
     for (int choice = 0; choice < 1 << n; ++choice) {
       std::vector<char> checkpointed(n);
-      for (int i = 0; i < n; ++i) checkpointed[i] = choice >> i & 1;
+      for (int i = 0; i < n; ++i)
+        checkpointed[i] = (choice >> i & 1) != 0 ? 1 : 0;
       const double peak = peak_activation_bytes(model, 1, checkpointed);
       least = std::min(least, peak);
       if (peak <= budget)
@@ -94,15 +96,16 @@ TEST(MemoryTest, CheckpointsThatBecomeNeedlessAreDropped) {
 
 TEST(MemoryTest, CheckpointsOfUnequalLayersFit) {
   std::mt19937 random(2);
+  const auto draw = [&](int limit) { return double(int(random() % limit)); };
   for (int trial = 0; trial < 500; ++trial) {
     ModelShape model;
     std::vector<double> recompute_s;
     for (int i = 0; i < 10; ++i) {
-      model.layers.push_back({.activation_bytes = double(random() % 50),
-                              .checkpoint_bytes = double(random() % 20)});
-      recompute_s.push_back(random() % 9);
+      model.layers.push_back(
+          {.activation_bytes = draw(50), .checkpoint_bytes = draw(20)});
+      recompute_s.push_back(draw(9));
     }
-    const double budget = random() % 300;
+    const double budget = draw(300);
     double least = 0;
     const auto found =
         checkpoints_to_fit(model, 1, recompute_s, budget, &least);
