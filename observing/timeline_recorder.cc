@@ -215,6 +215,7 @@ void ShardingRecorder::backward_begins() {
 }
 
 void ShardingRecorder::step_ends() {
+  if (device_.is_cpu()) complete_all(current_.launches[kReduceScatter]);
   stamp(current_.times.finalize_end_ns);
   ++num_steps_;
   is_in_step_ = false;
@@ -253,14 +254,17 @@ void ShardingRecorder::needed(size_t unit) {
   gather->times.needed_ns = now_ns();
 }
 
+// For callers that have awaited the launches.
+void ShardingRecorder::complete_all(std::span<const Launch> launches) {
+  for (const Launch& launch : launches) {
+    for (const auto& completion : launch.completions) completion->complete(0);
+  }
+}
+
 void ShardingRecorder::unsharded(size_t unit) {
   Launch* const gather = last_gather_of(unit);
   if (gather == nullptr || gather->times.unsharded_ns != 0) return;
-  if (device_.is_cpu()) {
-    for (const auto& completion : gather->completions) {
-      completion->complete(0);
-    }
-  }
+  if (device_.is_cpu()) complete_all({gather, 1});
   gather->times.unsharded_ns = now_ns();
 }
 

@@ -14,6 +14,7 @@
 #include <memory>
 #include <mutex>
 #include <optional>
+#include <span>
 #include <string>
 #include <vector>
 
@@ -176,6 +177,7 @@ class ShardingRecorder {
   };
 
   void stamp(int64_t& time_ns) const;
+  static void complete_all(std::span<const Launch> launches);
   Launch* last_gather_of(size_t unit);
   GatherTimes times_of(const Launch& launch) const;
 
