@@ -86,14 +86,14 @@ double earliest_end_s(const Backward& backward, const CollectiveCost& cost);
 // max(f(i), r(j)) + cost(S(j) - S(i)); see the proof in planners.cc.
 //
 // With `slack`, a plan with fewer buckets may end later by that share of the
-// time, for what a bucket costs and the model lacks.
+// time: the model lacks the host's time per bucket.
 //
 // Errors: those of check_backward(); InvalidArgument if slack < 0.
 absl::StatusOr<BucketPlan> plan_for_cost(const Backward& backward,
                                          const CollectiveCost& cost,
                                          double slack = 0);
 
-// For measured models: above their errors, below what a user notices.
+// The slack for measured models, which are no more exact.
 inline constexpr double kPlanSlack = 0.003;
 
 // The greedy merge of MG-WFBP (Shi et al., INFOCOM 2019), for comparison: a

@@ -59,7 +59,7 @@ class _Sleep(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, unit, *parameters):
         ctx.shapes, ctx.unit = [p.shape for p in parameters], unit
-        _ = [p[:1] for p in parameters]  # a sharded unit expects gradients of what operators used
+        _ = [p[:1] for p in parameters]  # without an operator, a sharded unit expects no gradient
         time.sleep(unit.forward_s)
         return x.clone()
 

@@ -16,6 +16,7 @@ limit() { inside "$1" tc qdisc replace dev "$2" root tbf rate "$3" burst 128kb l
 
 up() {
   local rate=$2 delay=${3:-0} ports=() bridge=()
+  down # of an interrupted run
   ip netns add nlab_switch
   if [ "$delay" = 0 ]; then
     bridge=(master bridge)
