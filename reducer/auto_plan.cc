@@ -27,12 +27,8 @@ double seconds_of(const Timeline& timeline, bool is_cpu) {
                     std::max<int64_t>(0, end_ns - timeline.backward_begin_ns));
 }
 
-// Returns 0 if a time is missing. REQUIRES: not empty.
-double median_of(std::span<const double> seconds) {
-  std::vector<double> sorted(seconds.begin(), seconds.end());
-  std::ranges::sort(sorted);
-  return sorted.front() == 0 ? 0 : sorted[sorted.size() / 2];
-}
+// Of each plan. All are among the first iterations, which are always sampled.
+constexpr size_t kTimedSteps = 2;
 
 }  // namespace
 
@@ -42,8 +38,7 @@ AutoPlan::AutoPlan(Reducer& reducer, std::vector<at::Tensor> parameters,
     : reducer_(reducer),
       profiler_(parameters, std::move(sparse), group),
       is_cpu_(parameters.front().device().is_cpu()),
-      is_rank_0_(group->getRank() == 0),
-      num_timed_(is_cpu_ ? 3 : 2) {
+      is_rank_0_(group->getRank() == 0) {
   TORCH_CHECK_VALUE(!reducer.hook_steps_parameters(),
                     "automatic bucket plan: expected a comm hook without "
                     "optimizer steps, found step_in_backward().\nLeave out one "
@@ -134,20 +129,21 @@ void AutoPlan::plan() {
   }
   reducer_.set_bucket_plan(planned_);
   stage_ = Stage::kTimePlanned;
-  num_steps_ = static_cast<int64_t>(num_timed_) + 1;  // the first is slow
+  num_steps_ = static_cast<int64_t>(kTimedSteps) + 1;  // the first is slow
 }
 
 void AutoPlan::decide() {
   std::vector<double> seconds;
   for (std::vector<double>* const samples : {&planned_s_, &default_s_}) {
-    samples->resize(std::max(samples->size(), num_timed_));  // missing: 0
+    samples->resize(std::max(samples->size(), kTimedSteps));  // missing: 0
     seconds.insert(seconds.end(),
-                   samples->end() - static_cast<std::ptrdiff_t>(num_timed_),
+                   samples->end() - static_cast<std::ptrdiff_t>(kTimedSteps),
                    samples->end());
   }
   profiler_.take_slowest(seconds);
-  const double planned_s = median_of(std::span(seconds).first(num_timed_));
-  const double default_s = median_of(std::span(seconds).last(num_timed_));
+  const std::span<const double> of_both = seconds;
+  const double planned_s = std::ranges::min(of_both.first(kTimedSteps));
+  const double default_s = std::ranges::min(of_both.last(kTimedSteps));
   stage_ = Stage::kDone;
   if (planned_s == 0 || default_s == 0) {
     report_ = absl::StrCat("kept the ", counted(default_.size(), "bucket"),

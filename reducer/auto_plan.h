@@ -3,12 +3,12 @@
 //   iterations 1, 2   default buckets
 //   3, 4              one bucket, so that backward runs alone and is recorded
 //   before the 5th    all-reduces are timed, and buckets are planned
-//   5 to 8, 9 to 12   planned buckets, then default ones, are timed
-//   from the 13th on  the faster of both
+//   5 to 7, 8 to 10   planned buckets, then default ones, are timed
+//   from the 11th on  the faster of both
 //
-// On devices a single iteration with one bucket per parameter is recorded, and
-// one iteration less is timed of each. Times are those of timelines: without
-// them, because the sample rate is 0 or iterations failed, the default is kept.
+// On devices a single iteration with one bucket per parameter is recorded.
+// Times are those of timelines: without them, because the sample rate is 0 or
+// iterations failed, the default is kept.
 //
 // Thread safety: none.
 
@@ -60,7 +60,6 @@ class AutoPlan {
   BackwardProfiler profiler_;
   const bool is_cpu_;
   const bool is_rank_0_;
-  const size_t num_timed_;  // iterations of each plan
   Stage stage_ = Stage::kLearn;
   int64_t num_steps_ = 2;   // of the stage
   int64_t num_begun_ = 0;   // iterations before the stage

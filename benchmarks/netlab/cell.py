@@ -31,7 +31,7 @@ import bucket_size
 from turns import CLASSES, SHARDS, shard, start, take_turns
 
 CAPS_MIB = (0.25, 1, 4, 10, 25, 100)
-AUTO, AUTO_ITERATIONS = "brigade, auto", 13
+AUTO, AUTO_ITERATIONS = "brigade, auto", 11
 MOST_ROUNDS, LEAST_ROUNDS, MOST_STEPS = 24, 6, 8
 UNITS, TENSORS_PER_UNIT = 6, 4
 Points = list[tuple[int, float]]  # bytes, seconds
