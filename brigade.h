@@ -23,7 +23,8 @@
 #include "brigade/checkpoint/checkpoint.h"
 #include "brigade/hooks/activation_checkpoint.h"
 
-// Search for the fastest bucket size.
+// Search for the fastest bucket size; prediction of a step on a cluster.
 #include "brigade/bucket_sweep/sweep.h"
+#include "brigade/simulation/simulation_json.h"
 
 #endif  // BRIGADE_BRIGADE_H_

@@ -158,6 +158,7 @@ def request_of(given: argparse.Namespace) -> dict[str, Any]:
         if all(value is None for name, value in vars(given).items() if name.startswith("cluster")):
             cluster.setdefault("costs", costs)
             cluster.setdefault("gpus_per_host", 2)
+            cluster.setdefault("device", {})  # no memory limit, no time of the optimizer
     sections = {"workload": request, "cluster": cluster, "strategy": strategy}
     for name, value in vars(given).items():
         section, _, key = name.partition(".")
