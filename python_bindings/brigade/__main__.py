@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 
-from brigade import bench, collectives, report, simulation
+from brigade import bench, collectives, report, sharded_bench, simulation
 
 _TORCHRUN = "torchrun --standalone --nproc-per-node 2 -m brigade bench"
 
@@ -46,6 +46,8 @@ def main() -> None:
             report.write_report(given.files, given.output)
         elif given.factory == "collectives":
             collectives.run(given)
+        elif given.units:
+            sharded_bench.run(given)
         else:
             bench.run(given)
     except (ValueError, ImportError) as error:

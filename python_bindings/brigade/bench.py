@@ -23,6 +23,7 @@ import json
 import os
 import pathlib
 import platform
+import statistics
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -151,6 +152,11 @@ def write(file: str | None, figures: dict[str, Any]) -> None:
     part.replace(file)
 
 
+def quartiles(values: Sequence[float]) -> dict[str, float]:
+    p25, median, p75 = statistics.quantiles(values, n=4, method="inclusive")
+    return {"p25": p25, "median": median, "p75": p75}
+
+
 @contextlib.contextmanager
 def progress(title: str) -> Iterator[Callable[[int, int], None]]:
     """Yields a function of the done and all steps, which draws a bar on rank 0's terminal."""
@@ -194,6 +200,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default=",".join(DEFAULT_SIZES),
         help="bucket caps in MiB, 'one' (one bucket) or 'each' (one per parameter) (default: "
         "%(default)s); DistributedDataParallel's default is always measured",
+    )
+    parser.add_argument(
+        "--units",
+        metavar="CLASS",
+        help="shard the workload's module instead: each module of this class is a unit; compares "
+        "resharding, prefetch, larger units, DistributedDataParallel and torch's fully_shard",
     )
     parser.add_argument(
         "--rounds", type=int, default=8, help="measurements of each cap (%(default)s)"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import statistics
 import time
 from collections.abc import Callable
 from typing import Any
@@ -55,11 +54,6 @@ def _seconds(launches: list[Launch], device: torch.device) -> float:
     return time.perf_counter() - begin
 
 
-def _quartiles(seconds: list[float]) -> dict[str, float]:
-    p25, median, p75 = statistics.quantiles(seconds, n=4, method="inclusive")
-    return {"p25": p25, "median": median, "p75": p75}
-
-
 def measure(
     device: torch.device, rounds: int, show: Callable[[int, int], None] = lambda done, total: None
 ) -> list[dict[str, Any]]:
@@ -94,7 +88,7 @@ def measure(
     slowest = torch.tensor(list(times.values()), dtype=torch.float64, device=device)
     dist.all_reduce(slowest, _SLOWEST)
     return [
-        {"operation": operation, "bytes": size, "pieces": pieces, "seconds": _quartiles(row)}
+        {"operation": operation, "bytes": size, "pieces": pieces, "seconds": bench.quartiles(row)}
         for (operation, size, pieces), row in zip(times, slowest.tolist(), strict=True)
     ]
 

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import nn
 
 import brigade
-from brigade import bench, collectives
+from brigade import bench, collectives, sharded_bench
 from brigade.__main__ import main
 
 from ranks import on_ranks, torchrun
@@ -103,6 +103,46 @@ def test_collectives_are_timed_by_operation_size_and_number_of_pieces(rank, monk
     lines = collectives.table(found).splitlines()
     assert lines[1].split() == ["1", "KiB", "4", "KiB", "in", "4"]
     assert len(lines) == 2 + len(operations)
+
+
+class _Block(nn.Linear):
+    pass
+
+
+@on_ranks()
+def test_settings_of_sharded_training_take_turns(rank):
+    def workload():
+        model = nn.Sequential(*(_Block(4, 4) for _ in range(4)))
+        return model, lambda model: model(torch.ones(2, 4)).sum()
+
+    figures = sharded_bench.measure(workload, "_Block", rounds=2, steps=1)
+    assert figures["units"] == 4
+    expect_equal_on_ranks(figures)
+    names = [arm["name"] for arm in figures["arms"]]
+    assert names[0] == "reshard_after_forward=True"
+    assert {"reshard_after_forward=False, 2 modules per unit", "DistributedDataParallel"} < set(
+        names
+    )
+    assert all(len(arm["rounds_ms"]) == 2 for arm in figures["arms"])
+    assert "\nrecommended: " in sharded_bench.table(figures)
+    with pytest.raises(ValueError, match=r"found 'Block'.\nThe model has Sequential, _Block"):
+        sharded_bench.measure(workload, "Block", rounds=2, steps=1)
+
+
+def test_a_setting_is_recommended_if_it_is_faster_in_most_rounds():
+    def figures(ratio):
+        arms = [
+            {"name": name, "step_ms": {"median": 10 * median}, "over_default": quartiles}
+            for name, median, quartiles in (
+                ("kept", 1.0, {"p25": 1.0, "median": 1.0, "p75": 1.0}),
+                ("other", ratio, {"p25": ratio, "median": ratio, "p75": ratio + 0.1}),
+                ("torch", 0.1, {"p25": 0.1, "median": 0.1, "p75": 0.1}),
+            )
+        ]
+        return {"name": "Net", "parameters": 1, "units": 1, "rounds": 4, "steps": 1, "arms": arms}
+
+    assert sharded_bench.table(figures(0.8)).endswith("recommended: other: 20.0% less per step\n")
+    assert "recommended: keep kept: nothing is faster" in sharded_bench.table(figures(0.95))
 
 
 @on_ranks(1)
