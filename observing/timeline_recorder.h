@@ -16,6 +16,7 @@
 #include <optional>
 #include <span>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "brigade/observing/timeline.h"
@@ -76,7 +77,10 @@ class TimelineRecorder {
   }
 
   // 0: samples no iteration. REQUIRES: not negative.
-  void set_sample_rate(int64_t sample_rate) { sample_rate_ = sample_rate; }
+  // Returns the previous rate.
+  int64_t set_sample_rate(int64_t sample_rate) {
+    return std::exchange(sample_rate_, sample_rate);
+  }
 
   // `devices`: the device of each unit, in launch order.
   void bind(std::vector<c10::Device> devices, size_t num_variables);

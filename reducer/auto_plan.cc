@@ -30,15 +30,22 @@ double seconds_of(const Timeline& timeline, bool is_cpu) {
 // Of each plan. All are among the first iterations, which are always sampled.
 constexpr size_t kTimedSteps = 2;
 
+// The plan is made again if a step takes this times as long, or as short, in
+// consecutive checks.
+constexpr double kDrift = 1.5;
+constexpr int kDriftedChecks = 2;
+
 }  // namespace
 
 AutoPlan::AutoPlan(Reducer& reducer, std::vector<at::Tensor> parameters,
                    std::vector<bool> sparse,
-                   const c10::intrusive_ptr<c10d::ProcessGroup>& group)
+                   const c10::intrusive_ptr<c10d::ProcessGroup>& group,
+                   int64_t watched_steps)
     : reducer_(reducer),
       profiler_(parameters, std::move(sparse), group),
       is_cpu_(parameters.front().device().is_cpu()),
-      is_rank_0_(group->getRank() == 0) {
+      is_rank_0_(group->getRank() == 0),
+      watched_steps_(watched_steps) {
   TORCH_CHECK_VALUE(!reducer.hook_steps_parameters(),
                     "automatic bucket plan: expected a comm hook without "
                     "optimizer steps, found step_in_backward().\nLeave out one "
@@ -47,8 +54,8 @@ AutoPlan::AutoPlan(Reducer& reducer, std::vector<at::Tensor> parameters,
 
 // All ranks change the stage in the same call: their counts are equal.
 void AutoPlan::before_iteration() {
-  if (is_done()) return;
-  note_step();
+  const bool was_done = is_done();
+  if (!was_done) note_step();
   const int64_t num_begun = reducer_.statistics().begun;
   if (num_begun < num_begun_ + num_steps_) return;
   reducer_.barrier("changes the bucket plan");
@@ -60,9 +67,11 @@ void AutoPlan::before_iteration() {
     reducer_.abort_group();
     throw_peer_error("automatic bucket plan", std::current_exception());
   }
-  if (is_done() && is_rank_0_) {
-    std::clog << "brigade: " << report_ << std::endl;
-  }
+  if (!is_done() || was_done) return;
+  if (is_rank_0_) std::clog << "brigade: " << report_ << std::endl;
+  num_steps_ = watched_steps_;
+  if (sample_rate_) reducer_.set_timeline_sample_rate(*sample_rate_);
+  sample_rate_.reset();
 }
 
 void AutoPlan::next_stage() {
@@ -84,8 +93,32 @@ void AutoPlan::next_stage() {
     case Stage::kTimeDefault:
       return decide();
     case Stage::kDone:
-      return;
+      return watch_drift();
   }
+}
+
+void AutoPlan::watch_drift() {
+  const Timeline timeline = reducer_.timeline();
+  const bool is_new =
+      timeline.iteration > std::exchange(last_noted_, timeline.iteration);
+  std::vector<double> slowest = {is_new ? seconds_of(timeline, is_cpu_) : 0};
+  profiler_.take_slowest(slowest);
+  const double now_s = slowest.front();
+  if (now_s == 0) return;
+  if (kept_s_ == 0) kept_s_ = now_s;
+  const bool has_drifted =
+      std::max(now_s, kept_s_) > kDrift * std::min(now_s, kept_s_);
+  num_drifted_ = has_drifted ? num_drifted_ + 1 : 0;
+  if (num_drifted_ < kDriftedChecks) return;
+  num_drifted_ = 0;
+  kept_s_ = 0;
+  profiler_.clear();
+  planned_s_.clear();
+  default_s_.clear();
+  sample_rate_ = reducer_.set_timeline_sample_rate(1);
+  reducer_.set_bucket_plan(default_);
+  stage_ = Stage::kLearn;
+  num_steps_ = kLearnedSteps;
 }
 
 void AutoPlan::note_step() {
@@ -99,7 +132,7 @@ void AutoPlan::note_step() {
     default_s_.push_back(seconds_of(timeline, is_cpu_));
   } else if (stage_ == Stage::kProfile) {
     profiler_.add(timeline);
-  } else if (timeline.iteration > 1) {  // the first one is slow
+  } else if (timeline.iteration > num_begun_ + 1) {  // the first one is slow
     profiler_.add_overlapped(timeline, reducer_.plan());
   }
 }

@@ -5,6 +5,8 @@
 //   before the 5th    all-reduces are timed, and buckets are planned
 //   5 to 7, 8 to 10   planned buckets, then default ones, are timed
 //   from the 11th on  the faster of both
+//   each 1,000th      steps that take 1.5 times as long as before, or less than
+//                     1/1.5, twice in a row: all this happens again
 //
 // On devices a single iteration with one bucket per parameter is recorded.
 // Times are those of timelines: without them, because the sample rate is 0 or
@@ -18,6 +20,7 @@
 #include <ATen/core/Tensor.h>
 
 #include <cstdint>
+#include <optional>
 #include <string>
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 #include <vector>
@@ -33,7 +36,8 @@ class AutoPlan {
   // hook steps an optimizer, which restricts buckets.
   AutoPlan(Reducer& reducer, std::vector<at::Tensor> parameters,
            std::vector<bool> sparse,
-           const c10::intrusive_ptr<c10d::ProcessGroup>& group);
+           const c10::intrusive_ptr<c10d::ProcessGroup>& group,
+           int64_t watched_steps = 1000);
 
   // Call before each prepare_for_backward() and shadow_iteration(), on all
   // ranks. Collective in the iterations above. Throws the errors of
@@ -44,14 +48,17 @@ class AutoPlan {
   bool is_done() const { return stage_ == Stage::kDone; }
 
   // Two lines once it is done: the numbers of buckets, and the measured and
-  // predicted times. Equal on all ranks; rank 0 prints it to stderr.
+  // predicted times. Equal on all ranks; rank 0 prints them to stderr.
   const std::string& report() const { return report_; }
 
  private:
   enum class Stage { kLearn, kProfile, kTimePlanned, kTimeDefault, kDone };
   using Buckets = std::vector<std::vector<size_t>>;
 
+  static constexpr int64_t kLearnedSteps = 2;
+
   void note_step();
+  void watch_drift();
   void next_stage();
   void plan();
   void decide();
@@ -60,16 +67,20 @@ class AutoPlan {
   BackwardProfiler profiler_;
   const bool is_cpu_;
   const bool is_rank_0_;
+  const int64_t watched_steps_;
   Stage stage_ = Stage::kLearn;
-  int64_t num_steps_ = 2;   // of the stage
-  int64_t num_begun_ = 0;   // iterations before the stage
-  int64_t last_noted_ = 0;  // iteration of the last timeline
+  int64_t num_steps_ = kLearnedSteps;  // of the stage
+  int64_t num_begun_ = 0;              // iterations before the stage
+  int64_t last_noted_ = 0;             // iteration of the last timeline
   Buckets default_;
   Buckets planned_;
   std::string predicted_;
   std::vector<double> planned_s_;  // by timed step
   std::vector<double> default_s_;
   std::string report_;
+  double kept_s_ = 0;  // of a step, when first watched; 0: not yet
+  int num_drifted_ = 0;
+  std::optional<int64_t> sample_rate_;  // before the steps were watched
 };
 
 }  // namespace brigade

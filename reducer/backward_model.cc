@@ -111,6 +111,13 @@ void BackwardProfiler::add_overlapped(const Timeline& timeline,
   overlaps_.push_back(std::move(overlap));
 }
 
+void BackwardProfiler::clear() {
+  for (std::vector<double>& steps : ready_s_) steps.clear();
+  end_s_.clear();
+  delivery_s_.clear();
+  overlaps_.clear();
+}
+
 BackwardModel BackwardProfiler::model() {
   host_sums_ = HostSums::get_or_make(group_, /*wants=*/true);
   std::vector<double> times;

@@ -46,6 +46,9 @@ class BackwardProfiler {
   // collectives slow each other. Without effect on devices.
   void add_overlapped(const Timeline& timeline, const BucketPlan& plan);
 
+  // Drops all added steps.
+  void clear();
+
   // Medians of the added steps on the slowest rank, and all-reduces from 1 KiB
   // to the gradients' size. Collective; equal on all ranks. A rank
   // without steps, for want of data, takes part.

@@ -368,15 +368,16 @@ Timeline Reducer::timeline() const {
       [&] { return engine_->observations_.timeline.last(); });
 }
 
-void Reducer::set_timeline_sample_rate(int64_t sample_rate) {
+int64_t Reducer::set_timeline_sample_rate(int64_t sample_rate) {
   TORCH_CHECK_VALUE(
       sample_rate >= 0,
       "Reducer: the timeline's sample rate must be at least 0, got ",
       sample_rate,
       ".\nPass the number of iterations between samples, or 0 for no "
       "timeline.");
-  engine_->locked(
-      [&] { engine_->observations_.timeline.set_sample_rate(sample_rate); });
+  return engine_->locked([&] {
+    return engine_->observations_.timeline.set_sample_rate(sample_rate);
+  });
 }
 
 void Reducer::set_stall_report_after(std::chrono::milliseconds time) {

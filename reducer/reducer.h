@@ -214,8 +214,8 @@ class Reducer {
   Timeline timeline() const;
 
   // Samples the first 10 iterations, and then each multiple of `sample_rate`
-  // (default 100); 0: none. Errors: ValueError if it is negative.
-  void set_timeline_sample_rate(int64_t sample_rate);
+  // (100); 0: none. Returns the previous rate. Errors: ValueError if negative.
+  int64_t set_timeline_sample_rate(int64_t sample_rate);
 
   // Sets the waiting time after which a rank warns and names late ranks
   // (docs/guides/timelines.md). Default: half of the group's timeout, at most

@@ -2,8 +2,10 @@
 
 #include <torch/torch.h>
 
+#include <chrono>
 #include <mutex>
 #include <string>
+#include <thread>
 #include <vector>
 
 #include "brigade/reducer/reducer.h"
@@ -120,6 +122,33 @@ TEST_P(AutoPlanTest, FollowsAStaticGraph) {
 
 TEST_P(AutoPlanTest, AllowsUnusedParameters) {
   expect_equal_ends({.find_unused_parameters = true});
+}
+
+// A delay of 50 ms is far above the steps of this test.
+TEST_P(AutoPlanTest, PlansAgainWhenStepsTakeLonger) {
+  run_ranks(GetParam(), [](const Group& group) {
+    const Sum net(30);
+    Reducer reducer(net.parameters, group, {.bucket_cap_bytes = {1}});
+    reducer.set_timeline_sample_rate(1);
+    constexpr int64_t kWatched = 4;
+    AutoPlan plan(reducer, net.parameters, {}, group, kWatched);
+    bool is_slow = false;
+    net.parameters[0].register_hook([&](const at::Tensor&) {
+      if (is_slow) std::this_thread::sleep_for(std::chrono::milliseconds(50));
+    });
+    bool has_planned_again = false;
+    for (int iteration = 1; iteration <= 6 * kIterations; ++iteration) {
+      is_slow = iteration > 2 * kIterations;
+      plan.before_iteration();
+      if (is_slow && !plan.is_done()) has_planned_again = true;
+      const at::Tensor loss = net.forward(group->getRank() + iteration);
+      reducer.prepare_for_backward(loss);
+      loss.backward();
+      net.expect_gradients(iteration + (group->getSize() - 1) / 2.0);
+      net.zero_grad();
+    }
+    EXPECT_TRUE(has_planned_again);
+  });
 }
 
 TEST_P(AutoPlanTest, GoesOnAfterFailedIterations) {
