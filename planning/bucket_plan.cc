@@ -8,7 +8,12 @@
 #include <vector>
 
 #include "absl/status/status.h"
+#include "absl/strings/numbers.h"
 #include "absl/strings/str_cat.h"
+#include "absl/strings/str_join.h"
+#include "absl/strings/str_replace.h"
+#include "absl/strings/str_split.h"
+#include "absl/strings/strip.h"
 
 namespace brigade {
 namespace {
@@ -93,6 +98,34 @@ absl::StatusOr<BucketPlan> BucketPlan::create(
                    remedy);
   }
   return BucketPlan(std::move(buckets), std::move(locators));
+}
+
+std::string to_text(const BucketPlan& plan) {
+  std::vector<std::string> buckets;
+  for (const std::vector<size_t>& bucket : plan.buckets()) {
+    buckets.push_back(absl::StrJoin(bucket, ","));
+  }
+  return absl::StrCat("[[", absl::StrJoin(buckets, "],["), "]]");
+}
+
+absl::StatusOr<std::vector<std::vector<size_t>>> parse_buckets(
+    absl::string_view text) {
+  std::vector<std::vector<size_t>> buckets;
+  const std::string dense = absl::StrReplaceAll(text, {{" ", ""}});
+  absl::string_view rest = dense;
+  bool is_valid =
+      absl::ConsumePrefix(&rest, "[[") && absl::ConsumeSuffix(&rest, "]]");
+  for (const absl::string_view bucket : absl::StrSplit(rest, "],[")) {
+    buckets.emplace_back();
+    for (const absl::string_view parameter : absl::StrSplit(bucket, ',')) {
+      uint64_t number = 0;
+      is_valid = is_valid && absl::SimpleAtoi(parameter, &number);
+      buckets.back().push_back(static_cast<size_t>(number));
+    }
+  }
+  if (is_valid) return buckets;
+  return invalid("expected buckets such as [[2,1],[0]], found '",
+                 text.substr(0, 40), "'.\nPass the text of to_text().");
 }
 
 absl::Status check_bucket_kinds(const BucketPlan& plan,

@@ -17,11 +17,13 @@
 #include <cstddef>
 #include <cstdint>
 #include <span>
+#include <string>
 #include <utility>
 #include <vector>
 
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
+#include "absl/strings/string_view.h"
 
 namespace brigade {
 
@@ -64,6 +66,17 @@ class BucketPlan {
   std::vector<std::vector<size_t>> buckets_;
   std::vector<VariableLocator> locators_;
 };
+
+// A plan as text, for example in a checkpoint's metadata: "[[2,1],[0]]", which
+// is JSON. ReducerOptions::bucket_plan takes the result of parse_buckets().
+//
+//   save_checkpoint(path, {*net, group}, optimizer,
+//                   {{"buckets", to_text(model.reducer().plan())}});
+//
+// Errors: InvalidArgument for another text.
+std::string to_text(const BucketPlan& plan);
+absl::StatusOr<std::vector<std::vector<size_t>>> parse_buckets(
+    absl::string_view text);
 
 // A parameter of one local replica. A process may hold several replicas of a
 // module, one per device.

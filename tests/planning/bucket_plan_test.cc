@@ -32,6 +32,17 @@ TEST(BucketPlanTest, LocatorsInvertBuckets) {
   }
 }
 
+TEST(BucketPlanTest, TextGivesTheBucketsBack) {
+  const std::vector<std::vector<size_t>> buckets = {{2, 1}, {0}, {11, 3}};
+  EXPECT_EQ(to_text(*BucketPlan::create({{2, 1}, {0}}, 3)), "[[2,1],[0]]");
+  EXPECT_EQ(*parse_buckets("[[2, 1], [0], [11, 3]]"), buckets);
+  for (const char* const wrong :
+       {"", "[]", "[[]]", "[[1]", "[[1,]]", "[[1][2]]", "[[-1]]", "[[x]]",
+        "[[1.5]]", "[[99999999999999999999]]"}) {
+    EXPECT_FALSE(parse_buckets(wrong).ok()) << wrong;
+  }
+}
+
 TEST(BucketPlanTest, RefusesAParameterThatIsMissing) {
   EXPECT_THAT(error_of({{0, 2}}, 3),
               HasSubstr("bucket_plan lacks parameter 1.\nList each of the 3 "
