@@ -54,6 +54,7 @@ class Training {
   }
 
   const std::vector<at::Tensor>& parameters() const { return parameters_; }
+  int64_t num_ranks() const { return group_->getSize(); }
 
   // Plans the arm's buckets. Adds the plan, or the arm to an equal plan.
   void add_arm(std::vector<PlanSamples>& plans, const BucketArm& arm) {
@@ -226,6 +227,9 @@ constexpr double kSecondLevel = 0.01;
 constexpr int64_t kMostRounds = 3;     // times the rounds asked for
 constexpr double kWorthRounds = 0.01;  // saved share of a step
 
+// A step that is faster than this times the bound belies the model.
+constexpr double kModelOff = 0.9;
+
 // Shorter communication has no measurable overlap.
 constexpr double kShortestMs = 0.1;
 
@@ -281,14 +285,13 @@ ArmSummary summary_of(const PlanSamples& plan, const Rounds& local) {
 
 // Returns the probability that a fair coin shows at least `heads` heads.
 double binomial_tail(int64_t heads, int64_t throws) {
-  double ways = 0;
-  double choices = 1;  // throws over k
-  for (int64_t k = 0; k <= throws; ++k) {
-    if (k >= heads) ways += choices;
-    choices =
-        choices * static_cast<double>(throws - k) / static_cast<double>(k + 1);
+  double tail = 0;
+  for (int64_t k = heads; k <= throws; ++k) {
+    const double log_ways = std::lgamma(throws + 1) - std::lgamma(k + 1) -
+                            std::lgamma(throws - k + 1);
+    tail += std::exp(log_ways - static_cast<double>(throws) * std::log(2));
   }
-  return ways / std::exp2(static_cast<double>(throws));
+  return tail;
 }
 
 double num_candidates(const SweepSamples& samples) {
@@ -321,7 +324,10 @@ std::optional<Recommendation> fastest(const SweepSamples& samples) {
   std::optional<Recommendation> best;
   for (size_t arm = 1; arm < samples.plans.size(); ++arm) {
     const Recommendation found = compare(samples, arm);
-    if (!best || found.saved_ms.median > best->saved_ms.median) best = found;
+    const auto rank = [](const Recommendation& of) {
+      return std::pair(of.decided, of.saved_ms.median);
+    };
+    if (!best || rank(found) > rank(*best)) best = found;
   }
   return best;
 }
@@ -341,6 +347,7 @@ SweepSamples first_samples(Training& training, std::vector<BucketArm> arms,
                            const SweepOptions& options) {
   SweepSamples samples;
   samples.num_parameters = static_cast<int64_t>(training.parameters().size());
+  samples.num_ranks = training.num_ranks();
   samples.names = options.reducer.parameter_names;
   samples.rounds = options.rounds;
   samples.steps = options.steps;
@@ -366,20 +373,22 @@ SweepSamples checked(const SweepSamples& resumed, const Training& training,
   std::ranges::sort(found);
   std::ranges::sort(expected);
   const std::vector<ParameterSpec>& known = resumed.model.backward.parameters;
-  bool fits = found == expected && resumed.rounds == options.rounds &&
+  bool fits = found == expected && resumed.num_ranks == training.num_ranks() &&
+              resumed.rounds == options.rounds &&
               resumed.steps == options.steps &&
               known.size() == training.parameters().size();
   for (size_t i = 0; fits && i < known.size(); ++i) {
     fits = known[i].size_bytes ==
            static_cast<int64_t>(training.parameters()[i].nbytes());
   }
-  TORCH_CHECK_VALUE(
-      fits,
-      "bucket sweep: expected the parameters, sizes, rounds and steps of the "
-      "sweep to continue, found ",
-      known.size(), " parameters, sizes ", absl::StrJoin(found, ", "), ", ",
-      resumed.rounds, " rounds of ", resumed.steps,
-      " steps there.\nPass the same ones, or start a new sweep.");
+  TORCH_CHECK_VALUE(fits,
+                    "bucket sweep: expected the ranks, parameters, sizes, "
+                    "rounds and steps of "
+                    "the sweep to continue, found ",
+                    resumed.num_ranks, " ranks, ", known.size(),
+                    " parameters, sizes ", absl::StrJoin(found, ", "), ", ",
+                    resumed.rounds, " rounds of ", resumed.steps,
+                    " steps there.\nPass the same ones, or start a new sweep.");
   return resumed;
 }
 
@@ -527,6 +536,9 @@ SweepSummary summarize(const SweepSamples& samples) {
   }
   summary.bound_ms = step_ms(
       samples, earliest_end_s(samples.model.backward, samples.model.cost));
+  for (const ArmSummary& arm : summary.arms) {
+    summary.is_model_off |= arm.step_ms.median < kModelOff * summary.bound_ms;
+  }
   summary.best = fastest(samples);
   summary.least_rounds = least_rounds(num_candidates(samples),
                                       level(samples.rounds, summary.rounds));

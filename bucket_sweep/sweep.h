@@ -91,7 +91,8 @@ struct ArmSummary {
   std::optional<double> overlap() const;
 };
 
-// The fastest arm other than the default, compared with it round by round.
+// The fastest decided arm other than the default, or the fastest one if none is
+// decided, compared with the default round by round.
 struct Recommendation {
   size_t arm = 0;           // index into SweepSummary::arms
   Quartiles saved_ms = {};  // per step, compared with the default
@@ -111,7 +112,8 @@ struct SweepSummary {
   int64_t steps = 0;                  // per round
   Quartiles local_ms = {};            // a step without communication
   std::vector<ArmSummary> arms = {};  // the first is the default
-  double bound_ms = 0;  // no plan has a faster step, by the same model
+  double bound_ms = 0;        // no plan has a faster step, by the same model
+  bool is_model_off = false;  // a measured median is far below the bound
   std::optional<Recommendation> best = {};  // none: all sizes equal the default
   int64_t least_rounds = 0;                 // no arm is decided in fewer
 };
@@ -123,8 +125,8 @@ struct SweepSummary {
 //
 // Errors: ValueError if rounds or steps are < 1, a size is invalid, the group
 // has 1 rank, no parameter requires a gradient, the loss has several elements,
-// or resumed samples have other parameters, sizes, rounds or steps; the errors
-// of Reducer.
+// or resumed samples have another number of ranks, other parameters, sizes,
+// rounds or steps; the errors of Reducer.
 SweepSummary sweep(const std::vector<at::Tensor>& parameters,
                    const std::function<at::Tensor()>& loss,
                    const c10::intrusive_ptr<c10d::ProcessGroup>& group,
@@ -169,6 +171,7 @@ struct PlanSamples {
 struct SweepSamples {
   int64_t num_parameters = 0;
   int64_t gradient_bytes = 0;
+  int64_t num_ranks = 0;
   std::vector<std::string> names = {};  // of parameters; may be empty
   int64_t rounds = 0;                   // as in SweepOptions
   int64_t steps = 0;

@@ -57,7 +57,7 @@ std::string setting_of(const ArmSummary& arm) {
   }
   if (arm.caps_bytes.size() > 1) {
     const auto append_mib = [](std::string* text, int64_t cap) {
-      absl::StrAppendFormat(text, "%.8g", static_cast<double>(cap) / 0x1p20);
+      absl::StrAppendFormat(text, "%.17g", static_cast<double>(cap) / 0x1p20);
     };
     return absl::StrCat("bucket_cap_mb_list=[",
                         absl::StrJoin(arm.caps_bytes, ", ", append_mib),
@@ -67,7 +67,7 @@ std::string setting_of(const ArmSummary& arm) {
   if (bytes == std::numeric_limits<int64_t>::max()) {
     return "bucket_cap_mb=1e6 (C++: bucket_cap_bytes = {INT64_MAX})";
   }
-  return absl::StrFormat("bucket_cap_mb=%g (C++: bucket_cap_bytes = {%d})",
+  return absl::StrFormat("bucket_cap_mb=%.17g (C++: bucket_cap_bytes = {%d})",
                          bytes == 1 ? 0 : static_cast<double>(bytes) / 0x1p20,
                          bytes);
 }
@@ -183,6 +183,7 @@ SweepSamples samples_of(const Json& found) {
   SweepSamples samples;
   found.at("parameters").get_to(samples.num_parameters);
   found.at("gradient_bytes").get_to(samples.gradient_bytes);
+  found.at("ranks").get_to(samples.num_ranks);
   found.at("rounds").get_to(samples.rounds);
   found.at("steps").get_to(samples.steps);
   found.at("forward_ms").get_to(samples.forward_ms);
@@ -274,6 +275,11 @@ std::string to_text(const std::string& name, const SweepSummary& summary) {
       "rounds: %d, steps per round: %d.\n%s\n",
       notes, readable(summary.bound_ms), summary.rounds, summary.steps,
       recommendation(summary));
+  if (summary.is_model_off) {
+    text +=
+        "The model is unreliable: steps were slower when it was measured. Run "
+        "again on\nan idle machine.\n";
+  }
   return text;
 }
 
@@ -287,6 +293,7 @@ std::string to_json(const std::string& name, const SweepSamples& samples) {
   return Json{{"name", name},
               {"parameters", summary.num_parameters},
               {"gradient_bytes", summary.gradient_bytes},
+              {"ranks", samples.num_ranks},
               {"rounds", samples.rounds},
               {"rounds_taken", summary.rounds},
               {"rounds_to_take", rounds_to_take(samples)},
@@ -294,6 +301,7 @@ std::string to_json(const std::string& name, const SweepSamples& samples) {
               {"local_ms", json(summary.local_ms)},
               {"local_rounds_ms", samples.local_ms},
               {"bound_ms", summary.bound_ms},
+              {"is_model_off", summary.is_model_off},
               {"arms", std::move(arms)},
               {"best", json_of_best(summary)},
               {"recommendation", recommendation(summary)},
@@ -306,7 +314,7 @@ std::string to_json(const std::string& name, const SweepSamples& samples) {
               {"backward_slowdown", contention.backward_slowdown},
               {"collective_stretch", contention.collective_stretch},
               {"ready", json_of_ready(samples)}}
-      .dump(2);
+      .dump(2, ' ', /*ensure_ascii=*/false, Json::error_handler_t::replace);
 }
 
 absl::StatusOr<SweepSamples> samples_from_json(std::string_view text) {
@@ -335,8 +343,11 @@ absl::StatusOr<SweepSamples> samples_from_json(std::string_view text) {
            std::ranges::none_of(times, &std::vector<double>::empty);
   };
   const auto is_valid = [&](const PlanSamples& plan) {
-    return !plan.arms.empty() && is_full(plan.rounds_ms) &&
+    const bool has_caps = std::ranges::none_of(
+        plan.arms, [](const BucketArm& arm) { return arm.caps_bytes.empty(); });
+    return !plan.arms.empty() && has_caps && is_full(plan.rounds_ms) &&
            plan.alone_ms.size() == rounds &&
+           plan.timeline.size() <= plan.bucket_bytes.size() &&
            BucketPlan::create(plan.buckets,
                               samples.model.backward.parameters.size())
                .ok();

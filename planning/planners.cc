@@ -8,6 +8,7 @@
 #include <limits>
 #include <map>
 #include <queue>
+#include <set>
 #include <span>
 #include <utility>
 
@@ -102,9 +103,10 @@ class Step {
     const double begin = std::max(slots_.top(), launched_s);
     slots_.pop();
     const double moving_s = std::max(free_s_, begin + latency_s_);
+    const double busy_s = std::max(begin, free_s_);
     const double end =
-        stretched_end(begin, moving_s + (cost_.seconds(bytes) - latency_s_));
-    add_busy(std::max(begin, free_s_), end);
+        stretched_end(busy_s, moving_s + (cost_.seconds(bytes) - latency_s_));
+    add_busy(busy_s, end);
     free_s_ = end;
     slots_.push(end);
     return {.launched_s = launched_s, .complete_s = end};
@@ -380,7 +382,7 @@ Cuts best_of_several(const std::vector<Gradients>& kinds,
     add_plan({&cap_bytes, 1});
   }
   // Simultaneous collectives hide part of the latency.
-  for (const double share : {1.0, 1.0 / cost.concurrency(), 0.0}) {
+  for (const double share : std::set{1.0, 1.0 / cost.concurrency(), 0.0}) {
     std::vector<CostPiece> pieces = cost.pieces();
     const double hidden = (1 - share) * pieces.front().latency_s;
     for (CostPiece& piece : pieces) piece.latency_s -= hidden;
@@ -503,7 +505,7 @@ absl::StatusOr<BucketPlan> plan_for_cost(const Backward& backward,
   if (slack == 0) return plan_of(kinds, cuts, backward);
   // Each bucket costs `price_s` more in a second search. These cuts end at most
   // their number times the price later there, and an exact plan no later than
-  // that: by at most the slack.
+  // that: by at most the slack. A searched plan may miss it.
   size_t num_buckets = 0;
   for (const std::vector<size_t>& ends : cuts) num_buckets += ends.size();
   const double price_s = slack * end_of(kinds, cuts, backward, cost) /
@@ -511,7 +513,11 @@ absl::StatusOr<BucketPlan> plan_for_cost(const Backward& backward,
   std::vector<CostPiece> pieces = cost.pieces();
   for (CostPiece& piece : pieces) piece.latency_s += price_s;
   const auto priced = CollectiveCost::create(pieces, cost.concurrency());
-  return plan_of(kinds, priced.ok() ? best_cuts(*priced) : cuts, backward);
+  if (!priced.ok()) return plan_of(kinds, cuts, backward);
+  const Cuts fewer = best_cuts(*priced);
+  const bool is_close = end_of(kinds, fewer, backward, cost) <=
+                        (1 + slack) * end_of(kinds, cuts, backward, cost);
+  return plan_of(kinds, is_close ? fewer : cuts, backward);
 }
 
 absl::StatusOr<BucketPlan> plan_by_mg_wfbp(const Backward& backward,

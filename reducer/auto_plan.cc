@@ -30,8 +30,9 @@ double seconds_of(const Timeline& timeline, bool is_cpu) {
 // Of each plan. All are among the first iterations, which are always sampled.
 constexpr size_t kTimedSteps = 2;
 
-// The plan is made again if a step takes this times as long, or as short, in
-// consecutive checks.
+// The plan is made again if a step takes this times as long as the median of
+// the first checks, or as short, in consecutive checks.
+constexpr size_t kReferences = 3;
 constexpr double kDrift = 1.5;
 constexpr int kDriftedChecks = 2;
 
@@ -105,13 +106,18 @@ void AutoPlan::watch_drift() {
   profiler_.take_slowest(slowest);
   const double now_s = slowest.front();
   if (now_s == 0) return;
-  if (kept_s_ == 0) kept_s_ = now_s;
+  if (kept_s_.size() < kReferences) {
+    kept_s_.push_back(now_s);
+    std::ranges::sort(kept_s_);
+    return;
+  }
+  const double kept_s = kept_s_[kReferences / 2];
   const bool has_drifted =
-      std::max(now_s, kept_s_) > kDrift * std::min(now_s, kept_s_);
+      std::max(now_s, kept_s) > kDrift * std::min(now_s, kept_s);
   num_drifted_ = has_drifted ? num_drifted_ + 1 : 0;
   if (num_drifted_ < kDriftedChecks) return;
   num_drifted_ = 0;
-  kept_s_ = 0;
+  kept_s_.clear();
   profiler_.clear();
   planned_s_.clear();
   default_s_.clear();

@@ -78,7 +78,7 @@ class AutoPlan {
   std::vector<double> planned_s_;  // by timed step
   std::vector<double> default_s_;
   std::string report_;
-  double kept_s_ = 0;  // of a step, when first watched; 0: not yet
+  std::vector<double> kept_s_;  // of the first steps watched, ascending
   int num_drifted_ = 0;
   std::optional<int64_t> sample_rate_;  // before the steps were watched
 };

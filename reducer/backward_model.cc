@@ -16,6 +16,7 @@ namespace {
 
 constexpr int kRepeats = 3;
 constexpr int64_t kSmallestBytes = 1024;
+constexpr int64_t kLargestBytes = int64_t{64} << 20;  // larger: extrapolated
 constexpr int kMostAtOnce = 8;
 
 // Less is noise, more is not plausible.
@@ -43,6 +44,7 @@ BackwardProfiler::BackwardProfiler(std::vector<at::Tensor> parameters,
     : parameters_(std::move(parameters)),
       sparse_(std::move(sparse)),
       group_(std::move(group)),
+      host_sums_(HostSums::get_or_make(group_, /*wants=*/true)),
       ready_s_(parameters_.size()) {}
 
 std::vector<std::vector<size_t>> BackwardProfiler::buckets() const {
@@ -119,7 +121,6 @@ void BackwardProfiler::clear() {
 }
 
 BackwardModel BackwardProfiler::model() {
-  host_sums_ = HostSums::get_or_make(group_, /*wants=*/true);
   std::vector<double> times;
   for (const std::vector<double>& steps : ready_s_) {
     // An unused parameter is ready at the end.
@@ -260,6 +261,7 @@ std::vector<CostPoint> BackwardProfiler::time_all_reduces() const {
   for (const at::Tensor& parameter : parameters_) {
     largest += static_cast<int64_t>(parameter.nbytes());
   }
+  largest = std::min(largest, kLargestBytes);
   std::vector<CostPoint> points;
   const auto time = [&](int64_t bytes) {
     // Several at once, as in a backward: latencies overlap, and a single one

@@ -30,7 +30,7 @@ struct BackwardModel {
 
 class BackwardProfiler {
  public:
-  // `sparse`: as ReducerOptions::expect_sparse_gradients.
+  // `sparse`: as ReducerOptions::expect_sparse_gradients. Collective.
   BackwardProfiler(std::vector<at::Tensor> parameters, std::vector<bool> sparse,
                    c10::intrusive_ptr<c10d::ProcessGroup> group);
 
@@ -50,8 +50,8 @@ class BackwardProfiler {
   void clear();
 
   // Medians of the added steps on the slowest rank, and all-reduces from 1 KiB
-  // to the gradients' size. Collective; equal on all ranks. A rank
-  // without steps, for want of data, takes part.
+  // to the gradients' size or 64 MiB, which need that much memory. Collective;
+  // equal on all ranks. A rank without steps, for want of data, takes part.
   BackwardModel model();
 
   // Collective. Replaces each number by its maximum over ranks.
@@ -60,7 +60,7 @@ class BackwardProfiler {
   // Collective. Blocks until all ranks and their devices have reached it.
   void barrier() const;
 
-  // All-reduces these tensors as the default hook does, after model().
+  // All-reduces these tensors as the default hook does.
   // `at_once`: all are launched before the first is awaited. Returns the
   // seconds. Collective.
   double all_reduce(const std::vector<at::Tensor>& buffers, bool at_once) const;
@@ -86,11 +86,11 @@ class BackwardProfiler {
   const std::vector<at::Tensor> parameters_;
   const std::vector<bool> sparse_;
   const c10::intrusive_ptr<c10d::ProcessGroup> group_;
-  std::shared_ptr<HostSums> host_sums_;       // set by model(); null: none
-  std::vector<std::vector<double>> ready_s_;  // by parameter, then by step
-  std::vector<double> end_s_;                 // by step
-  std::vector<double> delivery_s_;            // by step
-  std::vector<Overlap> overlaps_;             // by step
+  const std::shared_ptr<HostSums> host_sums_;  // null: none
+  std::vector<std::vector<double>> ready_s_;   // by parameter, then by step
+  std::vector<double> end_s_;                  // by step
+  std::vector<double> delivery_s_;             // by step
+  std::vector<Overlap> overlaps_;              // by step
 };
 
 }  // namespace brigade

@@ -26,6 +26,7 @@ SweepSamples samples_of(const std::vector<double>& default_ms,
                         const std::vector<double>& other_ms) {
   return {.num_parameters = 3,
           .gradient_bytes = 3'000'000,
+          .num_ranks = 2,
           .names = {"a", "b", "c"},
           .rounds = static_cast<int64_t>(default_ms.size()),
           .steps = 1,
@@ -120,6 +121,30 @@ TEST(SummaryTest, TheSignificanceLevelIsCorrectedForTheNumberOfSizes) {
   const PlanSamples again = samples.plans[1];
   samples.plans.push_back(again);
   EXPECT_FALSE(summarize(samples).best->decided);  // 2/32
+}
+
+TEST(SummaryTest, ADecidedSizeComesBeforeAFasterOneThatIsNot) {
+  SweepSamples samples = samples_of(times(8, 20), times(8, 18));
+  PlanSamples noisy = samples.plans[1];
+  noisy.arms = {arm_of("1")};
+  noisy.rounds_ms = one_step_each({10, 10, 10, 10, 10, 10, 25, 25});
+  samples.plans.push_back(noisy);
+  const auto best = summarize(samples).best;
+  EXPECT_EQ(best->arm, 1U);
+  EXPECT_TRUE(best->decided);
+}
+
+TEST(SummaryTest, StepsFarBelowTheBoundBelieTheModel) {
+  EXPECT_FALSE(summarize(samples_of({20}, {11})).is_model_off);
+  const SweepSummary summary = summarize(samples_of({20}, {10}));
+  EXPECT_TRUE(summary.is_model_off);
+  EXPECT_THAT(to_text("Net", summary),
+              ::testing::HasSubstr("The model is unreliable"));
+}
+
+TEST(SummaryTest, ManyRoundsAreDecidedToo) {
+  EXPECT_TRUE(
+      summarize(samples_of(times(1200, 20), times(1200, 18))).best->decided);
 }
 
 TEST(SummaryTest, WithoutAnotherPlanNothingIsRecommended) {
@@ -264,6 +289,12 @@ TEST(ReportTest, OtherTextsAreNoSamples) {
   }
   nlohmann::json changed = whole;
   changed["local_rounds_ms"].erase(0);
+  expect_error(changed.dump());
+  changed = whole;
+  changed["arms"][1]["sizes"][0]["caps_bytes"] = nlohmann::json::array();
+  expect_error(changed.dump());
+  changed = whole;
+  changed["arms"][1]["timeline"] = changed["arms"][0]["timeline"];
   expect_error(changed.dump());
   changed = whole;
   changed["arms"][1]["plan"] = {{0, 0, 1}};
