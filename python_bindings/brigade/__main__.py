@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import os
 
 from brigade import bench, collectives, report, sharded_bench, simulation
 
@@ -37,8 +36,8 @@ def main() -> None:
     write.add_argument("files", nargs="+", metavar="FILE", help="JSON file")
     write.add_argument("-o", "--output", metavar="PAGE", required=True, help="HTML file to write")
     given = parser.parse_args()
-    if given.command == "bench" and "RANK" not in os.environ:
-        measure.error("the environment variable RANK is not set: start with torchrun, as above")
+    if given.command == "bench":
+        bench.check_arguments(measure, given)
     try:
         if given.command == "simulate":
             simulation.run(given)
@@ -50,10 +49,11 @@ def main() -> None:
             sharded_bench.run(given)
         else:
             bench.run(given)
-    except (ValueError, ImportError) as error:
+    except (ValueError, ImportError, OSError) as error:
         if given.command == "bench":
             raise  # torchrun names the rank
-        parser.exit(2, f"brigade {given.command}: {error}\n")
+        text = str(error).removeprefix("brigade report: ")
+        parser.exit(2, f"brigade {given.command}: {text}\n")
 
 
 if __name__ == "__main__":

@@ -99,7 +99,7 @@ def sweep(
         rounds=rounds,
         steps=steps,
         after_round=lambda data: after_round(json.loads(data)),
-        resumed=json.dumps(resumed) if resumed else "",
+        resumed="" if resumed is None else json.dumps(resumed),
         **options,
     )
     return _C.sweep_table(name, data), json.loads(data)
@@ -170,7 +170,7 @@ def progress(title: str) -> Iterator[Callable[[int, int], None]]:
     # A bar in a file would be noise.
     console = Console(stderr=True)
     hidden = dist.get_rank() > 0 or not console.is_terminal
-    with Progress(console=console, disable=hidden) as bar:
+    with Progress(console=console, disable=hidden, redirect_stdout=False) as bar:
         task = bar.add_task(title, total=None)
         yield lambda done, total: bar.update(task, completed=done, total=total)
 
@@ -218,10 +218,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def check_arguments(parser: argparse.ArgumentParser, given: argparse.Namespace) -> None:
+    """Exits if the arguments can't be used together, or a file can't be written."""
+    if "RANK" not in os.environ:
+        parser.error("the environment variable RANK is not set: start with torchrun, as above")
+    if given.resume and (given.json is None or given.units or given.factory == "collectives"):
+        parser.error("--resume: expected the sweep of a model with --json FILE")
+    if given.json and os.environ["RANK"] == "0":
+        folder = pathlib.Path(given.json).resolve().parent
+        if not os.access(folder, os.W_OK):
+            parser.error(f"--json: expected a folder that can be written, found {folder}")
+
+
 def run(given: argparse.Namespace) -> None:
     """Runs `brigade bench` on this rank."""
-    if given.resume and given.json is None:
-        raise ValueError("--resume: expected --json FILE with the figures to continue, found none")
     factory = find_factory(given.factory)
     start(given.backend)
     returned = factory()
@@ -231,7 +241,8 @@ def run(given: argparse.Namespace) -> None:
             f"{given.factory}: expected (module, loss) or (module, loss, options), found {kind}"
         )
     module, loss, options = (*returned, {})[:3]
-    conditions = set_up(next(module.parameters()).device)
+    device = next((p.device for p in module.parameters()), torch.device("cpu"))
+    conditions = set_up(device)
     is_first = dist.get_rank() == 0
     if is_first:
         print("".join(f"{name:<9} {value}\n" for name, value in conditions.items()), flush=True)
@@ -255,12 +266,11 @@ def run(given: argparse.Namespace) -> None:
                 resumed=resumed,
                 **options,
             )
-        except KeyboardInterrupt:
-            if not finished or not is_first:
-                raise
-            table = _C.sweep_table(finished["name"], json.dumps(finished))
-            table += "interrupted" + (": --resume continues\n" if given.json else "\n")
-            print(table, end="", flush=True)
+        except BaseException:  # ^C here, or on a peer
+            if finished and is_first:
+                table = _C.sweep_table(finished["name"], json.dumps(finished))
+                table += "interrupted" + (": --resume continues\n" if given.json else "\n")
+                print(table, end="", flush=True)
             raise
     if is_first:
         print(table, end="", flush=True)

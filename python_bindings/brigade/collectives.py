@@ -72,7 +72,7 @@ def measure(
         for size, pieces in cases:
             numel = max(1, size // pieces // 4 // world) * world
             several = [_operations(numel, device, sums) for _ in range(pieces)]
-            for operation in several[0]:
+            for operation in list(several[0])[:: 1 if done % 2 else -1]:
                 if operation in lacking:
                     continue
                 try:
@@ -123,10 +123,10 @@ def run(given: argparse.Namespace) -> None:
     conditions = bench.set_up(device)
     with bench.progress("rounds") as show:
         collectives = measure(device, given.rounds, show)
-    bench.write(
-        given.json, {"kind": "collectives", "set_up": conditions, "collectives": collectives}
-    )
     if dist.get_rank() == 0:
         print("".join(f"{name:<9} {value}\n" for name, value in conditions.items()), end="")
         print(table(collectives), end="", flush=True)
+    bench.write(
+        given.json, {"kind": "collectives", "set_up": conditions, "collectives": collectives}
+    )
     dist.destroy_process_group()

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import gc
+import math
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -12,47 +15,40 @@ import torch.distributed as dist
 from torch import nn
 
 from brigade import bench
-from brigade.distributed_data_parallel import DistributedDataParallel
 from brigade.fully_shard import fully_shard
 
-Workload = tuple[nn.Module, Callable[[nn.Module], torch.Tensor]]
-Wrap = Callable[[nn.Module, list[nn.Module]], nn.Module]
+Factory = Callable[[], Any]  # returns a module, a function of its loss, ...
+Shard = Callable[[nn.Module, list[nn.Module]], None]
+_WARM_UP_STEPS = 2  # the first one records the order of units
+_SIGNIFICANCE = 0.05
 
 
-def _sharded(shard: Callable[..., Any], units_at_once: int, **settings: Any) -> Wrap:
-    def wrap(module: nn.Module, units: list[nn.Module]) -> nn.Module:
-        for begin in range(0, len(units), units_at_once):
-            together = units[begin : begin + units_at_once]
-            shard(together if len(together) > 1 else together[0], **settings)
-        shard(module)
-        return module
-
-    return wrap
+def _shard(
+    module: nn.Module, units: list[nn.Module], function: Any, at_once: int, **settings: Any
+) -> None:
+    for begin in range(0, len(units), at_once):
+        unit = units[begin : begin + at_once]
+        function(unit if len(unit) > 1 else unit[0], **settings)
+    function(module)
 
 
-def arms_of(num_units: int) -> dict[str, Wrap]:
+def arms_of(num_units: int) -> dict[str, Shard]:
     """Returns the settings to compare, by name; the first is the default."""
-    arms: dict[str, Wrap] = {}
-    for units_at_once in (1, 2, 4):
-        if units_at_once > 1 and num_units < 2 * units_at_once:
-            break
-        for reshard in (True, False):
-            for depth in (1, 2):
-                if units_at_once > 1 and depth > 1:
-                    continue
-                name = "reshard_after_forward=" + str(reshard)
-                name += f", prefetch_depth={depth}" if depth > 1 else ""
-                name += f", {units_at_once} modules per unit" if units_at_once > 1 else ""
-                arms[name] = _sharded(
-                    fully_shard,
-                    units_at_once,
-                    reshard_after_forward=reshard,
-                    prefetch_depth=depth,
-                )
-    arms["DistributedDataParallel"] = lambda module, units: DistributedDataParallel(module)
+    arms: dict[str, Shard] = {}
     for reshard in (True, False):
-        arms[f"torch's fully_shard, {reshard}"] = _sharded(
-            torch.distributed.fsdp.fully_shard, 1, reshard_after_forward=reshard
+        for depth, at_once in ((1, 1), (2, 1), (1, 2), (1, 4)):
+            if at_once > 1 and num_units < 2 * at_once:
+                continue
+            name = f"reshard_after_forward={reshard}"
+            name += f", prefetch_depth={depth}" if depth > 1 else ""
+            name += f", {at_once} modules per unit" if at_once > 1 else ""
+            settings = {"reshard_after_forward": reshard, "prefetch_depth": depth}
+            arms[name] = partial(_shard, function=fully_shard, at_once=at_once, **settings)
+        arms[f"torch's fully_shard, {reshard}"] = partial(
+            _shard,
+            function=torch.distributed.fsdp.fully_shard,
+            at_once=1,
+            reshard_after_forward=reshard,
         )
     return arms
 
@@ -68,93 +64,112 @@ def _step_seconds(model: nn.Module, loss: Callable[[nn.Module], torch.Tensor]) -
     return time.perf_counter() - begin
 
 
+def _units_of(module: nn.Module, unit_class: str) -> list[nn.Module]:
+    units = [child for child in module.modules() if type(child).__name__ == unit_class]
+    if not units:
+        classes = ", ".join(sorted({type(child).__name__ for child in module.modules()}))
+        raise ValueError(
+            f"--units: expected a class of the model's modules, found {unit_class!r}.\n"
+            f"The model has {classes}."
+        )
+    return units
+
+
+def _turn_ms(factory: Factory, unit_class: str, shard: Shard, steps: int) -> float:
+    """Returns the median step of the slowest rank. The model lives for this turn alone."""
+    module, loss = factory()[:2]
+    shard(module, _units_of(module, unit_class))
+    for _ in range(_WARM_UP_STEPS):
+        _step_seconds(module, loss)
+    found = torch.tensor([_step_seconds(module, loss) for _ in range(steps)])
+    found = found.to(next(module.parameters()).device)
+    dist.all_reduce(found, dist.ReduceOp.MAX)
+    del module, loss
+    gc.collect()
+    return 1e3 * found.median().item()
+
+
+def _is_decided(times: list[float], default: list[float], candidates: int) -> bool:
+    """A sign test over the rounds, corrected for the number of settings."""
+    rounds = len(times)
+    faster = sum(a < b for a, b in zip(times, default, strict=True))
+    chance = sum(math.comb(rounds, k) for k in range(faster, rounds + 1)) / 2**rounds
+    return candidates * chance <= _SIGNIFICANCE
+
+
 def measure(
-    factory: Callable[[], Workload],
+    factory: Factory,
     unit_class: str,
     rounds: int,
     steps: int,
-    show: Callable[[int, int], None] = lambda done, total: None,
+    after_round: Callable[[dict[str, Any]], None] = lambda figures: None,
 ) -> dict[str, Any]:
-    """Times each setting in turns; collective. Each has a model of its own by `factory`.
+    """Times each setting in turns; collective. Each turn has a model of its own by `factory`.
 
     Raises:
         ValueError: The model has no module of that class, or there are fewer than 2 rounds.
     """
     if rounds < 2 or steps < 1:
         raise ValueError(f"bench: expected 2 rounds and 1 step or more, found {rounds}, {steps}")
-
-    def units_of(module: nn.Module) -> list[nn.Module]:
-        return [child for child in module.modules() if type(child).__name__ == unit_class]
-
-    module, loss = factory()[:2]
-    if not (units := units_of(module)):
-        classes = ", ".join(sorted({type(child).__name__ for child in module.modules()}))
-        raise ValueError(
-            f"--units: expected a class of the model's modules, found {unit_class!r}.\n"
-            f"The model has {classes}."
-        )
-    name, trained = type(module).__name__, sum(p.numel() for p in module.parameters())
-    arms, models = arms_of(len(units)), {}
-    for arm, wrap in arms.items():
-        module, loss = factory()[:2]
-        models[arm] = wrap(module, units_of(module)), loss
-    times: dict[str, list[float]] = {arm: [] for arm in arms}
-    order = list(arms)
-    for done in range(rounds + 1):  # the first one warms up
-        for arm in order:
-            _step_seconds(*models[arm])
-            found = torch.tensor([_step_seconds(*models[arm]) for _ in range(steps)])
-            if torch.accelerator.is_available():
-                found = found.to(torch.accelerator.current_accelerator())
-            dist.all_reduce(found, dist.ReduceOp.MAX)
-            if done > 0:
-                times[arm].append(1e3 * found.median().item())
-        order.reverse()
-        show(done, rounds)
-    first = times[next(iter(arms))]
-    return {
-        "name": name,
-        "parameters": trained,
-        "units": len(units),
+    module = factory()[0]
+    arms = arms_of(len(_units_of(module, unit_class)))
+    figures: dict[str, Any] = {
+        "name": type(module).__name__,
+        "parameters": sum(parameter.numel() for parameter in module.parameters()),
+        "units": len(_units_of(module, unit_class)),
         "rounds": rounds,
+        "rounds_taken": 0,
         "steps": steps,
-        "arms": [
+        "arms": [],
+    }
+    del module
+    times: dict[str, list[float]] = {arm: [] for arm in arms}
+    order, default = list(arms), next(iter(arms))
+    for done in range(1, rounds + 1):
+        for arm in order:
+            times[arm].append(_turn_ms(factory, unit_class, arms[arm], steps))
+        order.reverse()
+        if done == 1:
+            continue  # quartiles need two
+        figures["rounds_taken"] = done
+        figures["arms"] = [
             {
                 "name": arm,
-                "rounds_ms": times[arm],
-                "step_ms": bench.quartiles(times[arm]),
+                "rounds_ms": of_arm,
+                "step_ms": bench.quartiles(of_arm),
                 "over_default": bench.quartiles(
-                    [a / b for a, b in zip(times[arm], first, strict=True)]
+                    [a / b for a, b in zip(of_arm, times[default], strict=True)]
                 ),
+                "decided": _is_decided(of_arm, times[default], len(arms) - 1),
             }
-            for arm in arms
-        ],
-    }
+            for arm, of_arm in times.items()
+        ]
+        after_round(figures)
+    return figures
 
 
 def table(figures: dict[str, Any]) -> str:
     """Returns a row per setting, and a recommendation."""
     lines = [
         f"{figures['name']}: {figures['parameters']} parameters, {figures['units']} units; "
-        f"{figures['rounds']} rounds of {figures['steps']} steps",
-        f"{'setting':46} {'step ms':>8}  over the first [p25, p75]",
+        f"{figures['rounds_taken']} rounds of {figures['steps']} steps",
+        f"{'setting':48} {'step ms':>8}  over the first [p25, p75]",
     ]
     for arm in figures["arms"]:
         ratio = arm["over_default"]
         lines.append(
-            f"{arm['name']:46} {arm['step_ms']['median']:8.4g}  {ratio['median']:.2f} "
+            f"{arm['name']:48} {arm['step_ms']['median']:8.4g}  {ratio['median']:.2f} "
             f"[{ratio['p25']:.2f}, {ratio['p75']:.2f}]"
         )
-    ours = [arm for arm in figures["arms"] if not arm["name"].startswith("torch")]
-    best = min(ours, key=lambda arm: arm["over_default"]["median"])
-    if best is ours[0] or best["over_default"]["p75"] >= 1:
-        verdict = f"keep {ours[0]['name']}: nothing is faster in three of four rounds"
-    else:
-        verdict = f"{best['name']}: {1 - best['over_default']['median']:.1%} less per step"
     lines.append(
-        "Without reshard_after_forward a rank holds all parameters from forward to backward,"
+        "Without reshard_after_forward a rank holds all parameters from forward to backward."
     )
-    lines.append("with DistributedDataParallel also gradients and optimizer states, at all times.")
+    default, *ours = (arm for arm in figures["arms"] if not arm["name"].startswith("torch"))
+    decided = [arm for arm in ours if arm["decided"]]
+    verdict = f"keep {default['name']} (no setting is reliably faster)"
+    if decided:
+        best = min(decided, key=lambda arm: arm["over_default"]["median"])
+        verdict = f"{best['name']}: {1 - best['over_default']['median']:.1%} less per step"
     return "\n".join([*lines, f"recommended: {verdict}"]) + "\n"
 
 
@@ -165,8 +180,12 @@ def run(given: argparse.Namespace) -> None:
     device = torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
     conditions = bench.set_up(device)
     with bench.progress("rounds") as show:
-        figures = measure(factory, given.units, given.rounds, given.steps, show)
-    bench.write(given.json, {"kind": "sharded", "set_up": conditions, "models": [figures]})
+
+        def after_round(figures: dict[str, Any]) -> None:
+            bench.write(given.json, {"kind": "sharded", "set_up": conditions, "models": [figures]})
+            show(figures["rounds_taken"], figures["rounds"])
+
+        figures = measure(factory, given.units, given.rounds, given.steps, after_round)
     if dist.get_rank() == 0:
         print("".join(f"{name:<9} {value}\n" for name, value in conditions.items()), end="")
         print(table(figures), end="", flush=True)

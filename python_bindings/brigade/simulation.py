@@ -34,11 +34,13 @@ def scaling_curve(request: dict[str, Any], most: int = 512) -> list[dict[str, An
     """
     per_host = request.get("cluster", {}).get("gpus_per_host", 8)
     curve = []
-    for gpus in (1 << power for power in range(most.bit_length())):
+    counts = {1 << power for power in range(most.bit_length())}
+    counts |= {per_host << power for power in range(most.bit_length())}
+    for gpus in sorted(count for count in counts if count <= most):
+        if gpus > per_host and gpus % per_host != 0:
+            continue
         size = {"hosts": max(1, gpus // per_host), "gpus_per_host": min(gpus, per_host)}
         cluster = request.get("cluster", {}) | size
-        if gpus > most or size["hosts"] * size["gpus_per_host"] != gpus:
-            continue
         try:
             step = simulate(request | {"cluster": cluster})
         except ValueError:
@@ -71,8 +73,8 @@ def sharding_curve(request: dict[str, Any]) -> list[dict[str, Any]]:
     return curve
 
 
-def recorded_model(file: str) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Returns the model and the costs of collectives of a sweep's JSON file.
+def recorded_model(file: str) -> tuple[dict[str, Any], int, dict[str, Any]]:
+    """Returns the model, the ranks and the costs of collectives of a sweep's JSON file.
 
     A layer is a parameter; its backward is the time since the gradient before it.
     """
@@ -90,7 +92,8 @@ def recorded_model(file: str) -> tuple[dict[str, Any], dict[str, Any]]:
             for gradient, begin in zip(gradients, begins, strict=False)
         ]
         costs = [[point["bytes"], point["seconds"]] for point in model["cost"]["points"]]
-        return {"name": model["name"], "layers": layers[::-1]}, {"all_reduce": costs}
+        recorded = {"name": model["name"], "layers": layers[::-1]}
+        return recorded, model["ranks"], {"all_reduce": costs}
     except (OSError, ValueError, LookupError, TypeError) as error:
         raise ValueError(
             f"{file}: expected the JSON file of a sweep of one model, found: {error!r}.\n"
@@ -101,10 +104,14 @@ def recorded_model(file: str) -> tuple[dict[str, Any], dict[str, Any]]:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "model",
+        nargs="?",
         help="resnet50, bert-base, bert-large, gpt2, gpt2-xl, gpt3, llama-7b, llama-70b, "
-        "llama-405b, or the JSON file of a sweep: its measured times and all-reduces",
+        "llama-405b, or the JSON file of a sweep: its measured times and all-reduces; default: "
+        "that of --request",
     )
-    parser.add_argument("--strategy", choices=STRATEGIES, default="brigade")
+    parser.add_argument(
+        "--strategy", choices=STRATEGIES, help="default: brigade; of a recorded model: ddp"
+    )
     groups = {
         "workload": {
             "batch": (int, "samples per rank and micro-batch (1)"),
@@ -149,15 +156,21 @@ def request_of(given: argparse.Namespace) -> dict[str, Any]:
             request = json.loads(pathlib.Path(given.request).read_text())
         except (OSError, ValueError) as error:
             raise ValueError(f"--request: expected a JSON file, found: {error}") from error
+        if not isinstance(request, dict):
+            raise ValueError("--request: expected a JSON object, found another value")
     cluster, strategy = request.setdefault("cluster", {}), request.setdefault("strategy", {})
-    strategy.setdefault("kind", given.strategy)
-    request["model"] = given.model
-    if given.model.endswith(".json"):
-        request["model"], costs = recorded_model(given.model)
+    is_recorded = given.model is not None and given.model.endswith(".json")
+    strategy.setdefault("kind", "ddp" if is_recorded else "brigade")
+    if given.strategy:
+        strategy["kind"] = given.strategy
+    if given.model is not None:
+        request["model"] = given.model
+    if is_recorded:
+        request["model"], ranks, costs = recorded_model(given.model)
         request["strategy"] = strategy = {"parameter_bytes": 4, "gradient_bytes": 4} | strategy
         if all(value is None for name, value in vars(given).items() if name.startswith("cluster")):
             cluster.setdefault("costs", costs)
-            cluster.setdefault("gpus_per_host", 2)
+            cluster.setdefault("gpus_per_host", ranks)
             cluster.setdefault("device", {})  # no memory limit, no time of the optimizer
     sections = {"workload": request, "cluster": cluster, "strategy": strategy}
     for name, value in vars(given).items():

@@ -45,15 +45,38 @@ def test_a_recorded_sweep_is_predicted_with_its_own_all_reduces(tmp_path, monkey
         {"parameter": 0, "name": "a", "bytes": 8_000_000, "ready_ms": 30.0},
     ]
     points = [{"bytes": 1000, "seconds": 0.001}, {"bytes": 16_000_000, "seconds": 0.016}]
-    sweep = {"name": "Net", "forward_ms": 20.0, "ready": ready, "cost": {"points": points}}
+    sweep = {
+        "name": "Net",
+        "ranks": 2,
+        "forward_ms": 20.0,
+        "ready": ready,
+        "cost": {"points": points},
+    }
     file.write_text(json.dumps({"models": [sweep]}))
-    run(monkeypatch, str(file), "--strategy", "ddp", "--json", str(tmp_path / "step.json"))
+    run(monkeypatch, str(file), "--json", str(tmp_path / "step.json"))
     step = json.loads((tmp_path / "step.json").read_text())
     # Forward, backward, and the last bucket.
     assert step["result"]["step_s"] == pytest.approx(0.020 + 0.030 + 0.0085, rel=1e-3)
     assert step["curve"] == []  # the all-reduces are those of 2 ranks
     run(monkeypatch, str(file), "--strategy", "ddp", "--hosts", "2", "--between", "ethernet1")
     assert "GPUs   step ms" in capsys.readouterr().out
+
+
+def test_options_override_a_request(tmp_path, monkeypatch):
+    request, file = tmp_path / "request.json", tmp_path / "step.json"
+    request.write_text(json.dumps(_REQUEST))
+    run(monkeypatch, "--request", str(request), "--json", str(file))
+    assert json.loads(file.read_text())["request"] == _REQUEST
+    options = ("--strategy", "ddp", "--gpus-per-host", "6", "--json", str(file))
+    run(monkeypatch, "gpt2", "--request", str(request), *options)
+    written = json.loads(file.read_text())
+    assert written["request"]["model"] == "gpt2"
+    assert written["request"]["strategy"] == {"kind": "ddp"}
+    counts = [row["gpus"] for row in written["curve"]]
+    assert counts == [1, 2, 4, 6, 12, 24, 48, 96, 192, 384]
+    request.write_text("[]")
+    with pytest.raises(SystemExit):
+        run(monkeypatch, "--request", str(request))
 
 
 @pytest.mark.parametrize(
