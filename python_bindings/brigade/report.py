@@ -17,15 +17,15 @@ import pathlib
 import re
 import secrets
 import statistics
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, NoReturn
+from collections.abc import Sequence
+from typing import Any, NoReturn
 
 Data = dict[str, Any]
 
 _SIGNIFICANCE = 0.01  # after many rounds, as in bucket_sweep/sweep.cc
 _MOST_DRAWN = 1000  # per stream or curve; neighbours are merged
 _LONGEST_TEXT = 300
-_LONGEST_LABEL = 22
+_LONGEST_LABEL = 24
 
 # Light and dark. The page's script replaces the first by the second.
 _COLORS = {
@@ -42,33 +42,48 @@ _COLORS = {
 }
 _SERIES = ("blue", "orange", "green", "purple", "teal", "red", "gray")
 
-# Schemas: a type, {"keys": schema}, [schema of 1 or more items], (schema of items,),
-# (schema, None) if null is allowed.
+# Schemas: a type, {"keys": schema}, [schema of 1 or more items], (schema of items,).
+# A key that ends with ? may be absent or null.
 _ANY = "a finite number"
+_COUNTED = f"{_ANY} of at least 0"
+_EXPECTED = {str: "a text", bool: "true or false", int: _COUNTED, float: _COUNTED, _ANY: _ANY}
 _QUARTILES = {"p25 median p75": float}
-_BUCKETS = ({"bucket bytes": int, "launched_ms complete_ms": float},)
-_BEST = {"cap": str, "caps_bytes": [int], "saved_ms": {"p25 median p75": _ANY}, "decided": bool}
+_DIFFERENCES = {"p25 median p75": _ANY}
+_BUCKETS = ({"bytes": int, "launched_ms complete_ms": float},)
 _ARM = {
     "cap": str,
     "caps_bytes": [int],
     "buckets": int,
-    "bucket_bytes": {"min median max": float},
+    "bucket_bytes": {"median max": float},
     "step_ms": _QUARTILES,
     "rounds_ms": [[float]],
     "predicted_ms alone_ms": float,
-    "added_ms": {"p25 median p75": _ANY},
-    "overlap": (float, None),
+    "added_ms": _DIFFERENCES,
+    "overlap?": float,
     "timeline predicted_timeline": _BUCKETS,
+}
+_BEST = {
+    "cap": str,
+    "caps_bytes": [int],
+    "saved_ms": _DIFFERENCES,
+    "saved_share": _ANY,
+    "rounds_faster rounds": int,
+    "decided": bool,
 }
 _MODEL = {
     "name": str,
-    "parameters gradient_bytes rounds steps": int,
+    "parameters gradient_bytes rounds_taken rounds_to_take steps": int,
     "local_ms": _QUARTILES,
-    "bound_ms backward_ms": float,
+    "bound_ms backward_ms backward_slowdown collective_stretch": float,
     "arms": [_ARM],
-    "best": ({**_BEST, "saved_share": _ANY, "rounds_faster rounds": int}, None),
-    "cost": {"points": ({"bytes": int, "seconds": float},), "concurrency": int},
+    "best?": _BEST,
+    "cost": {"points": ({"bytes": int, "seconds": float},)},
     "ready": ({"name": str, "bytes": int, "ready_ms": float},),
+}
+_SHARDED = {
+    "name": str,
+    "parameters units rounds steps": int,
+    "arms": [{"name": str, "step_ms over_default": _QUARTILES}],
 }
 _STATES = ("parameters", "gradients", "optimizer", "unsharded", "activations")
 _TRAFFIC = ("sent", "between_hosts", "between_racks")
@@ -80,12 +95,19 @@ _RESULT = {
     "events": ({"stream name": str, "begin_s end_s": float},),
     "memory_over_step": ({"time_s bytes": float},),
 }
-_CURVE = ({"gpus": int, "step_s exposed_s tflops mfu": float},)
-_COLLECTIVE = {"operation": str, "bytes pieces": int, "seconds": _QUARTILES}
 _KINDS: dict[str, Data] = {
     "sweep": {"set_up": dict, "models": [_MODEL]},
-    "collectives": {"set_up": dict, "collectives": [_COLLECTIVE]},
-    "simulation": {"set_up request": dict, "result": _RESULT, "curve": _CURVE},
+    "sharded": {"set_up": dict, "models": [_SHARDED]},
+    "collectives": {
+        "set_up": dict,
+        "collectives": [{"operation": str, "bytes pieces": int, "seconds": _QUARTILES}],
+    },
+    "simulation": {
+        "set_up request": dict,
+        "result": _RESULT,
+        "curve": ({"gpus": int, "step_s exposed_s mfu": float},),
+        "shard_ranks_curve?": ({"shard_ranks": int, "step_s exposed_s memory_bytes": float},),
+    },
 }
 _ORDERED = {"p25": "median", "median": "p75", "launched_ms": "complete_ms", "begin_s": "end_s"}
 
@@ -113,17 +135,15 @@ def _checked(value: Any, schema: Any, place: str) -> Any:
             "Write the file with brigade bench or brigade simulate of this version."
         )
 
-    if schema is str:
-        return _clean(value) if isinstance(value, str) else fail("a text")
-    if schema is bool:
-        return value if isinstance(value, bool) else fail("true or false")
+    if schema in (str, bool):
+        if not isinstance(value, schema):
+            fail(_EXPECTED[schema])
+        return _clean(value) if schema is str else value
     if schema in (int, float, _ANY):
         is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
         if not is_number or not abs(value) < 1e300 or (value < 0 and schema != _ANY):
-            fail(_ANY if schema == _ANY else "a finite number of at least 0")
+            fail(_EXPECTED[schema])
         return int(value) if schema is int else float(value)
-    if isinstance(schema, tuple) and schema[-1] is None:
-        return None if value is None else _checked(value, schema[0], place)
     if isinstance(schema, (list, tuple)):
         if not isinstance(value, list) or (isinstance(schema, list) and not value):
             fail("a list" if isinstance(schema, tuple) else "a list of at least 1 item")
@@ -134,7 +154,11 @@ def _checked(value: Any, schema: Any, place: str) -> Any:
         return {_clean(key): item for key, item in value.items()}
     found: Data = {}
     for keys, item in schema.items():
-        for key in keys.split():
+        for name in keys.split():
+            key = name.rstrip("?")
+            if key != name and value.get(key) is None:
+                found[key] = None
+                continue
             if key not in value:
                 fail(f"the key {key!r}", _clean(", ".join(value)) or "an empty object")
             found[key] = _checked(value[key], item, f"{place}.{key}")
@@ -232,17 +256,14 @@ def settings_of(caps_bytes: Sequence[int]) -> Data:
 
 
 def rounds_to_decide(best: Data, num_arms: int) -> int | None:
-    """Returns the rounds after which the sign test decides, at the same share of faster rounds.
+    """Returns the rounds after which a sign test decides, at the same share of faster rounds.
 
-    Returns None if the cap is faster in at most half of the rounds.
+    Returns None above 1000 rounds.
     """
-    share = best["rounds_faster"] / max(1, best["rounds"])
-    for rounds in range(best["rounds"] + 1, 1000 if share > 0.5 else 0):
-        faster = range(math.floor(share * rounds), rounds + 1)
-        chance = sum(math.comb(rounds, k) for k in faster) / 2**rounds
-        if (num_arms - 1) * chance <= _SIGNIFICANCE:
-            return rounds
-    return None
+    lead = 2 * best["rounds_faster"] / max(1, best["rounds"]) - 1
+    deviations = statistics.NormalDist().inv_cdf(1 - _SIGNIFICANCE / num_arms)
+    rounds = math.ceil((deviations / max(lead, 1e-9)) ** 2)
+    return max(rounds, best["rounds"] + 1) if rounds <= 1000 else None
 
 
 def verdict_of(model: Data) -> str:
@@ -261,11 +282,56 @@ def verdict_of(model: Data) -> str:
         return f"Use {option if len(option) <= 60 else f'the buckets of {size}, below'}: {gain}."
     rounds = rounds_to_decide(best, len(model["arms"]))
     if saved["median"] <= 0 or rounds is None:
-        return f"Keep the default: no cap is faster in most rounds. Closest: {size}, {gain}."
+        return f"Keep the default: no cap is reliably faster. Closest: {size}, {gain}."
+    interrupted = model["rounds_taken"] < model["rounds_to_take"]
     return (
         f"Undecided: {best['rounds']} rounds are too few. {size} took {gain}, maybe by chance. "
-        f"Run the same command with --rounds {rounds}, then open the new report."
+        f"Run the same command with {'--resume' if interrupted else f'--rounds {rounds}'}, "
+        "then open the new report."
     )
+
+
+def _lines_of(setting: str) -> str:
+    """Returns the program's lines for a setting of `brigade bench --units`."""
+    form = r"(reshard_after_forward=\w+(?:, prefetch_depth=\d+)?)(?:, (\d+) modules per unit)?"
+    found = re.fullmatch(form, setting)
+    if not found:
+        return "model = brigade.DistributedDataParallel(net)"
+    options, size = found.groups()
+    begin = "for block in blocks:\n    brigade.fully_shard(block"
+    if size:
+        begin = f"for i in range(0, len(blocks), {size}):\n"
+        begin += f"    brigade.fully_shard(blocks[i : i + {size}]"
+    blocks = "blocks = [module for module in net.modules() if isinstance(module, Block)]"
+    return f"{blocks}\n{begin}, {options})\nbrigade.fully_shard(net)"
+
+
+def sharding_advice(model: Data) -> tuple[str, list[tuple[str, str]]]:
+    """Returns the verdict, and the lines to paste by setting."""
+
+    def share(arm: Data) -> float:
+        return arm["over_default"]["median"]
+
+    def change(arm: Data) -> str:
+        median, least, most = (100 - 100 * arm["over_default"][k] for k in ("median", "p75", "p25"))
+        text = f"{abs(median):.1f} % [{least:.1f}, {most:.1f}]"
+        return f"{text} {'less' if median > 0 else 'more'} per step than {default['name']}"
+
+    default = model["arms"][0]
+    ours = [arm for arm in model["arms"] if not arm["name"].startswith("torch")]
+    sharded = [arm for arm in ours if arm["name"].startswith("reshard")]
+    best = min(ours or [default], key=share)
+    fastest = min(model["arms"], key=share)
+    note = f" Faster still: {fastest['name']}, {change(fastest)}." if fastest not in ours else ""
+    if best is default or best["over_default"]["p75"] >= 1:
+        closest = min((arm for arm in ours if arm is not default), key=share, default=default)
+        verdict = f"Keep {default['name']}: no setting is faster in three of four rounds."
+        return f"{verdict} Closest: {closest['name']}, {change(closest)}.{note}", []
+    lines = [(best["name"], _lines_of(best["name"]))]
+    if best not in sharded:
+        name = min(sharded or [default], key=share)["name"]
+        lines.append((f"If that does not fit into memory: {name}", _lines_of(name)))
+    return f"Use {best['name']}: {change(best)}.{note}", lines
 
 
 def compare_runs(before: Data, after: Data) -> list[Data]:
@@ -310,351 +376,354 @@ def _against_default(model: Data, arm: Data) -> str:
     return f"{statistics.median(changes):+.2f} ms ({faster} of {len(changes)})"
 
 
-def _merged(events: Sequence[Data], least_s: float) -> list[Data]:
-    """Joins events of one kind that are too short and too close to be seen separately."""
-    merged: list[Data] = []
-    latest: dict[str, Data] = {}  # by kind, since kinds alternate
-    for event in sorted(events, key=lambda event: event["begin_s"]):
-        kind = event["name"].split(" ")[0]
-        last = latest.get(kind)
-        if last and event["end_s"] - last["begin_s"] < least_s:
-            last["end_s"] = max(last["end_s"], event["end_s"])
-        else:
-            merged.append({**event, "kind": kind})
-            latest[kind] = merged[-1]
-    return merged
-
-
 # ---- Plots.
 
+# Base and numbers of logarithmic axes.
+_LOGARITHMIC = {
+    "size": (2, "0 ib"),
+    "bytes per second": (2, "0 ib"),
+    "pieces": (2, "0"),
+    "GPUs": (2, "0"),
+    "ranks per copy": (2, "0"),
+    "ms": (10, "0.[000]"),
+}
+_MARKS = {"hbar": "■", "vspan": "┆", "hspan": "┅", "step": "━", "diamond": "◇"}
+_MUTED, _GRID = _COLORS["muted"][0], _COLORS["grid"][0]
+_THEME = {
+    "Plot": dict.fromkeys(("background_fill_color", "border_fill_color", "outline_line_color")),
+    "Grid": {"grid_line_color": _GRID},
+    "Axis": {
+        "axis_line_color": _MUTED,
+        "major_tick_line_color": _MUTED,
+        "minor_tick_line_color": None,
+        "axis_label_text_color": _MUTED,
+        "axis_label_text_font_style": "normal",
+        "major_label_text_color": _COLORS["text"][0],
+    },
+}
 
-class Scale(NamedTuple):
-    """Axis of a plot. Without a base, the axis is linear and begins at 0."""
 
-    label: str
-    base: int | None
-    text: Callable[[float], str]
+class _Plot:
+    """Figure and its legend. With `labels`, y is the index of a label."""
 
+    def __init__(
+        self,
+        key: str,
+        x: str,
+        y: str = "",
+        labels: Sequence[str] = (),
+        zero: str = "",
+        **options: Any,
+    ) -> None:
+        from bokeh import models, plotting
 
-_SIZE = Scale("size", 2, _bytes)
-_TIME = Scale("time", 10, _seconds)
-_COUNT = "{:.0f}".format
-_RATE = Scale("bandwidth", 2, lambda rate: _bytes(rate) + "/s")
-
-
-class _Plots:
-    """Draws figures with Bokeh. Each row of a glyph ends with the text that hover shows."""
-
-    def __init__(self) -> None:
-        import bokeh.embed
-        import bokeh.models
-        import bokeh.plotting
-        import bokeh.themes
-
-        self.bokeh = bokeh
-        axis = ("axis_line_color", "major_tick_line_color", "axis_label_text_color")
-        fills = ("background_fill_color", "border_fill_color", "outline_line_color")
-        attributes = {
-            "Plot": dict.fromkeys(fills),
-            "Axis": dict.fromkeys(axis, _COLORS["muted"][0])
-            | {"major_label_text_color": _COLORS["text"][0], "minor_tick_line_color": None}
-            | {"axis_label_text_font_style": "normal"},
-            "Grid": {"grid_line_color": _COLORS["grid"][0]},
-        }
-        self.theme = bokeh.themes.Theme(json={"attrs": attributes})
-
-    def figure(self, height: int, x_label: str, y_label: str = "", **options: Any) -> Any:
-        options |= {"x_axis_label": x_label, "y_axis_label": y_label, "active_drag": None}
+        self.key, self.labels, self.legend, self.models = key, labels, [], models
         options |= {"tools": "pan,box_zoom,reset", "sizing_mode": "stretch_width"}
-        figure = self.bokeh.plotting.figure(height=height, toolbar_location="above", **options)
+        options |= {"active_drag": None, "toolbar_location": "above", "height": 300}
+        if labels:
+            options["height"] = 100 + min(34 * len(labels), 420)
+            options |= {"y_range": (len(labels) - 0.4, -0.6), "min_border_left": 110}
+        for name, label in (("x", x), ("y", y)):
+            options[f"{name}_axis_type"] = "log" if label in _LOGARITHMIC else "linear"
+            options[f"{name}_axis_label"] = label
+        self.figure = figure = plotting.figure(**options)
         figure.toolbar.logo = None
-        return figure
+        for name in zero:
+            getattr(figure, f"{name}_range").start = 0
+        for label, axis in ((x, figure.xaxis), (y, figure.yaxis)):
+            if label in _LOGARITHMIC:
+                base, text = _LOGARITHMIC[label]
+                axis.ticker = models.LogTicker(
+                    base=base, mantissas=[1, 2, 5] if base == 10 else [1]
+                )
+                axis.formatter = models.NumeralTickFormatter(format=text)
+        if labels:
+            shown = range(0, len(labels), math.ceil(len(labels) / 16))
+            figure.yaxis.ticker = [*shown]
+            figure.yaxis.major_label_overrides = {i: _label(labels[i]) for i in shown}
+            figure.ygrid.grid_line_color = None
 
-    def rows(
-        self, labels: Sequence[str], height: int, x_label: str, begin: float, end: float
-    ) -> Any:
-        """Returns a figure with a row per label and an axis from `begin` to `end`."""
-        margin = 0.03 * (end - begin) or 1
-        options = {"x_range": (max(0, begin - margin), end + margin), "min_border_left": 110}
-        options["y_range"] = (len(labels) - 0.4, -0.6)
-        figure = self.figure(height, x_label, **options)
-        shown = range(0, len(labels), math.ceil(len(labels) / 16))
-        figure.yaxis.ticker = [*shown]
-        figure.yaxis.major_label_overrides = {i: _label(labels[i]) for i in shown}
-        figure.ygrid.grid_line_color = None
-        return figure
+    def draw(self, glyph: str, rows: list[tuple], color: str, name: str = "", **style: Any) -> None:
+        """Draws `rows` of coordinates, and of a text that hover shows; a `name` for the legend."""
+        fields = {"hbar": ("y", "left", "right", "text"), "vspan": ("x",), "hspan": ("y",)}
+        names = fields.get(glyph, ("x", "y", "text"))
+        columns = dict(zip(names, zip(*rows, strict=True), strict=False))
+        style |= {field: field for field in columns if field != "text"}
+        source = self.models.ColumnDataSource(columns)
+        getattr(self.figure, glyph)(source=source, color=_COLORS[color][0], **style)
+        if name:
+            self.legend.append((color, name, _MARKS.get(style.get("marker", glyph), "●")))
 
-    def draw(self, figure: Any, glyph: str, rows: list[tuple], color: str, **style: Any) -> None:
-        fields = ("y", "left", "right", "text") if glyph == "hbar" else ("x", "y", "text")
-        columns = dict(zip(fields, zip(*rows, strict=True), strict=False))
-        source = self.bokeh.models.ColumnDataSource(columns)
-        names = {field: field for field in columns if field != "text"}
-        getattr(figure, glyph)(source=source, color=_COLORS[color][0], **names, **style)
+    def line_at(self, place: float, color: str, name: str, glyph: str = "vspan") -> None:
+        dash = "dotted" if color == "gray" else "dashed"
+        self.draw(glyph, [(place,)], color, name, line_width=2, line_dash=dash)
 
-    def line_at(self, figure: Any, place: float, color: str, across: str = "height") -> None:
-        style = {"line_color": _COLORS[color][0], "line_width": 2}
-        style["line_dash"] = "dotted" if color == "gray" else "dashed"
-        figure.add_layout(self.bokeh.models.Span(location=place, dimension=across, **style))
+    def capacity(self, memory: Data, glyph: str) -> None:
+        if size := memory["capacity"]:  # 0: unknown
+            self.line_at(size / 2**30, "red", f"capacity, {_bytes(size)}", glyph)
 
-    def curves(self, series: Sequence[tuple[str, list[tuple]]], x: Scale, y: Scale) -> Any:
-        """Draws points and straight lines between them."""
-        kinds = {"x_axis_type": "log", "y_axis_type": "log" if y.base else "linear"}
-        figure = self.figure(320, x.label, y.label, **kinds)
-        for color, rows in series:
-            rows = sorted(row for row in rows if row[0] > 0 and (row[1] > 0 or not y.base))
-            if rows:
-                self.draw(figure, "line", [row[:2] for row in rows], color, line_width=2)
-                self.draw(figure, "scatter", rows, color, size=7)
-        for i, (axis, scale) in enumerate(((figure.xaxis, x), (figure.yaxis, y))):
-            values = [row[i] for _, rows in series for row in rows if row[i] > 0] or [1.0]
-            if scale.base is None:
-                figure.y_range.update(start=0, end=1.1 * max(values))
-                continue
-            low, high = (math.log(bound(values), scale.base) for bound in (min, max))
-            powers = range(math.floor(low), math.ceil(high) + 1, math.ceil((high - low + 1) / 7))
-            parts = (1, 2, 5) if scale.base == 10 and high - low < 3 else (1,)
-            axis.ticker = ticks = [n * float(scale.base) ** k for k in powers for n in parts]
-            texts = (re.sub(r"\.0+\b", "", scale.text(tick)) for tick in ticks)
-            axis.major_label_overrides = dict(zip(ticks, texts, strict=True))
-        return figure
+    def spreads(self, times: Sequence[Data], color: str, name: str, shift: float = 0) -> None:
+        """Draws a bar between the quartiles and a dot at the median, for each label."""
+        bars, dots = [], []
+        for i, (label, time) in enumerate(zip(self.labels, times, strict=True)):
+            text = f"{label}: {_interval(time)} ms"
+            bars.append((i + shift, time["p25"], time["p75"], text))
+            dots.append((time["median"], i + shift, text))
+        self.draw("hbar", bars, color, height=0.26, fill_alpha=0.35)
+        self.draw("scatter", dots, color, name, size=10)
 
-    def block(self, key: str, figure: Any, **values: Any) -> Data:
-        shown = [r for r in figure.renderers if "text" in r.data_source.data]
-        options = {"renderers": shown, "tooltips": [("", "@text")], "visible": False}
-        figure.add_tools(self.bokeh.models.HoverTool(**options))
-        item = self.bokeh.embed.json_item(figure, theme=self.theme)
-        return {"key": key, "plot": item, "height": figure.height, **values}
+    def curve(self, points: Sequence[tuple], color: str, name: str = "") -> None:
+        """Draws positive points and straight lines between them."""
+        if rows := sorted(point for point in points if min(point[:2]) > 0):
+            self.draw("line", [row[:2] for row in rows], color, line_width=2)
+            self.draw("scatter", rows, color, name, size=7)
 
-    # -- Sweeps.
+    def block(self, **values: Any) -> Data:
+        from bokeh import embed, themes
 
-    def spreads(self, figure: Any, times: dict[str, Data], color: str, shift: float = 0) -> None:
-        """Draws a bar between the quartiles and a dot at the median, in each row."""
-        rows = [
-            (i + shift, time, f"{label}: {_interval(time)} ms")
-            for i, (label, time) in enumerate(times.items())
-        ]
-        bars = [(y, time["p25"], time["p75"], text) for y, time, text in rows]
-        dots = [(time["median"], y, text) for y, time, text in rows]
-        self.draw(figure, "hbar", bars, color, height=0.26, fill_alpha=0.35)
-        self.draw(figure, "scatter", dots, color, size=10)
+        shown = [r for r in self.figure.renderers if "text" in r.data_source.data]
+        hover = self.models.HoverTool(renderers=shown, tooltips=[("", "@text")], visible=False)
+        self.figure.add_tools(hover)
+        item = embed.json_item(self.figure, theme=themes.Theme(json={"attrs": _THEME}))
+        values |= {"key": self.key, "plot": item, "height": self.figure.height}
+        return values | {"legend": self.legend}
 
-    def steps(self, model: Data) -> Data:
-        times = {_size(arm): arm["step_ms"] for arm in model["arms"]}
-        predicted = {_size(arm): arm["predicted_ms"] for arm in model["arms"]}
-        bound, local = model["bound_ms"], model["local_ms"]["median"]
-        ends = [bound, local, *predicted.values()]
-        ends += [time[key] for time in times.values() for key in ("p25", "p75")]
-        figure = self.rows([*times], 110 + 34 * len(times), "ms per step", min(ends), max(ends))
-        self.line_at(figure, bound, "green")
-        self.line_at(figure, local, "gray")
-        self.spreads(figure, times, "blue")
-        rows = [
-            (ms, i, f"{label}: {_number(ms)} ms predicted")
-            for i, (label, ms) in enumerate(predicted.items())
-        ]
-        self.draw(figure, "scatter", rows, "orange", marker="diamond", size=14, fill_alpha=0)
-        return self.block("steps", figure)
 
-    def timeline(self, model: Data, arm: Data, end: float) -> Data:
-        backward, measured = model["backward_ms"], arm["timeline"]
-        count = max(len(measured), len(arm["predicted_timeline"]))
-        labels = ["backward", *(f"bucket {i}" for i in range(count))]
-        height = 90 + max(80, min(22 * len(labels), 420))
-        figure = self.rows(labels, height, "ms since backward began", 0, end)
-        waits = {"fill_color": _COLORS["red"][0], "fill_alpha": 0.1}
-        figure.add_layout(self.bokeh.models.BoxAnnotation(left=backward, **waits))
-        row = (0, 0, backward, f"backward: {_number(backward)} ms")
-        self.draw(figure, "hbar", [row], "gray", height=0.7)
-        ready = sorted(model["ready"], key=lambda gradient: -gradient["bytes"])[:_MOST_DRAWN]
-        rows = [
-            (ms := g["ready_ms"], 0, f"{g['name'][:80]}, {_bytes(g['bytes'])}: {_number(ms)} ms")
-            for g in ready
-        ]
-        tick = {"marker": "dash", "angle": math.pi / 2, "size": 10}
-        self.draw(figure, "scatter", rows, "text", **tick)
-        for y, color, kind in ((0.8, "blue", ""), (1.2, "orange", "predicted_")):
-            rows = []
-            for i, bucket in enumerate(arm[f"{kind}timeline"]):
-                times = (bucket["launched_ms"], bucket["complete_ms"])
-                text = f"{' to '.join(map(_number, times))} ms {kind.rstrip('_')}"
-                rows.append((y + i, *times, f"bucket {i}, {_bytes(bucket['bytes'])}: {text}"))
-            self.draw(figure, "hbar", rows, color, height=0.36)
-        self.line_at(figure, backward, "red")
-        exposed = max(0, max(bucket["complete_ms"] for bucket in measured) - backward)
-        name = ", ".join(dict.fromkeys([_size(arm), *_role(model, arm).split(", ")]))
-        return self.block("timeline", figure, name=name, exposed=exposed)
+def _steps(model: Data) -> Data:
+    arms = model["arms"]
+    plot = _Plot("steps", "ms per step", labels=[_size(arm) for arm in arms])
+    plot.spreads([arm["step_ms"] for arm in arms], "blue", "measured")
+    rows = [
+        (ms := arm["predicted_ms"], i, f"{_size(arm)}: {_number(ms)} ms predicted")
+        for i, arm in enumerate(arms)
+    ]
+    style = {"marker": "diamond", "size": 14, "fill_alpha": 0}
+    plot.draw("scatter", rows, "orange", "predicted by the cost model", **style)
+    plot.line_at(model["bound_ms"], "green", "bound: no buckets are faster, by the model")
+    plot.line_at(model["local_ms"]["median"], "gray", "step without communication")
+    return plot.block()
 
-    def cost(self, model: Data) -> Data:
-        rows = [
-            (p["bytes"], p["seconds"], f"{_bytes(p['bytes'])}: {_seconds(p['seconds'])}")
-            for p in model["cost"]["points"]
-        ]
-        figure = self.curves([("blue", rows)], _SIZE, _TIME)
+
+def _timeline(model: Data, arm: Data, end: float) -> Data:
+    backward, measured = model["backward_ms"], arm["timeline"]
+    labels = ["backward", *(f"bucket {i}" for i in range(len(measured)))]
+    x = "ms since backward began"
+    plot = _Plot("timeline", x, labels=labels, x_range=(0, 1.03 * end))
+    waits = {"fill_color": _COLORS["red"][0], "fill_alpha": 0.1}
+    plot.figure.add_layout(plot.models.BoxAnnotation(left=backward, **waits))
+    row = (0, 0, backward, f"backward: {_number(backward)} ms")
+    plot.draw("hbar", [row], "gray", "backward alone; ticks: a gradient is ready", height=0.7)
+    ready = sorted(model["ready"], key=lambda gradient: -gradient["bytes"])[:_MOST_DRAWN]
+    rows = [
+        (ms := g["ready_ms"], 0, f"{g['name'][:80]}, {_bytes(g['bytes'])}: {_number(ms)} ms")
+        for g in ready
+    ]
+    tick = {"marker": "dash", "angle": math.pi / 2, "size": 10}
+    plot.draw("scatter", rows, "text", **tick)
+    for y, color, kind in ((0.8, "blue", "measured"), (1.2, "orange", "predicted")):
+        rows = []
+        for i, bucket in enumerate(measured if y < 1 else arm["predicted_timeline"]):
+            times = (bucket["launched_ms"], bucket["complete_ms"])
+            text = f"{' to '.join(map(_number, times))} ms {kind}"
+            rows.append((y + i, *times, f"bucket {i}, {_bytes(bucket['bytes'])}: {text}"))
+        plot.draw("hbar", rows, color, f"bucket, {kind}", height=0.36)
+    plot.line_at(backward, "red", "end of backward alone")
+    exposed = max(0, max(bucket["complete_ms"] for bucket in measured) - backward)
+    name = ", ".join(dict.fromkeys([_size(arm), *_role(model, arm).split(", ")]))
+    return plot.block(name=name, exposed=exposed)
+
+
+def _cost(model: Data) -> Data:
+    plot = _Plot("cost", "size", "ms")
+    rows = [
+        (p["bytes"], 1e3 * p["seconds"], f"{_bytes(p['bytes'])}: {_seconds(p['seconds'])}")
+        for p in model["cost"]["points"]
+    ]
+    plot.curve(rows, "blue", "measured")
+    for role, color in (("default", "gray"), ("fastest", "green")):
         for arm in model["arms"]:
-            role = _role(model, arm)
-            if "default" in role or "fastest" in role:
-                color = "green" if "fastest" in role else "gray"
-                self.line_at(figure, max(1, arm["bucket_bytes"]["median"]), color)
-        return self.block("cost", figure)
+            if role in _role(model, arm):
+                size = max(1, arm["bucket_bytes"]["median"])
+                plot.line_at(size, color, f"median bucket, {role}")
+    return plot.block()
 
-    def sweep(self, model: Data) -> list[Data]:
-        arms = model["arms"]
-        drawn = [arm for arm in arms if arm["timeline"] and _role(model, arm)]
-        both = [arm[key] for arm in drawn for key in ("timeline", "predicted_timeline")]
-        end = max([model["backward_ms"], *(b["complete_ms"] for one in both for b in one)])
-        rows = [(arm, _role(model, arm), _against_default(model, arm)) for arm in arms]
-        blocks = [self.steps(model), *(self.timeline(model, arm, end) for arm in drawn)]
-        blocks.append({"key": "arms", "rows": rows})
-        return [*blocks, self.cost(model)] if model["cost"]["points"] else blocks
 
-    def changes(self, rows: Sequence[Data]) -> Data:
-        old, new = ({row["cap"]: row[run] for row in rows} for run in ("old", "new"))
-        ends = [time[k] for times in (old, new) for time in times.values() for k in ("p25", "p75")]
-        figure = self.rows([*old], 110 + 40 * len(rows), "ms per step", min(ends), max(ends))
-        self.spreads(figure, old, "gray", -0.18)
-        self.spreads(figure, new, "blue", 0.18)
-        return self.block("changes", figure)
+def _sweep(model: Data) -> list[Data]:
+    arms = model["arms"]
+    drawn = [arm for arm in arms if arm["timeline"] and _role(model, arm)]
+    both = [arm[key] for arm in drawn for key in ("timeline", "predicted_timeline")]
+    end = max([model["backward_ms"], *(b["complete_ms"] for one in both for b in one)])
+    rows = [(arm, _role(model, arm), _against_default(model, arm)) for arm in arms]
+    blocks = [_steps(model), *(_timeline(model, arm, end) for arm in drawn)]
+    blocks.append({"key": "arms", "rows": rows})
+    return [*blocks, _cost(model)] if model["cost"]["points"] else blocks
 
-    # -- Collectives and simulations.
 
-    def collectives(self, operations: dict[str, list[Data]]) -> list[Data]:
-        every = [row for rows in operations.values() for row in rows]
-        cut = max((row["bytes"] for row in every if row["pieces"] > 1), default=0)
-        colors = dict(zip(operations, itertools.cycle(_SERIES), strict=False))
-        drawn: dict[str, list] = {"seconds": [], "bandwidth": [], "pieces": []}
-        for name, rows in operations.items():
-            points: dict[str, list] = {key: [] for key in drawn}
-            for row in rows:
-                size, pieces, time = row["bytes"], row["pieces"], row["seconds"]["median"]
-                text = f"{name}, {_bytes(size)} in {pieces}: {_interval(row['seconds'], _seconds)}"
-                text += f", {_RATE.text(size / time)}"
-                if pieces == 1:
-                    points["seconds"].append((size, time, text))
-                    points["bandwidth"].append((size, size / time, text))
-                if size == cut:
-                    points["pieces"].append((pieces, time, text))
-            for key, series in drawn.items():
-                series.append((colors[name], points[key]))
-        legend = [(color, name, "●") for name, color in colors.items()]
-        scales = {"seconds": (_SIZE, _TIME), "bandwidth": (_SIZE, _RATE)}
-        scales["pieces"] = (Scale("pieces", 2, _COUNT), _TIME)
-        return [
-            self.block(key, self.curves(drawn[key], *axes), legend=legend, cut=cut)
-            for key, axes in scales.items()
-            if any(points for _, points in drawn[key])
-        ]
+def _collectives(operations: dict[str, list[Data]]) -> list[Data]:
+    every = [row for rows in operations.values() for row in rows]
+    cut = max((row["bytes"] for row in every if row["pieces"] > 1), default=0)
+    seconds = _Plot("seconds", "size", "ms")
+    bandwidth = _Plot("bandwidth", "size", "bytes per second")
+    pieces = _Plot("pieces", "pieces", "ms")
+    for color, (name, rows) in zip(itertools.cycle(_SERIES), operations.items(), strict=False):
+        points = []
+        for row in rows:
+            size, count, time = row["bytes"], row["pieces"], row["seconds"]["median"]
+            text = f"{name}, {_bytes(size)} in {count}: {_interval(row['seconds'], _seconds)}"
+            points.append((size, count, time, f"{text}, {_bytes(size / time)}/s"))
+        whole = [point for point in points if point[1] == 1]
+        seconds.curve([(size, 1e3 * time, text) for size, _, time, text in whole], color, name)
+        bandwidth.curve([(size, size / time, text) for size, _, time, text in whole], color, name)
+        same = [(count, 1e3 * time, text) for size, count, time, text in points if size == cut]
+        pieces.curve(same, color, name)
+    return [plot.block(cut=cut) for plot in (seconds, bandwidth, pieces) if plot.legend]
 
-    def memory(self, memory: Data) -> Data:
-        most = max(memory["capacity"], memory["total"], sum(memory[state] for state in _STATES))
-        figure = self.rows(["a rank"], 150, "GiB", 0, most / 2**30)
-        left, legend = 0.0, []
-        for state, color in zip(_STATES, _SERIES, strict=False):
-            text, right = f"{state}, {_bytes(memory[state])}", left + memory[state] / 2**30
-            self.draw(figure, "hbar", [(0, left, right, text)], color, height=0.6)
-            legend.append((color, text, "■"))
-            left = right
-        self.line_at(figure, memory["capacity"] / 2**30, "red")
-        legend.append(("red", f"capacity, {_bytes(memory['capacity'])}", "┆"))
-        return self.block("memory", figure, legend=legend)
 
-    def events(self, result: Data) -> Data:
-        streams = sorted({event["stream"] for event in result["events"]})
-        streams.sort(key=lambda stream: stream != "compute")
-        figure = self.rows(streams, 110 + 50 * len(streams), "s", 0, result["step_s"])
-        drawn: dict[str, list] = {}
-        for y, stream in enumerate(streams):
-            own = [event for event in result["events"] if event["stream"] == stream]
-            for event in _merged(own, result["step_s"] / _MOST_DRAWN):
-                begin, end = event["begin_s"], event["end_s"]
-                row = (y, begin, end, f"{event['name']}: {_seconds(end - begin)}")
-                drawn.setdefault(event["kind"], []).append(row)
-        legend = []
-        for color, (kind, rows) in zip(itertools.cycle(_SERIES), drawn.items(), strict=False):
-            self.draw(figure, "hbar", rows, color, height=0.6)
-            legend.append((color, kind, "■"))
-        return self.block("events", figure, legend=legend)
+def _memory(memory: Data) -> Data:
+    plot = _Plot("memory", "GiB", labels=["a rank"], zero="x")
+    left = 0.0
+    for state, color in zip(_STATES, _SERIES, strict=False):
+        text, right = f"{state}, {_bytes(memory[state])}", left + memory[state] / 2**30
+        plot.draw("hbar", [(0, left, right, text)], color, text, height=0.6)
+        left = right
+    plot.capacity(memory, "vspan")
+    return plot.block()
 
-    def memory_over_step(self, result: Data) -> Data:
-        points, capacity = result["memory_over_step"], result["memory"]["capacity"] / 2**30
-        size = math.ceil(len(points) / _MOST_DRAWN)
-        parts = [points[i : i + size] for i in range(0, len(points), size)]
-        rows = [(p[0]["time_s"], max(q["bytes"] for q in p) / 2**30) for p in parts]
-        peak = max(gib for _, gib in rows)
-        ranges = {"y_range": (0, 1.08 * max(peak, capacity)), "x_range": (0, result["step_s"])}
-        figure = self.figure(260, "s", "GiB", **ranges)
-        self.draw(figure, "step", rows, "blue", mode="after", line_width=2)
-        self.line_at(figure, capacity, "red", "width")
-        return self.block("memory_over_step", figure, peak=peak * 2**30)
 
-    def scaling(self, curve: Sequence[Data]) -> list[Data]:
-        texts = [
-            f"{p['gpus']} GPUs: {_seconds(p['step_s'])}, {_seconds(p['exposed_s'])} of it waiting; "
-            f"{_number(p['tflops'])} TFLOPS, {100 * p['mfu']:.1f} % MFU"
-            for p in curve
-        ]
-        step, exposed, mfu = (
-            [(p["gpus"], p[key], text) for p, text in zip(curve, texts, strict=True)]
-            for key in ("step_s", "exposed_s", "mfu")
-        )
-        gpus, share = Scale("GPUs", 2, _COUNT), Scale("MFU", None, str)
-        times = self.curves([("blue", step), ("red", exposed)], gpus, _TIME)
-        return [
-            self.block("curve", times),
-            self.block("mfu", self.curves([("blue", mfu)], gpus, share)),
-        ]
+def _events(result: Data) -> Data:
+    streams = sorted({event["stream"] for event in result["events"]})
+    streams.sort(key=lambda stream: stream != "compute")
+    plot = _Plot("events", "s", labels=streams, zero="x")
+    kinds: dict[str, dict[tuple, Data]] = {}
+    for event in result["events"]:
+        # Events of one kind that are too close to be seen separately are joined.
+        place = (event["stream"], int(_MOST_DRAWN * event["begin_s"] / (result["step_s"] or 1)))
+        joined = kinds.setdefault(event["name"].split(" ")[0], {}).setdefault(place, {**event})
+        joined["end_s"] = max(joined["end_s"], event["end_s"])
+    for color, (kind, joined) in zip(itertools.cycle(_SERIES), kinds.items(), strict=False):
+        rows = []
+        for event in joined.values():
+            begin, end = event["begin_s"], event["end_s"]
+            text = f"{event['name']}: {_seconds(end - begin)}"
+            rows.append((streams.index(event["stream"]), begin, end, text))
+        plot.draw("hbar", rows, color, kind, height=0.6)
+    return plot.block()
 
-    def simulation(self, data: Data) -> list[Data]:
-        result = data["result"]
-        blocks = [self.memory(result["memory"])]
-        blocks += [self.events(result)] if result["events"] else []
-        blocks += [self.memory_over_step(result)] if result["memory_over_step"] else []
-        blocks += self.scaling(data["curve"]) if len(data["curve"]) > 1 else []
-        sent, hosts, racks = (result[f"{key}_bytes_per_rank"] for key in _TRAFFIC)
-        labels = ["all", "between hosts", "between racks"]
-        figure = self.rows(labels, 190, "GiB sent per rank and step", 0, sent / 2**30)
-        sizes = zip(labels, (sent, hosts, racks), strict=True)
-        rows = [(i, 0, n / 2**30, f"{text}: {_bytes(n)}") for i, (text, n) in enumerate(sizes)]
-        self.draw(figure, "hbar", rows, "blue", height=0.6)
-        return [*blocks, self.block("traffic", figure)]
+
+def _memory_over_step(result: Data) -> Data:
+    points, size = result["memory_over_step"], len(result["memory_over_step"]) // _MOST_DRAWN + 1
+    parts = [points[i : i + size] for i in range(0, len(points), size)]
+    rows = [(p[0]["time_s"], max(q["bytes"] for q in p) / 2**30) for p in parts]
+    plot = _Plot("memory_over_step", "s", "GiB", zero="xy")
+    plot.draw("step", rows, "blue", "in use", mode="after", line_width=2)
+    plot.capacity(result["memory"], "hspan")
+    return plot.block(peak=max(gib for _, gib in rows) * 2**30)
+
+
+# Count of ranks and its axis, another figure, its axis and unit; by curve.
+_CURVES: dict[str, tuple[str, str, str, str, float]] = {
+    "curve": ("gpus", "GPUs", "mfu", "% MFU", 0.01),
+    "shard_ranks_curve": ("shard_ranks", "ranks per copy", "memory_bytes", "GiB", 2**30),
+}
+
+
+def _scaling(key: str, curve: Sequence[Data], memory: Data) -> list[Data]:
+    count, x, other, y, unit = _CURVES[key]
+    times, others = _Plot(key, x, "ms"), _Plot(other, x, y, zero="y")
+    steps, waits, values = [], [], []
+    for point in curve:
+        step, exposed, value = point["step_s"], point["exposed_s"], point[other] / unit
+        text = f"{point[count]} {x}: {_seconds(step)}, {_seconds(exposed)} of it waiting; "
+        text += f"{_number(value)} {y}"
+        steps.append((point[count], 1e3 * step, text))
+        waits.append((point[count], 1e3 * exposed, text))
+        values.append((point[count], value, text))
+    times.curve(steps, "blue", "step")
+    times.curve(waits, "red", "part that waits for communication")
+    others.curve(values, "blue", y)
+    if y == "GiB":
+        others.capacity(memory, "hspan")
+    return [plot.block() for plot in (times, others) if plot.legend]
+
+
+def _simulation(data: Data) -> list[Data]:
+    result = data["result"]
+    blocks = [_memory(result["memory"])]
+    blocks += [_events(result)] if result["events"] else []
+    blocks += [_memory_over_step(result)] if result["memory_over_step"] else []
+    for key in _CURVES:
+        blocks += _scaling(key, data[key], result["memory"]) if len(data[key] or ()) > 1 else []
+    labels = ["all", "between hosts", "between racks"]
+    plot = _Plot("traffic", "GiB sent per rank and step", labels=labels, zero="x")
+    sizes = [result[f"{key}_bytes_per_rank"] for key in _TRAFFIC]
+    rows = [(i, 0, n / 2**30, f"{labels[i]}: {_bytes(n)}") for i, n in enumerate(sizes)]
+    plot.draw("hbar", rows, "blue", height=0.6)
+    return [*blocks, plot.block()]
+
+
+def _changes(rows: Sequence[Data]) -> Data:
+    plot = _Plot("changes", "ms per step", labels=[row["cap"] for row in rows])
+    plot.spreads([row["old"] for row in rows], "gray", "first run", -0.18)
+    plot.spreads([row["new"] for row in rows], "blue", "second run", 0.18)
+    return plot.block()
+
+
+def _sharded(model: Data) -> list[Data]:
+    arms = model["arms"]
+    labels = [
+        re.sub("reshard_after_forward=|_depth(?==)| modules| fully_shard", "", a["name"])
+        for a in arms
+    ]
+    ours = [arm["step_ms"] for arm in arms if not arm["name"].startswith("torch")] or [{}]
+    ends = (0.95 * min(t["p25"] for t in ours), 1.05 * max(t["p75"] for t in ours))
+    plot = _Plot("settings", "ms per step", labels=labels, x_range=ends)
+    plot.spreads([arm["step_ms"] for arm in arms], "blue", "measured")
+    return [plot.block(), {"key": "sharded", "rows": arms}]
 
 
 # ---- The page.
 
 
-def _sections_of(data: Data, plots: _Plots) -> list[Data]:
-    section = {key: data[key] for key in ("kind", "file")} | {"set_up": _texts(data["set_up"])}
-    if data["kind"] == "sweep":
-        sections = []
-        for model in data["models"]:
+def _sections_of(data: Data) -> list[Data]:
+    kind, shared = data["kind"], {"kind": data["kind"], "file": data["file"]}
+    shared["set_up"] = _texts(data["set_up"])
+    sections = []
+    for model in data.get("models", ()):
+        section = {**shared, "name": model["name"], "model": model}
+        if kind == "sweep":
             verdict, best = verdict_of(model), model["best"]
             keeps = verdict.startswith("Keep the default")
-            settings = None if keeps else settings_of(best["caps_bytes"])
-            found = {"name": model["name"], "model": model, "blocks": plots.sweep(model)}
-            sections.append(section | found | {"verdict": verdict, "settings": settings})
-        return sections
-    if data["kind"] == "simulation":
+            lines = [] if keeps else settings_of(best["caps_bytes"])["lines"]
+            blocks = _sweep(model)
+        else:
+            verdict, lines = sharding_advice(model)
+            blocks = _sharded(model)
+        sections.append({**section, "verdict": verdict, "lines": lines, "blocks": blocks})
+    if kind == "simulation":
         model, memory = data["request"].get("model"), data["result"]["memory"]
         name = model.get("name") if isinstance(model, dict) else model
-        section["set_up"] += _texts(data["request"])
-        section |= {"name": _clean(str(name)), "result": data["result"]}
+        shared["set_up"] += _texts(data["request"])
+        section = {"name": _clean(str(name)), "result": data["result"], "blocks": _simulation(data)}
         section["largest"] = max(_STATES, key=lambda state: memory[state])
-        return [{**section, "blocks": plots.simulation(data)}]
-    operations: dict[str, list[Data]] = {}
-    for row in data["collectives"]:
-        if row["bytes"] and row["pieces"] and row["seconds"]["median"]:
-            operations.setdefault(row["operation"], []).append(row)
-    whole = {name: [r for r in rows if r["pieces"] == 1] for name, rows in operations.items()}
-    table = {name: knee_of(rows) for name, rows in whole.items() if rows}
-    section |= {"name": "Collectives", "table": table}
-    return [{**section, "blocks": plots.collectives(operations)}]
+        sections.append(shared | section)
+    if kind == "collectives":
+        operations: dict[str, list[Data]] = {}
+        for row in data["collectives"]:
+            if row["bytes"] and row["pieces"] and row["seconds"]["median"]:
+                operations.setdefault(row["operation"], []).append(row)
+        whole = {name: [r for r in rows if r["pieces"] == 1] for name, rows in operations.items()}
+        table = {name: knee_of(rows) for name, rows in whole.items() if rows}
+        blocks = _collectives(operations)
+        sections.append({**shared, "name": "Collectives", "table": table, "blocks": blocks})
+    return sections
 
 
-def _changes_of(files: Sequence[Data], plots: _Plots) -> list[Data]:
+def _changes_of(files: Sequence[Data]) -> list[Data]:
     """Returns a section for each model that an earlier file has, too."""
     sections: list[Data] = []
     first: dict[str, tuple[Data, Data]] = {}
     for data in files:
-        for model in data.get("models", ()):
+        for model in data["models"] if data["kind"] == "sweep" else ():
             before, earlier = first.setdefault(model["name"], (model, data))
             rows = compare_runs(before, model) if earlier is not data else []
             if rows:
@@ -664,7 +733,7 @@ def _changes_of(files: Sequence[Data], plots: _Plots) -> list[Data]:
                 section = {"kind": "changes", "name": model["name"], "rows": rows, "set_up": []}
                 section |= {"files": (earlier["file"], data["file"])}
                 section["differ"] = [row for row in differ if row[1] != row[2]]
-                sections.append(section | {"blocks": [plots.changes(rows)]})
+                sections.append(section | {"blocks": [_changes(rows)]})
     return sections
 
 
@@ -682,8 +751,6 @@ def write_report(files: Sequence[str | os.PathLike[str]], page: str | os.PathLik
     try:
         import jinja2
         from bokeh.resources import Resources
-
-        plots = _Plots()
     except ModuleNotFoundError as error:
         raise ImportError(
             f"brigade report: expected the packages bokeh and jinja2, found no {error.name}.\n"
@@ -697,7 +764,7 @@ def write_report(files: Sequence[str | os.PathLike[str]], page: str | os.PathLik
     environment.filters |= {"interval": _interval, "size": _size}
     template = pathlib.Path(__file__).with_name("report.html").read_text(encoding="utf-8")
     html = environment.from_string(template).render(
-        sections=_changes_of(data, plots) + [s for one in data for s in _sections_of(one, plots)],
+        sections=_changes_of(data) + [s for one in data for s in _sections_of(one)],
         colors=_COLORS,
         nonce=secrets.token_urlsafe(16),
         bokeh="\n".join(Resources(mode="inline", components=["bokeh"]).js_raw),

@@ -35,12 +35,24 @@ def _sweep(name="Net", saved_ms=2.0, rounds_faster=8, decided=True, cap="4 MiB",
     best = {"cap": cap, "caps_bytes": [4 << 20], "saved_ms": _quartiles(saved_ms)}
     best |= {"saved_share": saved_ms / 20, "rounds_faster": rounds_faster, "rounds": 8}
     points = [{"bytes": 1 << k, "seconds": 1e-4 + 1e-9 * (1 << k)} for k in range(10, 24)]
-    sizes = {"parameters": 3, "gradient_bytes": 12 << 20, "rounds": 8, "steps": 3}
+    sizes = {"parameters": 3, "gradient_bytes": 12 << 20, "steps": 3}
+    sizes |= {"rounds_taken": 8, "rounds_to_take": 8}
     times = {"local_ms": _quartiles(15.0), "bound_ms": 16.0, "backward_ms": 6.0}
+    times |= {"backward_slowdown": 0.0, "collective_stretch": 1.0}
     model = {"name": name, **sizes, **times, "best": {**best, "decided": decided}} | model
     model |= {"arms": arms, "cost": {"points": points, "concurrency": 2}}
     model["ready"] = [{"name": name, "bytes": 4 << 20, "ready_ms": 2.0 * i} for i in range(3)]
     return {"kind": "sweep", "set_up": {"ranks": "2", name: name}, "models": [model]}
+
+
+def _sharded(name="reshard_after_forward=False, 2 modules per unit", over_default=0.8):
+    ratios = {"reshard_after_forward=True": 1.0, name: over_default, "torch's fully_shard, True": 9}
+    arms = [
+        {"name": arm, "step_ms": _quartiles(5 * ratio), "over_default": _quartiles(ratio)}
+        for arm, ratio in ratios.items()
+    ]
+    model = {"name": name, "parameters": 3, "units": 4, "rounds": 5, "steps": 3, "arms": arms}
+    return {"kind": "sharded", "set_up": {}, "models": [model]}
 
 
 def _collectives(name="all-reduce"):
@@ -62,9 +74,11 @@ def _simulation(name="llama-7b", total=20e9, events=8):
         for i in range(events)
         for stream, kind in (("communication", "all-gather"), ("compute", "forward"))
     ]
-    curve = [{"gpus": n, "step_s": 1, "exposed_s": 0, "tflops": 1, "mfu": 0.4} for n in (1, 8)]
+    curve = [{"gpus": n, "step_s": 1, "exposed_s": 0, "mfu": 0.4} for n in (1, 8)]
+    shards = [{"shard_ranks": n, "memory_bytes": 3e9, "step_s": 1, "exposed_s": 0} for n in (2, 4)]
+    curves = {"curve": curve, "shard_ranks_curve": shards}
     content = {"request": {"model": name, "strategy": {"kind": "fsdp2"}}, "result": result}
-    return {"kind": "simulation", "set_up": {}, "curve": curve, **content}
+    return {"kind": "simulation", "set_up": {}, **curves, **content}
 
 
 class _Page(html.parser.HTMLParser):
@@ -97,19 +111,19 @@ def _written(tmp_path, *contents):
 
 
 def test_a_page_of_all_kinds_is_one_file_that_loads_nothing(tmp_path):
-    written = _written(tmp_path, _sweep(), _collectives(), _simulation(events=20_000))
+    written = _written(tmp_path, _sweep(), _sharded(), _collectives(), _simulation(events=20_000))
     page = _Page(written)
     assert len(written) <= 6e6
     loads = [value for _, found in page.tags for key, value in found.items() if key in _LOADING]
-    assert loads == ["#section1", "#section2", "#section3"]
+    assert loads == [f"#section{i}" for i in (1, 2, 3, 4)]
     assert not re.findall(r"<style>.*?(?:@import|url\().*?</style>", written, re.S)
     (policy,) = (found["content"] for _, found in page.tags if "http-equiv" in found)
     assert policy.startswith("default-src 'none'; script-src 'nonce-")
-    assert len(page.plots) == 4 + 3 + 6
+    assert len(page.plots) == 4 + 1 + 3 + 8
     assert sum(len(json.dumps(plot)) for plot in page.plots) < 2e6  # short events are joined
 
 
-@pytest.mark.parametrize("contents", [_sweep, _collectives, _simulation])
+@pytest.mark.parametrize("contents", [_sweep, _sharded, _collectives, _simulation])
 def test_hostile_names_are_text(tmp_path, contents):
     pages = []
     for name in (HOSTILE + 5000 * "long ", "plain"):
@@ -121,7 +135,9 @@ def test_hostile_names_are_text(tmp_path, contents):
     assert not {"\u202e", "\ud800"} & {*pages[0].text, *data}
     assert "long " * 200 not in pages[0].text + data
     labels = re.findall(r'"major_label_overrides": .*?\]\]', data)
-    assert labels and not any("$$" in label for label in labels)  # no TeX
+    assert bool(labels) == (contents is not _collectives) and not any(
+        "$$" in label for label in labels
+    )  # no TeX
 
 
 def test_the_verdict_has_the_interval_and_the_lines_to_paste(tmp_path):
@@ -130,6 +146,55 @@ def test_the_verdict_has_the_interval_and_the_lines_to_paste(tmp_path):
     assert "faster in 8 of 8 rounds." in text
     assert "model = brigade.DistributedDataParallel(net, bucket_cap_mb=4)" in text
     assert "net, group, {.reducer = {.bucket_cap_bytes = {4194304}}});" in text
+
+
+def test_a_page_of_sharded_steps_has_the_lines_to_paste(tmp_path):
+    text = _Page(_written(tmp_path, _sharded())).text
+    setting = "reshard_after_forward=False, 2 modules per unit"
+    verdict = f"Use {setting}: 20.0 % [10.0, 30.0] less per step than reshard_after_forward=True."
+    assert verdict in text and "4 units; 5 rounds of 3 steps" in text
+    assert (
+        "for i in range(0, len(blocks), 2): "
+        "brigade.fully_shard(blocks[i : i + 2], reshard_after_forward=False) "
+        "brigade.fully_shard(net)"
+    ) in text
+    deeper = _sharded("reshard_after_forward=True, prefetch_depth=2")
+    lines = "brigade.fully_shard(block, reshard_after_forward=True, prefetch_depth=2)"
+    assert lines in _Page(_written(tmp_path, deeper)).text
+    text = _Page(_written(tmp_path, _sharded("DistributedDataParallel"))).text
+    assert "If that does not fit into memory: reshard_after_forward=True blocks =" in text
+
+
+def test_sharded_steps_that_are_not_clearly_faster_keep_the_default():
+    def verdict(*setting):
+        return report.sharding_advice(_sharded(*setting)["models"][0])
+
+    text, lines = verdict("reshard_after_forward=False", 0.95)
+    assert text.startswith("Keep reshard_after_forward=True: no setting is faster in three of")
+    assert "Closest: reshard_after_forward=False, 5.0 % [-5.0, 15.0] less" in text and not lines
+    text, _ = verdict("torch's fully_shard, False", 0.5)
+    assert "Faster still: torch's fully_shard, False, 50.0 % [40.0, 60.0] less" in text
+
+
+def test_contention_and_an_interruption_are_named(tmp_path):
+    measured = {"backward_slowdown": 0.25, "collective_stretch": 1.5}
+    sweep = _sweep(decided=False, rounds_faster=6, rounds_to_take=24, **measured)
+    text = _Page(_written(tmp_path, sweep)).text
+    assert "maybe by chance. Run the same command with --resume, then open" in text
+    assert "interrupted after 8 of 24 rounds. Run the same command with --resume" in text
+    assert "8 rounds of 3 steps" in text and "backward loses 25 % of its speed" in text
+    assert "a collective takes 1.50 times as long" in text
+    text = _Page(_written(tmp_path, _sweep())).text
+    assert "interrupted" not in text and "While" not in text
+
+
+def test_a_simulation_without_a_capacity_and_curves(tmp_path):
+    simulation = _simulation()
+    simulation["result"]["memory"]["capacity"] = 0
+    del simulation["shard_ranks_curve"]
+    page = _Page(_written(tmp_path, simulation | {"curve": []}))
+    assert "It fits: 18.6 GiB per rank." in page.text and "capacity" not in page.text
+    assert len(page.plots) == 4
 
 
 def test_a_simulation_that_does_not_fit_names_the_largest_part(tmp_path):
@@ -145,7 +210,7 @@ def test_a_verdict_without_a_faster_cap_says_why():
     undecided = verdict(rounds_faster=6)
     assert undecided.startswith("Undecided: 8 rounds are too few. 4 MiB took 2.00 ms (10.0 %) less")
     assert re.search(r"Run the same command with --rounds 27, ", undecided)
-    assert verdict(rounds_faster=4).startswith("Keep the default: no cap is faster in most rounds")
+    assert verdict(rounds_faster=4).startswith("Keep the default: no cap is reliably faster")
     assert "Closest: 4 MiB, 1.00 ms (5.0 %) more" in verdict(saved_ms=-1, rounds_faster=0)
     assert verdict(best=None) == "Keep the default: all caps give the same buckets."
 
@@ -176,7 +241,7 @@ _BAD = {  # path of a key to delete, or of the value to set
     "models.0.name": (None, "name: expected a text, found null"),
     "models.0.best.decided": (1, "decided: expected true or false, found 1"),
     "models": ({}, r"models: expected a list of at least 1 item, found \{\}"),
-    "kind": (HOSTILE, "kind: expected sweep, collectives, simulation, found .*</script>"),
+    "kind": (HOSTILE, "kind: expected sweep, sharded, collectives, simulation, found .*</script>"),
 }
 
 
