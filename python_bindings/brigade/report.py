@@ -49,6 +49,7 @@ _COUNTED = f"{_ANY} of at least 0"
 _EXPECTED = {str: "a text", bool: "true or false", int: _COUNTED, float: _COUNTED, _ANY: _ANY}
 _QUARTILES = {"p25 median p75": float}
 _DIFFERENCES = {"p25 median p75": _ANY}
+_SAVED = {"saved_ms": _DIFFERENCES, "saved_share": _ANY, "rounds_faster": int, "decided": bool}
 _BUCKETS = ({"bytes": int, "launched_ms complete_ms": float},)
 _ARM = {
     "cap": str,
@@ -57,18 +58,9 @@ _ARM = {
     "bucket_bytes": {"median max": float},
     "step_ms": _QUARTILES,
     "rounds_ms": [[float]],
-    "predicted_ms alone_ms": float,
+    "predicted_ms alone_ms overlap?": float,
     "added_ms": _DIFFERENCES,
-    "overlap?": float,
     "timeline predicted_timeline": _BUCKETS,
-}
-_BEST = {
-    "cap": str,
-    "caps_bytes": [int],
-    "saved_ms": _DIFFERENCES,
-    "saved_share": _ANY,
-    "rounds_faster rounds": int,
-    "decided": bool,
 }
 _MODEL = {
     "name": str,
@@ -76,15 +68,13 @@ _MODEL = {
     "local_ms": _QUARTILES,
     "bound_ms backward_ms backward_slowdown collective_stretch": float,
     "arms": [_ARM],
-    "best?": _BEST,
+    "best?": {"cap": str, "caps_bytes": [int], **_SAVED},
     "cost": {"points": ({"bytes": int, "seconds": float},)},
     "ready": ({"name": str, "bytes": int, "ready_ms": float},),
 }
-_SHARDED = {
-    "name": str,
-    "parameters units rounds steps": int,
-    "arms": [{"name": str, "step_ms over_default": _QUARTILES}],
-}
+_SETTING = {"name": str, "step_ms over_default": _QUARTILES}
+_SHARDED = {"name": str, "parameters units rounds steps": int, "arms": [_SETTING]}
+_COLLECTIVE = {"operation": str, "bytes pieces": int, "seconds": _QUARTILES}
 _STATES = ("parameters", "gradients", "optimizer", "unsharded", "activations")
 _TRAFFIC = ("sent", "between_hosts", "between_racks")
 _RESULT = {
@@ -95,19 +85,17 @@ _RESULT = {
     "events": ({"stream name": str, "begin_s end_s": float},),
     "memory_over_step": ({"time_s bytes": float},),
 }
+_SIMULATION = {
+    "set_up request": dict,
+    "result": _RESULT,
+    "curve": ({"gpus": int, "step_s exposed_s mfu": float},),
+    "shard_ranks_curve?": ({"shard_ranks": int, "step_s exposed_s memory_bytes": float},),
+}
 _KINDS: dict[str, Data] = {
     "sweep": {"set_up": dict, "models": [_MODEL]},
     "sharded": {"set_up": dict, "models": [_SHARDED]},
-    "collectives": {
-        "set_up": dict,
-        "collectives": [{"operation": str, "bytes pieces": int, "seconds": _QUARTILES}],
-    },
-    "simulation": {
-        "set_up request": dict,
-        "result": _RESULT,
-        "curve": ({"gpus": int, "step_s exposed_s mfu": float},),
-        "shard_ranks_curve?": ({"shard_ranks": int, "step_s exposed_s memory_bytes": float},),
-    },
+    "collectives": {"set_up": dict, "collectives": [_COLLECTIVE]},
+    "simulation": _SIMULATION,
 }
 _ORDERED = {"p25": "median", "median": "p75", "launched_ms": "complete_ms", "begin_s": "end_s"}
 
@@ -135,6 +123,10 @@ def _checked(value: Any, schema: Any, place: str) -> Any:
             "Write the file with brigade bench or brigade simulate of this version."
         )
 
+    if isinstance(schema, (list, tuple)):
+        if not isinstance(value, list) or (isinstance(schema, list) and not value):
+            fail("a list" if isinstance(schema, tuple) else "a list of at least 1 item")
+        return [_checked(item, schema[0], f"{place}[{i}]") for i, item in enumerate(value)]
     if schema in (str, bool):
         if not isinstance(value, schema):
             fail(_EXPECTED[schema])
@@ -144,10 +136,6 @@ def _checked(value: Any, schema: Any, place: str) -> Any:
         if not is_number or not abs(value) < 1e300 or (value < 0 and schema != _ANY):
             fail(_EXPECTED[schema])
         return int(value) if schema is int else float(value)
-    if isinstance(schema, (list, tuple)):
-        if not isinstance(value, list) or (isinstance(schema, list) and not value):
-            fail("a list" if isinstance(schema, tuple) else "a list of at least 1 item")
-        return [_checked(item, schema[0], f"{place}[{i}]") for i, item in enumerate(value)]
     if not isinstance(value, dict):
         fail("an object")
     if schema is dict:
@@ -156,12 +144,10 @@ def _checked(value: Any, schema: Any, place: str) -> Any:
     for keys, item in schema.items():
         for name in keys.split():
             key = name.rstrip("?")
-            if key != name and value.get(key) is None:
-                found[key] = None
-                continue
-            if key not in value:
+            if key == name and key not in value:
                 fail(f"the key {key!r}", _clean(", ".join(value)) or "an empty object")
-            found[key] = _checked(value[key], item, f"{place}.{key}")
+            is_absent = key != name and value.get(key) is None
+            found[key] = None if is_absent else _checked(value[key], item, f"{place}.{key}")
     for low, high in _ORDERED.items():
         if low in found and high in found and found[high] < found[low] - 1e-9 * abs(found[low]):
             fail(f"{low} <= {high}")
@@ -234,11 +220,6 @@ def _size(arm: Data) -> str:
     return arm["cap"].split(", ")[0]
 
 
-def _quartiles(values: Sequence[float]) -> Data:
-    cuts = statistics.quantiles([*values] * (2 if len(values) == 1 else 1), method="inclusive")
-    return dict(zip(("p25", "median", "p75"), cuts, strict=True))
-
-
 # ---- Advice.
 
 
@@ -255,19 +236,20 @@ def settings_of(caps_bytes: Sequence[int]) -> Data:
     return {"option": option, "lines": [("Python", python), ("C++", cpp)]}
 
 
-def rounds_to_decide(best: Data, num_arms: int) -> int | None:
+def rounds_to_decide(model: Data) -> int | None:
     """Returns the rounds after which a sign test decides, at the same share of faster rounds.
 
     Returns None above 1000 rounds.
     """
-    lead = 2 * best["rounds_faster"] / max(1, best["rounds"]) - 1
-    deviations = statistics.NormalDist().inv_cdf(1 - _SIGNIFICANCE / num_arms)
+    taken = model["rounds_taken"]
+    lead = 2 * model["best"]["rounds_faster"] / max(1, taken) - 1
+    deviations = statistics.NormalDist().inv_cdf(1 - _SIGNIFICANCE / len(model["arms"]))
     rounds = math.ceil((deviations / max(lead, 1e-9)) ** 2)
-    return max(rounds, best["rounds"] + 1) if rounds <= 1000 else None
+    return max(rounds, taken + 1) if rounds <= 1000 else None
 
 
 def verdict_of(model: Data) -> str:
-    best = model["best"]
+    best, taken = model["best"], model["rounds_taken"]
     if best is None:
         return "Keep the default: all caps give the same buckets."
     size, saved = _size(best), best["saved_ms"]
@@ -275,19 +257,18 @@ def verdict_of(model: Data) -> str:
         f"{_number(abs(saved['median']))} ms ({100 * abs(best['saved_share']):.1f} %) "
         f"{'less' if saved['median'] > 0 else 'more'} per step than the default "
         f"[{_number(saved['p25'])}, {_number(saved['p75'])}], faster in "
-        f"{best['rounds_faster']} of {best['rounds']} rounds"
+        f"{best['rounds_faster']} of {taken} rounds"
     )
     if best["decided"]:
         option = settings_of(best["caps_bytes"])["option"]
         return f"Use {option if len(option) <= 60 else f'the buckets of {size}, below'}: {gain}."
-    rounds = rounds_to_decide(best, len(model["arms"]))
+    rounds = rounds_to_decide(model)
     if saved["median"] <= 0 or rounds is None:
         return f"Keep the default: no cap is reliably faster. Closest: {size}, {gain}."
-    interrupted = model["rounds_taken"] < model["rounds_to_take"]
+    option = "--resume" if taken < model["rounds_to_take"] else f"--rounds {rounds}"
     return (
-        f"Undecided: {best['rounds']} rounds are too few. {size} took {gain}, maybe by chance. "
-        f"Run the same command with {'--resume' if interrupted else f'--rounds {rounds}'}, "
-        "then open the new report."
+        f"Undecided: {taken} rounds are too few. {size} took {gain}, maybe by chance. "
+        f"Run the same command with {option}, then open the new report."
     )
 
 
@@ -309,46 +290,40 @@ def _lines_of(setting: str) -> str:
 def sharding_advice(model: Data) -> tuple[str, list[tuple[str, str]]]:
     """Returns the verdict, and the lines to paste by setting."""
 
-    def share(arm: Data) -> float:
-        return arm["over_default"]["median"]
-
     def change(arm: Data) -> str:
         median, least, most = (100 - 100 * arm["over_default"][k] for k in ("median", "p75", "p25"))
-        text = f"{abs(median):.1f} % [{least:.1f}, {most:.1f}]"
+        text = f"{arm['name']}, {abs(median):.1f} % [{least:.1f}, {most:.1f}]"
         return f"{text} {'less' if median > 0 else 'more'} per step than {default['name']}"
 
     default = model["arms"][0]
-    ours = [arm for arm in model["arms"] if not arm["name"].startswith("torch")]
-    sharded = [arm for arm in ours if arm["name"].startswith("reshard")]
-    best = min(ours or [default], key=share)
-    fastest = min(model["arms"], key=share)
-    note = f" Faster still: {fastest['name']}, {change(fastest)}." if fastest not in ours else ""
+    ranked = sorted(model["arms"], key=lambda arm: arm["over_default"]["median"])
+    ours = [arm for arm in ranked if not arm["name"].startswith("torch")] or [default]
+    best = ours[0]
+    note = "" if best is ranked[0] else f" Faster still: {change(ranked[0])}."
     if best is default or best["over_default"]["p75"] >= 1:
-        closest = min((arm for arm in ours if arm is not default), key=share, default=default)
         verdict = f"Keep {default['name']}: no setting is faster in three of four rounds."
-        return f"{verdict} Closest: {closest['name']}, {change(closest)}.{note}", []
+        closest = next((arm for arm in ours if arm is not default), default)
+        return f"{verdict} Closest: {change(closest)}.{note}", []
     lines = [(best["name"], _lines_of(best["name"]))]
-    if best not in sharded:
-        name = min(sharded or [default], key=share)["name"]
+    if not best["name"].startswith("reshard"):
+        name = next((arm for arm in ours if arm["name"].startswith("reshard")), default)["name"]
         lines.append((f"If that does not fit into memory: {name}", _lines_of(name)))
-    return f"Use {best['name']}: {change(best)}.{note}", lines
+    return f"Use {change(best)}.{note}", lines
 
 
 def compare_runs(before: Data, after: Data) -> list[Data]:
-    """Returns the change of each arm that both runs have, by the medians of the rounds."""
+    """Returns the change of each arm that both runs have, by the quartiles of the steps."""
     sizes = {size: arm for arm in after["arms"] for size in arm["cap"].split(", ")}
     rows = []
     for arm in before["arms"]:
-        other = next((sizes[size] for size in arm["cap"].split(", ") if size in sizes), None)
-        if other is None:
-            continue
-        old, new = (_quartiles([*map(statistics.median, a["rounds_ms"])]) for a in (arm, other))
-        change = new["median"] - old["median"]
-        apart = new["p25"] > old["p75"] or new["p75"] < old["p25"]
-        result = "within the spread" if not apart else "slower" if change > 0 else "faster"
-        row = {"cap": _size(arm), "old": old, "new": new, "change": change, "result": result}
-        share = 100 * change / max(old["median"], 1e-9)
-        rows.append({**row, "share": share, "magnitude": abs(share)})
+        for other in [sizes[size] for size in arm["cap"].split(", ") if size in sizes][:1]:
+            old, new = arm["step_ms"], other["step_ms"]
+            change = new["median"] - old["median"]
+            apart = new["p25"] > old["p75"] or new["p75"] < old["p25"]
+            result = "within the spread" if not apart else "slower" if change > 0 else "faster"
+            row = {"cap": _size(arm), "old": old, "new": new, "change": change, "result": result}
+            share = 100 * change / max(old["median"], 1e-9)
+            rows.append({**row, "share": share, "magnitude": abs(share)})
     return rows
 
 
@@ -406,20 +381,12 @@ _THEME = {
 class _Plot:
     """Figure and its legend. With `labels`, y is the index of a label."""
 
-    def __init__(
-        self,
-        key: str,
-        x: str,
-        y: str = "",
-        labels: Sequence[str] = (),
-        zero: str = "",
-        **options: Any,
-    ) -> None:
+    def __init__(self, key: str, x: str, y: str = "", labels: Sequence[str] = ()) -> None:
         from bokeh import models, plotting
 
         self.key, self.labels, self.legend, self.models = key, labels, [], models
-        options |= {"tools": "pan,box_zoom,reset", "sizing_mode": "stretch_width"}
-        options |= {"active_drag": None, "toolbar_location": "above", "height": 300}
+        options: Data = {"tools": "pan,box_zoom,reset", "active_drag": None, "height": 300}
+        options |= {"toolbar_location": "above", "sizing_mode": "stretch_width"}
         if labels:
             options["height"] = 100 + min(34 * len(labels), 420)
             options |= {"y_range": (len(labels) - 0.4, -0.6), "min_border_left": 110}
@@ -428,15 +395,16 @@ class _Plot:
             options[f"{name}_axis_label"] = label
         self.figure = figure = plotting.figure(**options)
         figure.toolbar.logo = None
-        for name in zero:
-            getattr(figure, f"{name}_range").start = 0
-        for label, axis in ((x, figure.xaxis), (y, figure.yaxis)):
+        axes = ((x, figure.xaxis, figure.x_range), (y, figure.yaxis, figure.y_range))
+        for label, axis, ends in axes:
             if label in _LOGARITHMIC:
                 base, text = _LOGARITHMIC[label]
                 axis.ticker = models.LogTicker(
                     base=base, mantissas=[1, 2, 5] if base == 10 else [1]
                 )
                 axis.formatter = models.NumeralTickFormatter(format=text)
+            elif label not in ("", "ms per step"):
+                ends.start = 0
         if labels:
             shown = range(0, len(labels), math.ceil(len(labels) / 16))
             figure.yaxis.ticker = [*shown]
@@ -478,15 +446,16 @@ class _Plot:
             self.draw("line", [row[:2] for row in rows], color, line_width=2)
             self.draw("scatter", rows, color, name, size=7)
 
-    def block(self, **values: Any) -> Data:
+    def block(self, detail: str = "") -> Data:
+        """Returns the figure for the page; `detail` ends its title."""
         from bokeh import embed, themes
 
         shown = [r for r in self.figure.renderers if "text" in r.data_source.data]
         hover = self.models.HoverTool(renderers=shown, tooltips=[("", "@text")], visible=False)
         self.figure.add_tools(hover)
         item = embed.json_item(self.figure, theme=themes.Theme(json={"attrs": _THEME}))
-        values |= {"key": self.key, "plot": item, "height": self.figure.height}
-        return values | {"legend": self.legend}
+        block = {"key": self.key, "detail": detail, "plot": item, "legend": self.legend}
+        return {**block, "height": self.figure.height}
 
 
 def _steps(model: Data) -> Data:
@@ -507,8 +476,8 @@ def _steps(model: Data) -> Data:
 def _timeline(model: Data, arm: Data, end: float) -> Data:
     backward, measured = model["backward_ms"], arm["timeline"]
     labels = ["backward", *(f"bucket {i}" for i in range(len(measured)))]
-    x = "ms since backward began"
-    plot = _Plot("timeline", x, labels=labels, x_range=(0, 1.03 * end))
+    plot = _Plot("timeline", "ms since backward began", labels=labels)
+    plot.figure.x_range.end = 1.03 * end
     waits = {"fill_color": _COLORS["red"][0], "fill_alpha": 0.1}
     plot.figure.add_layout(plot.models.BoxAnnotation(left=backward, **waits))
     row = (0, 0, backward, f"backward: {_number(backward)} ms")
@@ -530,7 +499,7 @@ def _timeline(model: Data, arm: Data, end: float) -> Data:
     plot.line_at(backward, "red", "end of backward alone")
     exposed = max(0, max(bucket["complete_ms"] for bucket in measured) - backward)
     name = ", ".join(dict.fromkeys([_size(arm), *_role(model, arm).split(", ")]))
-    return plot.block(name=name, exposed=exposed)
+    return plot.block(f"{name}: collectives end {_number(exposed)} ms after backward alone would")
 
 
 def _cost(model: Data) -> Data:
@@ -576,11 +545,15 @@ def _collectives(operations: dict[str, list[Data]]) -> list[Data]:
         bandwidth.curve([(size, size / time, text) for size, _, time, text in whole], color, name)
         same = [(count, 1e3 * time, text) for size, count, time, text in points if size == cut]
         pieces.curve(same, color, name)
-    return [plot.block(cut=cut) for plot in (seconds, bandwidth, pieces) if plot.legend]
+    return [
+        plot.block(_bytes(cut) if plot is pieces else "")
+        for plot in (seconds, bandwidth, pieces)
+        if plot.legend
+    ]
 
 
 def _memory(memory: Data) -> Data:
-    plot = _Plot("memory", "GiB", labels=["a rank"], zero="x")
+    plot = _Plot("memory", "GiB", labels=["a rank"])
     left = 0.0
     for state, color in zip(_STATES, _SERIES, strict=False):
         text, right = f"{state}, {_bytes(memory[state])}", left + memory[state] / 2**30
@@ -593,7 +566,7 @@ def _memory(memory: Data) -> Data:
 def _events(result: Data) -> Data:
     streams = sorted({event["stream"] for event in result["events"]})
     streams.sort(key=lambda stream: stream != "compute")
-    plot = _Plot("events", "s", labels=streams, zero="x")
+    plot = _Plot("events", "s", labels=streams)
     kinds: dict[str, dict[tuple, Data]] = {}
     for event in result["events"]:
         # Events of one kind that are too close to be seen separately are joined.
@@ -614,10 +587,10 @@ def _memory_over_step(result: Data) -> Data:
     points, size = result["memory_over_step"], len(result["memory_over_step"]) // _MOST_DRAWN + 1
     parts = [points[i : i + size] for i in range(0, len(points), size)]
     rows = [(p[0]["time_s"], max(q["bytes"] for q in p) / 2**30) for p in parts]
-    plot = _Plot("memory_over_step", "s", "GiB", zero="xy")
+    plot = _Plot("memory_over_step", "s", "GiB")
     plot.draw("step", rows, "blue", "in use", mode="after", line_width=2)
     plot.capacity(result["memory"], "hspan")
-    return plot.block(peak=max(gib for _, gib in rows) * 2**30)
+    return plot.block(f"at most {_number(max(gib for _, gib in rows))} GiB")
 
 
 # Count of ranks and its axis, another figure, its axis and unit; by curve.
@@ -629,7 +602,7 @@ _CURVES: dict[str, tuple[str, str, str, str, float]] = {
 
 def _scaling(key: str, curve: Sequence[Data], memory: Data) -> list[Data]:
     count, x, other, y, unit = _CURVES[key]
-    times, others = _Plot(key, x, "ms"), _Plot(other, x, y, zero="y")
+    times, others = _Plot(key, x, "ms"), _Plot(other, x, y)
     steps, waits, values = [], [], []
     for point in curve:
         step, exposed, value = point["step_s"], point["exposed_s"], point[other] / unit
@@ -654,7 +627,7 @@ def _simulation(data: Data) -> list[Data]:
     for key in _CURVES:
         blocks += _scaling(key, data[key], result["memory"]) if len(data[key] or ()) > 1 else []
     labels = ["all", "between hosts", "between racks"]
-    plot = _Plot("traffic", "GiB sent per rank and step", labels=labels, zero="x")
+    plot = _Plot("traffic", "GiB sent per rank and step", labels=labels)
     sizes = [result[f"{key}_bytes_per_rank"] for key in _TRAFFIC]
     rows = [(i, 0, n / 2**30, f"{labels[i]}: {_bytes(n)}") for i, n in enumerate(sizes)]
     plot.draw("hbar", rows, "blue", height=0.6)
@@ -674,9 +647,11 @@ def _sharded(model: Data) -> list[Data]:
         re.sub("reshard_after_forward=|_depth(?==)| modules| fully_shard", "", a["name"])
         for a in arms
     ]
-    ours = [arm["step_ms"] for arm in arms if not arm["name"].startswith("torch")] or [{}]
-    ends = (0.95 * min(t["p25"] for t in ours), 1.05 * max(t["p75"] for t in ours))
-    plot = _Plot("settings", "ms per step", labels=labels, x_range=ends)
+    ours = [arm["step_ms"] for arm in arms if not arm["name"].startswith("torch")]
+    ours = ours or [arms[0]["step_ms"]]
+    plot = _Plot("settings", "ms per step", labels=labels)
+    ends = 0.95 * min(time["p25"] for time in ours), 1.05 * max(time["p75"] for time in ours)
+    plot.figure.x_range.update(start=ends[0], end=ends[1])
     plot.spreads([arm["step_ms"] for arm in arms], "blue", "measured")
     return [plot.block(), {"key": "sharded", "rows": arms}]
 

@@ -33,7 +33,7 @@ def _arm(cap, caps_bytes, step_ms):
 def _sweep(name="Net", saved_ms=2.0, rounds_faster=8, decided=True, cap="4 MiB", **model):
     arms = [_arm("default", [1 << 20, 25 << 20], 20.0), _arm(cap, [4 << 20], 20.0 - saved_ms)]
     best = {"cap": cap, "caps_bytes": [4 << 20], "saved_ms": _quartiles(saved_ms)}
-    best |= {"saved_share": saved_ms / 20, "rounds_faster": rounds_faster, "rounds": 8}
+    best |= {"saved_share": saved_ms / 20, "rounds_faster": rounds_faster}
     points = [{"bytes": 1 << k, "seconds": 1e-4 + 1e-9 * (1 << k)} for k in range(10, 24)]
     sizes = {"parameters": 3, "gradient_bytes": 12 << 20, "steps": 3}
     sizes |= {"rounds_taken": 8, "rounds_to_take": 8}
@@ -151,7 +151,7 @@ def test_the_verdict_has_the_interval_and_the_lines_to_paste(tmp_path):
 def test_a_page_of_sharded_steps_has_the_lines_to_paste(tmp_path):
     text = _Page(_written(tmp_path, _sharded())).text
     setting = "reshard_after_forward=False, 2 modules per unit"
-    verdict = f"Use {setting}: 20.0 % [10.0, 30.0] less per step than reshard_after_forward=True."
+    verdict = f"Use {setting}, 20.0 % [10.0, 30.0] less per step than reshard_after_forward=True."
     assert verdict in text and "4 units; 5 rounds of 3 steps" in text
     assert (
         "for i in range(0, len(blocks), 2): "
