@@ -321,10 +321,23 @@ def compare_runs(before: Data, after: Data) -> list[Data]:
             change = new["median"] - old["median"]
             apart = new["p25"] > old["p75"] or new["p75"] < old["p25"]
             result = "within the spread" if not apart else "slower" if change > 0 else "faster"
-            row = {"cap": _size(arm), "old": old, "new": new, "change": change, "result": result}
             share = 100 * change / max(old["median"], 1e-9)
-            rows.append({**row, "share": share, "magnitude": abs(share)})
+            text = f"{change:+.2f} ms ({share:+.1f} %)"
+            row = {"cap": _size(arm), "old": old, "new": new, "result": result}
+            rows.append({**row, "share": share, "change": text})
     return rows
+
+
+def verdict_of_changes(rows: Sequence[Data]) -> str:
+    changed = [row for row in rows if row["result"] != "within the spread"]
+    if not changed:
+        return f"No change: all {len(rows)} caps are within the spread of steps."
+    slower = sum(row["share"] > 0 for row in changed)
+    largest = max(changed, key=lambda row: abs(row["share"]))
+    return (
+        f"{slower} of {len(rows)} caps got slower and {len(changed) - slower} faster than in the "
+        f"first run, beyond the spread. Largest change: {largest['cap']}, {largest['change']}."
+    )
 
 
 def knee_of(rows: Sequence[Data]) -> tuple[float, float, int]:
@@ -353,28 +366,16 @@ def _against_default(model: Data, arm: Data) -> str:
 
 # ---- Plots.
 
-# Base and numbers of logarithmic axes.
-_LOGARITHMIC = {
-    "size": (2, "0 ib"),
-    "bytes per second": (2, "0 ib"),
-    "pieces": (2, "0"),
-    "GPUs": (2, "0"),
-    "ranks per copy": (2, "0"),
-    "ms": (10, "0.[000]"),
-}
+# Numbers of the logarithmic axes, by label.
+_LOGARITHMIC = {"size": "0 ib", "bytes per second": "0 ib", "ms": "0.[000]"}
+_LOGARITHMIC |= dict.fromkeys(("pieces", "GPUs", "ranks per copy"), "0")
 _MARKS = {"hbar": "■", "vspan": "┆", "hspan": "┅", "step": "━", "diamond": "◇"}
-_MUTED, _GRID = _COLORS["muted"][0], _COLORS["grid"][0]
+_MUTED = ("axis_line_color", "major_tick_line_color", "axis_label_text_color")
 _THEME = {
     "Plot": dict.fromkeys(("background_fill_color", "border_fill_color", "outline_line_color")),
-    "Grid": {"grid_line_color": _GRID},
-    "Axis": {
-        "axis_line_color": _MUTED,
-        "major_tick_line_color": _MUTED,
-        "minor_tick_line_color": None,
-        "axis_label_text_color": _MUTED,
-        "axis_label_text_font_style": "normal",
-        "major_label_text_color": _COLORS["text"][0],
-    },
+    "Grid": {"grid_line_color": _COLORS["grid"][0]},
+    "Axis": dict.fromkeys(_MUTED, _COLORS["muted"][0])
+    | {"major_label_text_color": _COLORS["text"][0], "minor_tick_line_color": None},
 }
 
 
@@ -398,11 +399,9 @@ class _Plot:
         axes = ((x, figure.xaxis, figure.x_range), (y, figure.yaxis, figure.y_range))
         for label, axis, ends in axes:
             if label in _LOGARITHMIC:
-                base, text = _LOGARITHMIC[label]
-                axis.ticker = models.LogTicker(
-                    base=base, mantissas=[1, 2, 5] if base == 10 else [1]
-                )
-                axis.formatter = models.NumeralTickFormatter(format=text)
+                base, parts = (10, [1, 2, 5]) if label == "ms" else (2, [1])
+                axis.ticker = models.LogTicker(base=base, mantissas=parts)
+                axis.formatter = models.NumeralTickFormatter(format=_LOGARITHMIC[label])
             elif label not in ("", "ms per step"):
                 ends.start = 0
         if labels:
@@ -706,7 +705,8 @@ def _changes_of(files: Sequence[Data]) -> list[Data]:
                 keys = dict.fromkeys(itertools.chain(*texts))
                 differ = [(key, *(text.get(key, "-") for text in texts)) for key in keys]
                 section = {"kind": "changes", "name": model["name"], "rows": rows, "set_up": []}
-                section |= {"files": (earlier["file"], data["file"])}
+                section["verdict"] = verdict_of_changes(rows)
+                section["files"] = (earlier["file"], data["file"])
                 section["differ"] = [row for row in differ if row[1] != row[2]]
                 sections.append(section | {"blocks": [_changes(rows)]})
     return sections
