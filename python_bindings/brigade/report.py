@@ -223,7 +223,7 @@ def _size(arm: Data) -> str:
 # ---- Advice.
 
 
-def settings_of(caps_bytes: Sequence[int]) -> Data:
+def settings_of(caps_bytes: Sequence[int]) -> tuple[str, list[tuple[str, str]]]:
     """Returns the option of Python, and the lines of Python and C++ that set the caps."""
     mib = ["1e6" if cap == 2**63 - 1 else f"{cap / 2**20:.17g}" for cap in caps_bytes]
     option = f"bucket_cap_mb={mib[0] if caps_bytes[0] > 1 else 0}"
@@ -233,7 +233,7 @@ def settings_of(caps_bytes: Sequence[int]) -> Data:
     cpp = f"    net, group, {{.reducer = {{.bucket_cap_bytes = {{{caps}}}}}}});"
     python = f"model = brigade.DistributedDataParallel(net, {option})"
     cpp = f"brigade::DistributedDataParallel model(\n{cpp}"
-    return {"option": option, "lines": [("Python", python), ("C++", cpp)]}
+    return option, [("Python", python), ("C++", cpp)]
 
 
 def rounds_to_decide(model: Data) -> int | None:
@@ -248,10 +248,11 @@ def rounds_to_decide(model: Data) -> int | None:
     return max(rounds, taken + 1) if rounds <= 1000 else None
 
 
-def verdict_of(model: Data) -> str:
+def sweep_advice(model: Data) -> tuple[str, list[tuple[str, str]]]:
+    """Returns the verdict, and the lines to paste by language."""
     best, taken = model["best"], model["rounds_taken"]
     if best is None:
-        return "Keep the default: all caps give the same buckets."
+        return "Keep the default: all caps give the same buckets.", []
     size, saved = _size(best), best["saved_ms"]
     gain = (
         f"{_number(abs(saved['median']))} ms ({100 * abs(best['saved_share']):.1f} %) "
@@ -259,17 +260,16 @@ def verdict_of(model: Data) -> str:
         f"[{_number(saved['p25'])}, {_number(saved['p75'])}], faster in "
         f"{best['rounds_faster']} of {taken} rounds"
     )
+    option, lines = settings_of(best["caps_bytes"])
     if best["decided"]:
-        option = settings_of(best["caps_bytes"])["option"]
-        return f"Use {option if len(option) <= 60 else f'the buckets of {size}, below'}: {gain}."
+        name = option if len(option) <= 60 else f"the buckets of {size}, below"
+        return f"Use {name}: {gain}.", lines
     rounds = rounds_to_decide(model)
     if saved["median"] <= 0 or rounds is None:
-        return f"Keep the default: no cap is reliably faster. Closest: {size}, {gain}."
+        return f"Keep the default: no cap is reliably faster. Closest: {size}, {gain}.", []
     option = "--resume" if taken < model["rounds_to_take"] else f"--rounds {rounds}"
-    return (
-        f"Undecided: {taken} rounds are too few. {size} took {gain}, maybe by chance. "
-        f"Run the same command with {option}, then open the new report."
-    )
+    verdict = f"Undecided: {taken} rounds are too few. {size} took {gain}, maybe by chance. "
+    return f"{verdict}Run the same command with {option}, then open the new report.", lines
 
 
 def _lines_of(setting: str) -> str:
@@ -290,9 +290,9 @@ def _lines_of(setting: str) -> str:
 def sharding_advice(model: Data) -> tuple[str, list[tuple[str, str]]]:
     """Returns the verdict, and the lines to paste by setting."""
 
-    def change(arm: Data) -> str:
+    def change(arm: Data, mark: str = ",") -> str:
         median, least, most = (100 - 100 * arm["over_default"][k] for k in ("median", "p75", "p25"))
-        text = f"{arm['name']}, {abs(median):.1f} % [{least:.1f}, {most:.1f}]"
+        text = f"{arm['name']}{mark} {abs(median):.1f} % [{least:.1f}, {most:.1f}]"
         return f"{text} {'less' if median > 0 else 'more'} per step than {default['name']}"
 
     default = model["arms"][0]
@@ -308,7 +308,7 @@ def sharding_advice(model: Data) -> tuple[str, list[tuple[str, str]]]:
     if not best["name"].startswith("reshard"):
         name = next((arm for arm in ours if arm["name"].startswith("reshard")), default)["name"]
         lines.append((f"If that does not fit into memory: {name}", _lines_of(name)))
-    return f"Use {change(best)}.{note}", lines
+    return f"Use {change(best, ':')}.{note}", lines
 
 
 def compare_runs(before: Data, after: Data) -> list[Data]:
@@ -544,11 +544,8 @@ def _collectives(operations: dict[str, list[Data]]) -> list[Data]:
         bandwidth.curve([(size, size / time, text) for size, _, time, text in whole], color, name)
         same = [(count, 1e3 * time, text) for size, count, time, text in points if size == cut]
         pieces.curve(same, color, name)
-    return [
-        plot.block(_bytes(cut) if plot is pieces else "")
-        for plot in (seconds, bandwidth, pieces)
-        if plot.legend
-    ]
+    blocks = [plot.block() for plot in (seconds, bandwidth) if plot.legend]
+    return blocks + ([pieces.block(_bytes(cut))] if pieces.legend else [])
 
 
 def _memory(memory: Data) -> Data:
@@ -602,17 +599,16 @@ _CURVES: dict[str, tuple[str, str, str, str, float]] = {
 def _scaling(key: str, curve: Sequence[Data], memory: Data) -> list[Data]:
     count, x, other, y, unit = _CURVES[key]
     times, others = _Plot(key, x, "ms"), _Plot(other, x, y)
-    steps, waits, values = [], [], []
+    points: list[list[tuple]] = [[], [], []]
     for point in curve:
-        step, exposed, value = point["step_s"], point["exposed_s"], point[other] / unit
-        text = f"{point[count]} {x}: {_seconds(step)}, {_seconds(exposed)} of it waiting; "
-        text += f"{_number(value)} {y}"
-        steps.append((point[count], 1e3 * step, text))
-        waits.append((point[count], 1e3 * exposed, text))
-        values.append((point[count], value, text))
-    times.curve(steps, "blue", "step")
-    times.curve(waits, "red", "part that waits for communication")
-    others.curve(values, "blue", y)
+        values = (1e3 * point["step_s"], 1e3 * point["exposed_s"], point[other] / unit)
+        text = "{} {}: {} ms, {} ms of it waiting; {} {}"
+        text = text.format(point[count], x, *map(_number, values), y)
+        for series, value in zip(points, values, strict=True):
+            series.append((point[count], value, text))
+    times.curve(points[0], "blue", "step")
+    times.curve(points[1], "red", "part that waits for communication")
+    others.curve(points[2], "blue", y)
     if y == "GiB":
         others.capacity(memory, "hspan")
     return [plot.block() for plot in (times, others) if plot.legend]
@@ -642,15 +638,12 @@ def _changes(rows: Sequence[Data]) -> Data:
 
 def _sharded(model: Data) -> list[Data]:
     arms = model["arms"]
-    labels = [
-        re.sub("reshard_after_forward=|_depth(?==)| modules| fully_shard", "", a["name"])
-        for a in arms
-    ]
+    long = "reshard_after_forward=|_depth(?==)| modules| fully_shard"
+    plot = _Plot("settings", "ms per step", labels=[re.sub(long, "", a["name"]) for a in arms])
     ours = [arm["step_ms"] for arm in arms if not arm["name"].startswith("torch")]
     ours = ours or [arms[0]["step_ms"]]
-    plot = _Plot("settings", "ms per step", labels=labels)
-    ends = 0.95 * min(time["p25"] for time in ours), 1.05 * max(time["p75"] for time in ours)
-    plot.figure.x_range.update(start=ends[0], end=ends[1])
+    least, most = min(time["p25"] for time in ours), max(time["p75"] for time in ours)
+    plot.figure.x_range.update(start=0.95 * least, end=1.05 * most)
     plot.spreads([arm["step_ms"] for arm in arms], "blue", "measured")
     return [plot.block(), {"key": "sharded", "rows": arms}]
 
@@ -663,16 +656,10 @@ def _sections_of(data: Data) -> list[Data]:
     shared["set_up"] = _texts(data["set_up"])
     sections = []
     for model in data.get("models", ()):
-        section = {**shared, "name": model["name"], "model": model}
-        if kind == "sweep":
-            verdict, best = verdict_of(model), model["best"]
-            keeps = verdict.startswith("Keep the default")
-            lines = [] if keeps else settings_of(best["caps_bytes"])["lines"]
-            blocks = _sweep(model)
-        else:
-            verdict, lines = sharding_advice(model)
-            blocks = _sharded(model)
-        sections.append({**section, "verdict": verdict, "lines": lines, "blocks": blocks})
+        advice, draw = (sweep_advice, _sweep) if kind == "sweep" else (sharding_advice, _sharded)
+        verdict, lines = advice(model)
+        section = {**shared, "name": model["name"], "model": model, "blocks": draw(model)}
+        sections.append({**section, "verdict": verdict, "lines": lines})
     if kind == "simulation":
         model, memory = data["request"].get("model"), data["result"]["memory"]
         name = model.get("name") if isinstance(model, dict) else model

@@ -151,7 +151,7 @@ def test_the_verdict_has_the_interval_and_the_lines_to_paste(tmp_path):
 def test_a_page_of_sharded_steps_has_the_lines_to_paste(tmp_path):
     text = _Page(_written(tmp_path, _sharded())).text
     setting = "reshard_after_forward=False, 2 modules per unit"
-    verdict = f"Use {setting}, 20.0 % [10.0, 30.0] less per step than reshard_after_forward=True."
+    verdict = f"Use {setting}: 20.0 % [10.0, 30.0] less per step than reshard_after_forward=True."
     assert verdict in text and "4 units; 5 rounds of 3 steps" in text
     assert (
         "for i in range(0, len(blocks), 2): "
@@ -205,7 +205,7 @@ def test_a_simulation_that_does_not_fit_names_the_largest_part(tmp_path):
 
 def test_a_verdict_without_a_faster_cap_says_why():
     def verdict(**options):
-        return report.verdict_of(_sweep(decided=False, **options)["models"][0])
+        return report.sweep_advice(_sweep(decided=False, **options)["models"][0])[0]
 
     undecided = verdict(rounds_faster=6)
     assert undecided.startswith("Undecided: 8 rounds are too few. 4 MiB took 2.00 ms (10.0 %) less")
@@ -216,10 +216,10 @@ def test_a_verdict_without_a_faster_cap_says_why():
 
 
 def test_settings_name_caps_of_all_forms():
-    huge = report.settings_of((2**63 - 1,))
-    assert (huge["option"], "{INT64_MAX}" in huge["lines"][1][1]) == ("bucket_cap_mb=1e6", True)
-    assert report.settings_of((1,))["option"] == "bucket_cap_mb=0"
-    assert report.settings_of((524288, 3 << 20))["option"] == "bucket_cap_mb_list=[0.5, 3]"
+    option, lines = report.settings_of((2**63 - 1,))
+    assert (option, "{INT64_MAX}" in lines[1][1]) == ("bucket_cap_mb=1e6", True)
+    assert report.settings_of((1,))[0] == "bucket_cap_mb=0"
+    assert report.settings_of((524288, 3 << 20))[0] == "bucket_cap_mb_list=[0.5, 3]"
 
 
 def test_two_runs_are_compared_by_arm(tmp_path):
