@@ -236,18 +236,6 @@ def settings_of(caps_bytes: Sequence[int]) -> tuple[str, list[tuple[str, str]]]:
     return option, [("Python", python), ("C++", cpp)]
 
 
-def rounds_to_decide(model: Data) -> int | None:
-    """Returns the rounds after which a sign test decides, at the same share of faster rounds.
-
-    Returns None above 1000 rounds.
-    """
-    taken = model["rounds_taken"]
-    lead = 2 * model["best"]["rounds_faster"] / max(1, taken) - 1
-    deviations = statistics.NormalDist().inv_cdf(1 - _SIGNIFICANCE / len(model["arms"]))
-    rounds = math.ceil((deviations / max(lead, 1e-9)) ** 2)
-    return max(rounds, taken + 1) if rounds <= 1000 else None
-
-
 def sweep_advice(model: Data) -> tuple[str, list[tuple[str, str]]]:
     """Returns the verdict, and the lines to paste by language."""
     best, taken = model["best"], model["rounds_taken"]
@@ -264,8 +252,11 @@ def sweep_advice(model: Data) -> tuple[str, list[tuple[str, str]]]:
     if best["decided"]:
         name = option if len(option) <= 60 else f"the buckets of {size}, below"
         return f"Use {name}: {gain}.", lines
-    rounds = rounds_to_decide(model)
-    if saved["median"] <= 0 or rounds is None:
+    # Rounds after which a sign test decides, at the same share of faster rounds.
+    lead = max(1e-9, 2 * best["rounds_faster"] / max(1, taken) - 1)
+    deviations = statistics.NormalDist().inv_cdf(1 - _SIGNIFICANCE / len(model["arms"]))
+    rounds = max(taken + 1, math.ceil((deviations / lead) ** 2))
+    if saved["median"] <= 0 or rounds > 1000:
         return f"Keep the default: no cap is reliably faster. Closest: {size}, {gain}.", []
     option = "--resume" if taken < model["rounds_to_take"] else f"--rounds {rounds}"
     verdict = f"Undecided: {taken} rounds are too few. {size} took {gain}, maybe by chance. "
@@ -348,13 +339,12 @@ def knee_of(rows: Sequence[Data]) -> tuple[float, float, int]:
     return least, best, min(size for rate, size in rates if 2 * rate >= best)
 
 
-def _role(model: Data, arm: Data) -> str:
-    """Returns the reason to draw the arm, or an empty text."""
-    best = model["best"]
-    names = ["default"] if arm is model["arms"][0] else []
-    names += ["fastest"] if best and best["cap"] == arm["cap"] else []
-    names += ["planned"] if "planned" in arm["cap"].split(", ") else []
-    return ", ".join(names)
+def _roles(model: Data, arm: Data) -> list[str]:
+    """Returns the reasons to draw the arm."""
+    is_best = model["best"] and model["best"]["cap"] == arm["cap"]
+    roles = {"default": arm is model["arms"][0], "fastest": is_best}
+    roles["planned"] = "planned" in arm["cap"].split(", ")
+    return [role for role, holds in roles.items() if holds]
 
 
 def _against_default(model: Data, arm: Data) -> str:
@@ -497,7 +487,7 @@ def _timeline(model: Data, arm: Data, end: float) -> Data:
         plot.draw("hbar", rows, color, f"bucket, {kind}", height=0.36)
     plot.line_at(backward, "red", "end of backward alone")
     exposed = max(0, max(bucket["complete_ms"] for bucket in measured) - backward)
-    name = ", ".join(dict.fromkeys([_size(arm), *_role(model, arm).split(", ")]))
+    name = ", ".join(dict.fromkeys([_size(arm), *_roles(model, arm)]))
     return plot.block(f"{name}: collectives end {_number(exposed)} ms after backward alone would")
 
 
@@ -508,20 +498,19 @@ def _cost(model: Data) -> Data:
         for p in model["cost"]["points"]
     ]
     plot.curve(rows, "blue", "measured")
-    for role, color in (("default", "gray"), ("fastest", "green")):
-        for arm in model["arms"]:
-            if role in _role(model, arm):
-                size = max(1, arm["bucket_bytes"]["median"])
-                plot.line_at(size, color, f"median bucket, {role}")
+    for arm in model["arms"]:
+        for role in {"default", "fastest"}.intersection(_roles(model, arm)):
+            color = "gray" if role == "default" else "green"
+            plot.line_at(max(1, arm["bucket_bytes"]["median"]), color, f"median bucket, {role}")
     return plot.block()
 
 
 def _sweep(model: Data) -> list[Data]:
     arms = model["arms"]
-    drawn = [arm for arm in arms if arm["timeline"] and _role(model, arm)]
+    drawn = [arm for arm in arms if arm["timeline"] and _roles(model, arm)]
     both = [arm[key] for arm in drawn for key in ("timeline", "predicted_timeline")]
     end = max([model["backward_ms"], *(b["complete_ms"] for one in both for b in one)])
-    rows = [(arm, _role(model, arm), _against_default(model, arm)) for arm in arms]
+    rows = [(arm, ", ".join(_roles(model, arm)), _against_default(model, arm)) for arm in arms]
     blocks = [_steps(model), *(_timeline(model, arm, end) for arm in drawn)]
     blocks.append({"key": "arms", "rows": rows})
     return [*blocks, _cost(model)] if model["cost"]["points"] else blocks
@@ -565,7 +554,7 @@ def _events(result: Data) -> Data:
     plot = _Plot("events", "s", labels=streams)
     kinds: dict[str, dict[tuple, Data]] = {}
     for event in result["events"]:
-        # Events of one kind that are too close to be seen separately are joined.
+        # Joins events of one kind that are too close to be seen separately.
         place = (event["stream"], int(_MOST_DRAWN * event["begin_s"] / (result["step_s"] or 1)))
         joined = kinds.setdefault(event["name"].split(" ")[0], {}).setdefault(place, {**event})
         joined["end_s"] = max(joined["end_s"], event["end_s"])

@@ -193,7 +193,7 @@ def test_a_simulation_without_a_capacity_and_curves(tmp_path):
     simulation["result"]["memory"]["capacity"] = 0
     del simulation["shard_ranks_curve"]
     page = _Page(_written(tmp_path, simulation | {"curve": []}))
-    assert "It fits: 18.6 GiB per rank." in page.text and "capacity" not in page.text
+    assert "It needs 18.6 GiB per rank." in page.text and "capacity" not in page.text
     assert len(page.plots) == 4
 
 
