@@ -67,13 +67,19 @@ _MODEL = {
     "parameters gradient_bytes rounds_taken rounds_to_take steps": int,
     "local_ms": _QUARTILES,
     "bound_ms backward_ms backward_slowdown collective_stretch": float,
+    "is_model_off": bool,
     "arms": [_ARM],
     "best?": {"cap": str, "caps_bytes": [int], **_SAVED},
     "cost": {"points": ({"bytes": int, "seconds": float},)},
     "ready": ({"name": str, "bytes": int, "ready_ms": float},),
 }
-_SETTING = {"name": str, "step_ms over_default": _QUARTILES}
-_SHARDED = {"name": str, "parameters units rounds steps": int, "arms": [_SETTING]}
+_SHARDED = {
+    "name": str,
+    "parameters units rounds rounds_taken steps": int,
+    "arms": [
+        {"name": str, "step_ms over_default": _QUARTILES, "rounds_ms": [float], "decided": bool}
+    ],
+}
 _COLLECTIVE = {"operation": str, "bytes pieces": int, "seconds": _QUARTILES}
 _STATES = ("parameters", "gradients", "optimizer", "unsharded", "activations")
 _TRAFFIC = ("sent", "between_hosts", "between_racks")
@@ -236,9 +242,24 @@ def settings_of(caps_bytes: Sequence[int]) -> tuple[str, list[tuple[str, str]]]:
     return option, [("Python", python), ("C++", cpp)]
 
 
+def _undecided(model: Data, found: str, rounds_faster: int) -> str | None:
+    """Returns the advice to take more rounds. Returns None if 1000 would not decide."""
+    taken, name = model["rounds_taken"], "--resume"
+    if taken >= model.get("rounds_to_take", taken):
+        # A sign test decides after these rounds, at the same share of faster ones.
+        lead = max(1e-9, 2 * rounds_faster / max(1, taken) - 1)
+        deviations = statistics.NormalDist().inv_cdf(1 - _SIGNIFICANCE / len(model["arms"]))
+        rounds = max(taken + 1, math.ceil((deviations / lead) ** 2))
+        if rounds > 1000:
+            return None
+        name = f"--rounds {rounds}"
+    verdict = f"Undecided: {taken} rounds are too few. {found}, maybe by chance."
+    return f"{verdict} Run the same command with {name}, then open the new report."
+
+
 def sweep_advice(model: Data) -> tuple[str, list[tuple[str, str]]]:
     """Returns the verdict, and the lines to paste by language."""
-    best, taken = model["best"], model["rounds_taken"]
+    best = model["best"]
     if best is None:
         return "Keep the default: all caps give the same buckets.", []
     size, saved = _size(best), best["saved_ms"]
@@ -246,60 +267,56 @@ def sweep_advice(model: Data) -> tuple[str, list[tuple[str, str]]]:
         f"{_number(abs(saved['median']))} ms ({100 * abs(best['saved_share']):.1f} %) "
         f"{'less' if saved['median'] > 0 else 'more'} per step than the default "
         f"[{_number(saved['p25'])}, {_number(saved['p75'])}], faster in "
-        f"{best['rounds_faster']} of {taken} rounds"
+        f"{best['rounds_faster']} of {model['rounds_taken']} rounds"
     )
     option, lines = settings_of(best["caps_bytes"])
     if best["decided"]:
         name = option if len(option) <= 60 else f"the buckets of {size}, below"
         return f"Use {name}: {gain}.", lines
-    # Rounds after which a sign test decides, at the same share of faster rounds.
-    lead = max(1e-9, 2 * best["rounds_faster"] / max(1, taken) - 1)
-    deviations = statistics.NormalDist().inv_cdf(1 - _SIGNIFICANCE / len(model["arms"]))
-    rounds = max(taken + 1, math.ceil((deviations / lead) ** 2))
-    if saved["median"] <= 0 or rounds > 1000:
-        return f"Keep the default: no cap is reliably faster. Closest: {size}, {gain}.", []
-    option = "--resume" if taken < model["rounds_to_take"] else f"--rounds {rounds}"
-    verdict = f"Undecided: {taken} rounds are too few. {size} took {gain}, maybe by chance. "
-    return f"{verdict}Run the same command with {option}, then open the new report.", lines
+    undecided = _undecided(model, f"{size} took {gain}", best["rounds_faster"])
+    if saved["median"] > 0 and undecided:
+        return undecided, lines
+    return f"Keep the default: no cap is reliably faster. Closest: {size}, {gain}.", []
 
 
-def _lines_of(setting: str) -> str:
+def _lines_of(setting: str) -> list[tuple[str, str]]:
     """Returns the program's lines for a setting of `brigade bench --units`."""
     form = r"(reshard_after_forward=\w+(?:, prefetch_depth=\d+)?)(?:, (\d+) modules per unit)?"
     found = re.fullmatch(form, setting)
     if not found:
-        return "model = brigade.DistributedDataParallel(net)"
+        return []
     options, size = found.groups()
     begin = "for block in blocks:\n    brigade.fully_shard(block"
     if size:
         begin = f"for i in range(0, len(blocks), {size}):\n"
         begin += f"    brigade.fully_shard(blocks[i : i + {size}]"
     blocks = "blocks = [module for module in net.modules() if isinstance(module, Block)]"
-    return f"{blocks}\n{begin}, {options})\nbrigade.fully_shard(net)"
+    lines = f"{blocks}\n{begin}, {options})\nbrigade.fully_shard(net)"
+    return [("Block: the class of --units", lines)]
 
 
 def sharding_advice(model: Data) -> tuple[str, list[tuple[str, str]]]:
-    """Returns the verdict, and the lines to paste by setting."""
+    """Returns the verdict, and the lines to paste."""
 
     def change(arm: Data, mark: str = ",") -> str:
         median, least, most = (100 - 100 * arm["over_default"][k] for k in ("median", "p75", "p25"))
         text = f"{arm['name']}{mark} {abs(median):.1f} % [{least:.1f}, {most:.1f}]"
         return f"{text} {'less' if median > 0 else 'more'} per step than {default['name']}"
 
-    default = model["arms"][0]
-    ranked = sorted(model["arms"], key=lambda arm: arm["over_default"]["median"])
-    ours = [arm for arm in ranked if not arm["name"].startswith("torch")] or [default]
-    best = ours[0]
-    note = "" if best is ranked[0] else f" Faster still: {change(ranked[0])}."
-    if best is default or best["over_default"]["p75"] >= 1:
-        verdict = f"Keep {default['name']}: no setting is faster in three of four rounds."
-        closest = next((arm for arm in ours if arm is not default), default)
-        return f"{verdict} Closest: {change(closest)}.{note}", []
-    lines = [(best["name"], _lines_of(best["name"]))]
-    if not best["name"].startswith("reshard"):
-        name = next((arm for arm in ours if arm["name"].startswith("reshard")), default)["name"]
-        lines.append((f"If that does not fit into memory: {name}", _lines_of(name)))
-    return f"Use {change(best, ':')}.{note}", lines
+    default, *others = model["arms"]
+    others.sort(key=lambda arm: (not arm["decided"], arm["over_default"]["median"]))
+    fastest = min(model["arms"], key=lambda arm: arm["over_default"]["median"])
+    is_torch = fastest["name"].startswith("torch")
+    note = f" Faster still: {change(fastest)}." if is_torch else ""
+    best = next((arm for arm in others if not arm["name"].startswith("torch")), default)
+    if best["decided"]:
+        return f"Use {change(best, ':')}.{note}", _lines_of(best["name"])
+    pairs = zip(best["rounds_ms"], default["rounds_ms"], strict=False)
+    undecided = _undecided(model, change(best), sum(a < b for a, b in pairs))
+    if best["over_default"]["median"] < 1 and undecided:
+        return undecided + note, _lines_of(best["name"])
+    verdict = f"Keep {default['name']}: no setting is reliably faster."
+    return f"{verdict} Closest: {change(best)}.{note}", []
 
 
 def compare_runs(before: Data, after: Data) -> list[Data]:

@@ -36,7 +36,7 @@ def _sweep(name="Net", saved_ms=2.0, rounds_faster=8, decided=True, cap="4 MiB",
     best |= {"saved_share": saved_ms / 20, "rounds_faster": rounds_faster}
     points = [{"bytes": 1 << k, "seconds": 1e-4 + 1e-9 * (1 << k)} for k in range(10, 24)]
     sizes = {"parameters": 3, "gradient_bytes": 12 << 20, "steps": 3}
-    sizes |= {"rounds_taken": 8, "rounds_to_take": 8}
+    sizes |= {"rounds_taken": 8, "rounds_to_take": 8, "is_model_off": False}
     times = {"local_ms": _quartiles(15.0), "bound_ms": 16.0, "backward_ms": 6.0}
     times |= {"backward_slowdown": 0.0, "collective_stretch": 1.0}
     model = {"name": name, **sizes, **times, "best": {**best, "decided": decided}} | model
@@ -45,14 +45,17 @@ def _sweep(name="Net", saved_ms=2.0, rounds_faster=8, decided=True, cap="4 MiB",
     return {"kind": "sweep", "set_up": {"ranks": "2", name: name}, "models": [model]}
 
 
-def _sharded(name="reshard_after_forward=False, 2 modules per unit", over_default=0.8):
+def _sharded(
+    name="reshard_after_forward=False, 2 modules per unit", over_default=0.8, decided=True
+):
     ratios = {"reshard_after_forward=True": 1.0, name: over_default, "torch's fully_shard, True": 9}
     arms = [
         {"name": arm, "step_ms": _quartiles(5 * ratio), "over_default": _quartiles(ratio)}
+        | {"rounds_ms": [5.0 * ratio] * 5, "decided": decided and ratio < 1}
         for arm, ratio in ratios.items()
     ]
-    model = {"name": name, "parameters": 3, "units": 4, "rounds": 5, "steps": 3, "arms": arms}
-    return {"kind": "sharded", "set_up": {}, "models": [model]}
+    model = {"name": name, "parameters": 3, "units": 4, "rounds": 8, "rounds_taken": 5, "steps": 3}
+    return {"kind": "sharded", "set_up": {}, "models": [model | {"arms": arms}]}
 
 
 def _collectives(name="all-reduce"):
@@ -153,6 +156,7 @@ def test_a_page_of_sharded_steps_has_the_lines_to_paste(tmp_path):
     setting = "reshard_after_forward=False, 2 modules per unit"
     verdict = f"Use {setting}: 20.0 % [10.0, 30.0] less per step than reshard_after_forward=True."
     assert verdict in text and "4 units; 5 rounds of 3 steps" in text
+    assert "Interrupted after 5 of 8 rounds. Run the same command again." in text
     assert (
         "for i in range(0, len(blocks), 2): "
         "brigade.fully_shard(blocks[i : i + 2], reshard_after_forward=False) "
@@ -161,31 +165,33 @@ def test_a_page_of_sharded_steps_has_the_lines_to_paste(tmp_path):
     deeper = _sharded("reshard_after_forward=True, prefetch_depth=2")
     lines = "brigade.fully_shard(block, reshard_after_forward=True, prefetch_depth=2)"
     assert lines in _Page(_written(tmp_path, deeper)).text
-    text = _Page(_written(tmp_path, _sharded("DistributedDataParallel"))).text
-    assert "If that does not fit into memory: reshard_after_forward=True blocks =" in text
 
 
 def test_sharded_steps_that_are_not_clearly_faster_keep_the_default():
     def verdict(*setting):
-        return report.sharding_advice(_sharded(*setting)["models"][0])
+        return report.sharding_advice(_sharded(*setting, decided=False)["models"][0])
 
+    text, lines = verdict("reshard_after_forward=False", 1.05)
+    assert text.startswith("Keep reshard_after_forward=True: no setting is reliably faster.")
+    assert "Closest: reshard_after_forward=False, 5.0 % [-15.0, 5.0] more" in text and not lines
     text, lines = verdict("reshard_after_forward=False", 0.95)
-    assert text.startswith("Keep reshard_after_forward=True: no setting is faster in three of")
-    assert "Closest: reshard_after_forward=False, 5.0 % [-5.0, 15.0] less" in text and not lines
+    assert text.startswith("Undecided: 5 rounds are too few. reshard_after_forward=False, 5.0 %")
+    assert "Run the same command with --rounds 8," in text and lines
     text, _ = verdict("torch's fully_shard, False", 0.5)
     assert "Faster still: torch's fully_shard, False, 50.0 % [40.0, 60.0] less" in text
 
 
 def test_contention_and_an_interruption_are_named(tmp_path):
-    measured = {"backward_slowdown": 0.25, "collective_stretch": 1.5}
+    measured = {"backward_slowdown": 0.25, "collective_stretch": 1.5, "is_model_off": True}
     sweep = _sweep(decided=False, rounds_faster=6, rounds_to_take=24, **measured)
     text = _Page(_written(tmp_path, sweep)).text
     assert "maybe by chance. Run the same command with --resume, then open" in text
-    assert "interrupted after 8 of 24 rounds. Run the same command with --resume" in text
+    assert "Interrupted after 8 of 24 rounds. Run the same command with --resume" in text
     assert "8 rounds of 3 steps" in text and "backward loses 25 % of its speed" in text
     assert "a collective takes 1.50 times as long" in text
+    assert "predictions are unreliable" in text
     text = _Page(_written(tmp_path, _sweep())).text
-    assert "interrupted" not in text and "While" not in text
+    assert "Interrupted" not in text and "While" not in text
 
 
 def test_a_simulation_without_a_capacity_and_curves(tmp_path):
