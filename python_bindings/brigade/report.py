@@ -73,13 +73,8 @@ _MODEL = {
     "cost": {"points": ({"bytes": int, "seconds": float},)},
     "ready": ({"name": str, "bytes": int, "ready_ms": float},),
 }
-_SHARDED = {
-    "name": str,
-    "parameters units rounds rounds_taken steps": int,
-    "arms": [
-        {"name": str, "step_ms over_default": _QUARTILES, "rounds_ms": [float], "decided": bool}
-    ],
-}
+_SETTING = {"name": str, "step_ms over_default": _QUARTILES, "rounds_ms": [float], "decided": bool}
+_SHARDED = {"name": str, "parameters units rounds rounds_taken steps": int, "arms": [_SETTING]}
 _COLLECTIVE = {"operation": str, "bytes pieces": int, "seconds": _QUARTILES}
 _STATES = ("parameters", "gradients", "optimizer", "unsharded", "activations")
 _TRAFFIC = ("sent", "between_hosts", "between_racks")
