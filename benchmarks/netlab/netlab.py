@@ -49,6 +49,7 @@ MODELS = {
 DEFAULT, OURS, AUTO = "torch, default", "brigade, default", "brigade, auto"
 HEADER = ["cell", DEFAULT, "torch, best cap", OURS, AUTO, "bound", "auto / best cap"]
 HEADER += ["auto / torch", "gain", "overlap"]
+SHARDED = ["cell", "reshard", "prefetch_depth=1", "prefetch_depth=2", "torch", "alone"]
 
 Cell = dict[str, Any]
 Prediction = tuple[str, str, float, list[float]]  # cell, arm, predicted s, measured s by round
@@ -224,24 +225,40 @@ def draw(rows: list[Cell]) -> None:
     documents.save(figure, "netlab")
 
 
+def sharded_rows(cells: dict[str, Cell]) -> list[list[str]]:
+    """Returns the median steps of each setting, and those of torch with the same setting."""
+    rows = []
+    for name, cell in cells.items():
+        if "units_s" not in cell:
+            continue
+        ms = {arm: 1e3 * statistics.median(of) for arm, of in rounds_of(cell).items()}
+        for reshard in ("True", "False"):
+            ours = [ms[f"brigade, depth {depth}, reshard {reshard}"] for depth in (1, 2)]
+            others = ms[f"torch, reshard {reshard}"], ms["alone"]
+            rows.append([name, reshard, *(f"{value:.0f}" for value in (*ours, *others))])
+    return rows
+
+
 def report(data: Cell, writes: bool) -> None:
     cells = data["cells"]
     rows = [row_of(name, cell) for name, cell in cells.items() if "units_s" not in cell]
     table = [cells_of(row) for row in rows]
-    mean = statistics.geometric_mean(row["over_best"]["median"] for row in rows)
+    mean = statistics.geometric_mean([row["over_best"]["median"] for row in rows] or [1])
     predictions = [
         (name, arm, predicted_s, rounds_of(cell)[arm])
         for name, cell in cells.items()
         for arm, predicted_s in cell.get("predicted_s", {}).items()
     ]
     lines = errors_of(predictions)
+    sharded = sharded_rows(cells)
     summary = [f"auto / best cap: geometric mean {mean:.3f} of {len(rows)} cells", *lines[-3:]]
     if not writes:
-        rows_of_text = [" | ".join(texts) for texts in (HEADER, *table)]
+        rows_of_text = [" | ".join(texts) for texts in (HEADER, *table, SHARDED, *sharded)]
         return print("\n".join([*rows_of_text, *lines[:-3], *summary]))
-    figures = {"set_up": data["set_up"], "rows": rows, "summary": summary}
+    figures = {"set_up": data["set_up"], "rows": rows, "sharded": sharded, "summary": summary}
     (documents.STORE / "netlab.json").write_text(json.dumps(figures, indent=1) + "\n")
     documents.rewrite(documents.PAGE, "netlab", HEADER, table)
+    documents.rewrite(documents.PAGE, "netlab_sharded", SHARDED, sharded)
     documents.rewrite(documents.PAGE, "netlab_summary", ["summary"], [[line] for line in summary])
     draw(rows)
 
