@@ -31,9 +31,14 @@ double expected_maximum(double n) {
   return low;
 }
 
+// The most racks that one of the groups of `hosts` consecutive hosts is in.
 int racks_of(const Cluster& cluster, int hosts) {
-  if (cluster.hosts_per_rack == 0) return 1;
-  return (hosts + cluster.hosts_per_rack - 1) / cluster.hosts_per_rack;
+  const int size = cluster.hosts_per_rack;
+  int racks = 1;
+  for (int first = 0; size > 0 && first < cluster.hosts; first += hosts) {
+    racks = std::max(racks, (first + hosts - 1) / size - first / size + 1);
+  }
+  return racks;
 }
 
 // The bandwidth of a host's NICs that a group gets.
@@ -57,12 +62,14 @@ CollectiveRun run_phase(double bytes, const RankGroup& group,
       ring_reduce_scatter_s(bytes, group.ranks_per_host, cluster.inside);
   if (group.hosts == 1) return {.seconds = inside_s, .sent_bytes = sent};
 
-  LinkSpeed between = link_between(group, cluster);
-  LinkSpeed crowded = between;
+  const LinkSpeed nics = link_between(group, cluster);
+  LinkSpeed between = nics;  // of rings
+  const double uplink =
+      nics.bytes_per_s / cluster.oversubscription;  // a host's
   if (group.racks > 1) {
-    crowded.bytes_per_s /= cluster.oversubscription;
-    between.bytes_per_s = std::min(
-        between.bytes_per_s, crowded.bytes_per_s * cluster.hosts_per_rack);
+    between.bytes_per_s =
+        std::min(between.bytes_per_s,
+                 uplink * cluster.hosts_per_rack / group.groups_per_rack);
   }
 
   // One ring: of its links, one per host and one per rack leave.
@@ -85,10 +92,13 @@ CollectiveRun run_phase(double bytes, const RankGroup& group,
       leaves, leaves * per_rack};
   const auto levels = static_cast<double>(
       std::bit_width(static_cast<unsigned>(group.hosts - 1)));
+  const double across = ring_reduce_scatter_bytes(bytes, group.racks);
   const CollectiveRun logarithmic = {
-      inside_s + levels * crowded.latency_s +
-          ring_reduce_scatter_bytes(bytes, group.hosts) / crowded.bytes_per_s,
-      sent, leaves, ring_reduce_scatter_bytes(bytes, group.racks) * per_host};
+      inside_s + levels * nics.latency_s +
+          (ring_reduce_scatter_bytes(bytes, group.hosts) - across) /
+              nics.bytes_per_s +
+          across / uplink,
+      sent, leaves, across * per_host};
   return faster(one_ring, faster(two_rings, logarithmic));
 }
 
@@ -193,7 +203,9 @@ RankGroup replica_group(const Cluster& cluster, int shard_ranks) {
   return {.hosts = hosts,
           .ranks_per_host = ranks_per_host,
           .groups_per_host = gpus / ranks_per_host,
-          .racks = std::min(hosts, racks_of(cluster, cluster.hosts))};
+          .racks = std::min(hosts, racks_of(cluster, cluster.hosts)),
+          .groups_per_rack = std::clamp(cluster.hosts_per_rack, 1,
+                                        std::max(shard_ranks / gpus, 1))};
 }
 
 CollectiveRun run_collective(Collective collective, double bytes,
@@ -205,7 +217,7 @@ CollectiveRun run_collective(Collective collective, double bytes,
     if (cluster.has_nccl_protocols) {
       HostGrid grid = {group.hosts, group.ranks_per_host, cluster.inside,
                        link_between(group, cluster)};
-      grid.between.bytes_per_s /= cluster.oversubscription;
+      if (group.racks > 1) grid.between.bytes_per_s /= cluster.oversubscription;
       run.seconds = std::min(run.seconds, nccl_all_reduce(bytes, grid).seconds);
     }
   }

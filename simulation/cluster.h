@@ -79,6 +79,7 @@ struct RankGroup {
   int ranks_per_host = 1;
   int groups_per_host = 1;  // that share a host's NICs
   int racks = 1;
+  int groups_per_rack = 1;  // of different hosts, that share its uplink
 
   int ranks() const { return hosts * ranks_per_host; }
 };

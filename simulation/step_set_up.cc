@@ -72,8 +72,8 @@ absl::Status check_strategy(const ModelShape& model, int64_t batch,
   if (strategy.kept.how != LayerChoice::How::kNone &&
       has_buckets(strategy.kind)) {
     return bad_strategy(
-        "expected reshard_after_forward true with ddp, zero1 and zero2, which "
-        "never reshard");
+        "expected no reshard_after_forward with ddp, zero1 and zero2, whose "
+        "parameters are not sharded");
   }
   return absl::OkStatus();
 }
