@@ -4,7 +4,8 @@
 //   Cluster cluster = {.device = *named_device("h100"), .hosts = 2};
 //   cluster.inside = *named_link("nvlink4");
 //   cluster.between = *named_link("ndr");
-//   run_collective(Collective::kAllGather, 1e9, all_ranks(cluster), cluster);
+//   run_collective(Collective::kAllGather, 1e9, *shard_group(cluster, 16),
+//                 cluster);
 //
 // Sizes are bytes of the whole tensor, times are seconds.
 //
@@ -14,10 +15,9 @@
 #define BRIGADE_SIMULATION_CLUSTER_H_
 
 #include <cstdint>
-#include <optional>
+#include <map>
 #include <string_view>
 
-#include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "brigade/planning/collective_cost.h"
 #include "brigade/planning/collective_formulas.h"
@@ -34,16 +34,7 @@ struct Device {
 // "a100" (80 GB), "h100" or "b200". Errors: InvalidArgument for another name.
 absl::StatusOr<Device> named_device(std::string_view name);
 
-// Measured collectives of the strategy's group: of all ranks for DDP, of a
-// shard group for all-gathers and reduce-scatters, of a replica group for the
-// all-reduces of hybrid sharding.
-struct MeasuredCosts {
-  std::optional<CollectiveCost> all_reduce = std::nullopt;
-  std::optional<CollectiveCost> all_gather = std::nullopt;
-  std::optional<CollectiveCost> reduce_scatter = std::nullopt;
-
-  bool empty() const { return !all_reduce && !all_gather && !reduce_scatter; }
-};
+enum class Collective : uint8_t { kAllReduce, kAllGather, kReduceScatter };
 
 struct Cluster {
   Device device = {};
@@ -59,15 +50,13 @@ struct Cluster {
   bool has_nccl_protocols = false;
   double jitter = 0;  // standard deviation of a rank's compute / its mean
   double straggler_slowdown = 1;  // compute of the slowest rank / of the others
-  MeasuredCosts measured = {};    // replace links, if any
+  // Replace links, if any. Of the strategy's group: of all ranks for DDP, of a
+  // shard group for all-gathers and reduce-scatters, of a replica group for the
+  // all-reduces of hybrid sharding.
+  std::map<Collective, CollectiveCost> measured = {};
 
   int ranks() const { return hosts * gpus_per_host; }
 };
-
-// Errors: InvalidArgument if a number is out of range or not finite, there are
-// more than 2^20 ranks, a rack has more hosts than the cluster, or racks are
-// oversubscribed without racks.
-absl::Status check_cluster(const Cluster& cluster);
 
 // Compute time of the slowest rank / of a rank without jitter: the expected
 // maximum over ranks, which all others wait for.
@@ -84,8 +73,6 @@ struct RankGroup {
   int ranks() const { return hosts * ranks_per_host; }
 };
 
-RankGroup all_ranks(const Cluster& cluster);
-
 // Consecutive ranks that hold one copy of the model.
 // Errors: InvalidArgument unless `shard_ranks` divides the GPUs of a host, or
 // is a multiple of them that divides all ranks.
@@ -93,14 +80,18 @@ absl::StatusOr<RankGroup> shard_group(const Cluster& cluster, int shard_ranks);
 // The ranks that hold the same shard. REQUIRES: shard_group() succeeds.
 RankGroup replica_group(const Cluster& cluster, int shard_ranks);
 
-enum class Collective : uint8_t { kAllReduce, kAllGather, kReduceScatter };
-
-// Bytes: sent per rank, on average over ranks.
-struct CollectiveRun {
-  double seconds = 0;
+// Sent per rank, on average over ranks.
+struct Traffic {
   double sent_bytes = 0;
   double between_hosts_bytes = 0;
   double between_racks_bytes = 0;
+
+  Traffic& operator+=(const Traffic& other);
+};
+
+struct CollectiveRun {
+  double seconds = 0;
+  Traffic traffic = {};
 
   CollectiveRun& operator+=(const CollectiveRun& other);  // one after the other
 };

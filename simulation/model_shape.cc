@@ -1,10 +1,10 @@
 #include "brigade/simulation/model_shape.h"
 
+#include <algorithm>
 #include <array>
 #include <numeric>
 
 #include "absl/strings/str_cat.h"
-#include "brigade/simulation/checks.h"
 
 namespace brigade {
 namespace {
@@ -157,6 +157,8 @@ ModelShape make_resnet50() {
   return model;
 }
 
+int64_t divide_up(int64_t a, int64_t b) { return (a + b - 1) / b; }
+
 }  // namespace
 
 int64_t ModelLayer::elements() const {
@@ -177,13 +179,11 @@ absl::StatusOr<ModelShape> named_model(std::string_view name,
     absl::StrAppend(&names, ", ", std::string(t.name));
     if (name != t.name) continue;
     if (sequence_length == 0) sequence_length = t.sequence;
-    const double longest =
-        t.family == Family::kLlama ? 1 << 24 : static_cast<double>(t.sequence);
-    if (absl::Status status =
-            check_range("model", "sequence_length",
-                        static_cast<double>(sequence_length), 1, longest);
-        !status.ok()) {
-      return status;
+    const int64_t longest = t.family == Family::kLlama ? 1 << 24 : t.sequence;
+    if (sequence_length < 1 || sequence_length > longest) {
+      return absl::InvalidArgumentError(
+          absl::StrCat("model: expected sequence_length from 1 to ", longest,
+                       ", found ", sequence_length));
     }
     return make_transformer(t, sequence_length);
   }
@@ -192,40 +192,78 @@ absl::StatusOr<ModelShape> named_model(std::string_view name,
                    std::string(name), "'"));
 }
 
-absl::Status check_model(const ModelShape& model) {
-  constexpr double kMostLayers = 10'000;
-  constexpr double kMostTensors = 100'000;
-  constexpr double kMostElements = 0x1p50;
-  constexpr double kMostSize = 1e30;
-  double num_tensors = 0;
-  double elements = 0;
-  for (const ModelLayer& layer : model.layers) {
-    const auto check = [&](const char* name, double value, double least,
-                           double most) {
-      return check_range(absl::StrCat("model, layer '", layer.name, "'"), name,
-                         value, least, most);
-    };
-    absl::Status status = first_error({
-        check("forward_flops", layer.forward_flops, 0, kMostSize),
-        check("activation_bytes", layer.activation_bytes, 0, kMostSize),
-        check("checkpoint_bytes", layer.checkpoint_bytes, 0, kMostSize),
-        check("forward_s", layer.forward_s.value_or(0), 0, kMostSize),
-        check("backward_s", layer.backward_s.value_or(0), 0, kMostSize),
-    });
-    for (const int64_t tensor : layer.tensors) {
-      const auto size = static_cast<double>(tensor);
-      status.Update(check("elements of a tensor", size, 1, kMostElements));
-      elements += size;
-      ++num_tensors;
-    }
-    if (!status.ok()) return status;
+int64_t shard_elements(const ModelLayer& layer, int ranks, bool by_tensor) {
+  if (!by_tensor) return divide_up(layer.elements(), ranks);
+  int64_t sum = 0;
+  for (const int64_t tensor : layer.tensors) sum += divide_up(tensor, ranks);
+  return sum;
+}
+
+double peak_activation_bytes(const ModelShape& model, double batch,
+                             std::span<const char> checkpointed) {
+  double kept = 0;  // by this layer and earlier ones
+  double peak = 0;
+  for (size_t i = 0; i < model.layers.size(); ++i) {
+    const ModelLayer& layer = model.layers[i];
+    kept +=
+        checkpointed[i] != 0 ? layer.checkpoint_bytes : layer.activation_bytes;
+    const double recomputed = checkpointed[i] != 0 ? layer.activation_bytes : 0;
+    peak = std::max(peak, kept + recomputed);
   }
-  const auto num_layers = static_cast<double>(model.layers.size());
-  return first_error({
-      check_range("model", "number of layers", num_layers, 1, kMostLayers),
-      check_range("model", "number of tensors", num_tensors, 1, kMostTensors),
-      check_range("model", "elements", elements, 1, kMostElements),
+  return batch * peak;
+}
+
+std::optional<std::vector<char>> checkpoints_to_fit(
+    const ModelShape& model, double batch, std::span<const double> recompute_s,
+    double budget, double* least_bytes) {
+  const auto& layers = model.layers;
+  const auto saved = [&](size_t i) {
+    return layers[i].activation_bytes - layers[i].checkpoint_bytes;
+  };
+  std::vector<size_t> order;
+  for (size_t i = 0; i < layers.size(); ++i) {
+    if (saved(i) > 0) order.push_back(i);
+  }
+  std::ranges::stable_sort(order, [&](size_t a, size_t b) {
+    return recompute_s[a] * saved(b) < recompute_s[b] * saved(a);
   });
+
+  std::vector<char> chosen(layers.size(), 0);
+  double peak = peak_activation_bytes(model, batch, chosen);
+  *least_bytes = peak;
+  size_t count = 0;
+  while (peak > budget && count < order.size()) {
+    chosen[order[count++]] = 1;
+    peak = peak_activation_bytes(model, batch, chosen);
+    *least_bytes = std::min(*least_bytes, peak);
+  }
+  if (peak > budget) return std::nullopt;
+  for (size_t i = 0; i + 1 < count; ++i) {
+    chosen[order[i]] = 0;
+    if (peak_activation_bytes(model, batch, chosen) > budget) {
+      chosen[order[i]] = 1;
+    }
+  }
+  return chosen;
+}
+
+std::vector<char> units_to_keep(std::span<const double> unit_bytes,
+                                std::span<const double> gather_s,
+                                double budget) {
+  std::vector<size_t> order;
+  for (size_t unit = unit_bytes.size(); unit-- > 0;) {
+    if (unit_bytes[unit] > 0 && gather_s[unit] > 0) order.push_back(unit);
+  }
+  std::ranges::stable_sort(order, [&](size_t a, size_t b) {
+    return gather_s[a] * unit_bytes[b] > gather_s[b] * unit_bytes[a];
+  });
+  std::vector<char> kept(unit_bytes.size(), 0);
+  for (const size_t unit : order) {
+    if (unit_bytes[unit] > budget) continue;
+    kept[unit] = 1;
+    budget -= unit_bytes[unit];
+  }
+  return kept;
 }
 
 }  // namespace brigade

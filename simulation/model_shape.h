@@ -1,5 +1,5 @@
 // Shapes of models for the simulator: parameters, FLOPs and activations by
-// layer, without any tensor.
+// layer, without any tensor; layers to checkpoint, units to keep unsharded.
 //
 //   const ModelShape llama = *named_model("llama-70b", 4096);
 //   llama.elements();  // 68,976,648,192
@@ -14,11 +14,11 @@
 
 #include <cstdint>
 #include <optional>
+#include <span>
 #include <string>
 #include <string_view>
 #include <vector>
 
-#include "absl/status/status.h"
 #include "absl/status/statusor.h"
 
 namespace brigade {
@@ -54,10 +54,41 @@ struct ModelShape {
 absl::StatusOr<ModelShape> named_model(std::string_view name,
                                        int64_t sequence_length = 0);
 
-// Errors: InvalidArgument if there is no layer or no parameter, a tensor has no
-// element, there are more than 10,000 layers, 100,000 tensors or 2^50 elements,
-// or a number is negative or not finite.
-absl::Status check_model(const ModelShape& model);
+// ---- Memory of one rank. Vectors are indexed by layer.
+
+// Elements of a layer on each rank, with padding: less than one element per
+// rank for the layer (brigade, YaFSDP), or for each tensor (`by_tensor`: FSDP2,
+// ZeRO-3, which pad by rows where this counts elements).
+int64_t shard_elements(const ModelLayer& layer, int ranks,
+                       bool by_tensor = false);
+
+// Peak over forward and backward. A checkpointed layer keeps checkpoint_bytes;
+// its backward first computes its activations again, while those of earlier
+// layers are kept.
+double peak_activation_bytes(const ModelShape& model, double batch,
+                             std::span<const char> checkpointed);
+
+// Returns the layers to checkpoint so that the peak is at most `budget`.
+// `recompute_s`: price of each layer. Checkpoints layers with the least price
+// per byte saved first, earlier ones first if equal, then drops those that are
+// not needed.
+//
+// For equal layers no choice recomputes less: each saves the same, so the
+// number is the least that fits, and with the first layers the sum of kept
+// bytes is the peak. Otherwise this is a heuristic (a knapsack).
+//
+// nullopt: no step of this method fits; `*least_bytes` is its least peak.
+std::optional<std::vector<char>> checkpoints_to_fit(
+    const ModelShape& model, double batch, std::span<const double> recompute_s,
+    double budget, double* least_bytes);
+
+// Returns the units to keep unsharded from forward to backward within `budget`,
+// by all-gather time per byte kept, later units first if equal. The saved
+// all-gather time is the greatest possible if units with parameters have equal
+// bytes; otherwise less than one unit's share below it.
+std::vector<char> units_to_keep(std::span<const double> unit_bytes,
+                                std::span<const double> gather_s,
+                                double budget);
 
 }  // namespace brigade
 

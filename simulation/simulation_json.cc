@@ -6,14 +6,18 @@
 #include <cstdint>
 #include <nlohmann/json.hpp>
 #include <optional>
+#include <string>
+#include <type_traits>
 #include <utility>
+#include <variant>
 #include <vector>
 
 #include "absl/status/status.h"
 #include "absl/strings/str_cat.h"
+#include "absl/strings/str_join.h"
+#include "brigade/planning/bucket_plan.h"
 #include "brigade/planning/collective_cost.h"
 #include "brigade/planning/collective_formulas.h"
-#include "brigade/simulation/checks.h"
 #include "brigade/simulation/training_step.h"
 
 namespace brigade {
@@ -21,96 +25,11 @@ namespace {
 
 using Json = nlohmann::json;
 
-// Keys and types of a request. An array lists alternatives.
-constexpr std::string_view kRequestSchema = R"({
-  "model": ["text", {"name": "text", "layers": "list"}],
-  "sequence_length": "integer",
-  "batch": "integer",
-  "cluster": {
-    "device": ["text", {"name": "text", "flops_per_s": "number",
-                        "memory_bytes": "number", "memory_bytes_per_s": "number",
-                        "utilization": "number"}],
-    "hosts": "integer",
-    "gpus_per_host": "integer",
-    "inside": ["text", {"latency_s": "number", "bytes_per_s": "number"}],
-    "between": ["text", {"latency_s": "number", "bytes_per_s": "number"}],
-    "nics_per_host": "integer",
-    "hosts_per_rack": "integer",
-    "oversubscription": "number",
-    "jitter": "number",
-    "straggler_slowdown": "number",
-    "costs": {"all_reduce": "points", "all_gather": "points",
-              "reduce_scatter": "points", "concurrency": "integer"}
-  },
-  "strategy": {
-    "kind": "text",
-    "shard_ranks": "integer",
-    "bucket_caps_bytes": "sizes",
-    "plan": "text",
-    "next_forward_gather": "flag",
-    "reshard_after_forward": ["flag", "text", "sizes"],
-    "prefetch_depth": "integer",
-    "buffers": "integer",
-    "micro_batches": "integer",
-    "sync_every_micro_batch": "flag",
-    "checkpoint": ["text", "sizes"],
-    "parameter_bytes": "integer",
-    "gradient_bytes": "integer",
-    "optimizer_bytes": "integer"
-  }
-})";
-constexpr std::string_view kLayerSchema = R"({
-  "name": "text",
-  "tensors": "sizes",
-  "forward_flops": "number",
-  "activation_bytes": "number",
-  "checkpoint_bytes": "number",
-  "forward_s": "number",
-  "backward_s": "number"
-})";
-
-bool is_integer(const Json& value, double most) {
-  if (!value.is_number()) return false;
-  const auto number = value.get<double>();
-  return number >= 0 && number <= most && number == std::floor(number);
-}
-
-// So that no sum or product of a few numbers overflows.
-bool is_number(const Json& value) {
-  return value.is_number() && value.get<double>() >= 0 &&
-         value.get<double>() <= 1e40;
-}
-
-bool is_size(const Json& value) { return is_integer(value, 0x1p50); }
-
-bool is_point(const Json& value) {
-  return value.is_array() && value.size() == 2 && is_size(value[0]) &&
-         is_number(value[1]);
-}
-
-struct Type {
-  const char* name;
-  const char* text;
-  bool (*matches)(const Json&);
-};
-
-constexpr std::array<Type, 7> kTypes = {{
-    {"text", "a string", [](const Json& value) { return value.is_string(); }},
-    {"flag", "true or false",
-     [](const Json& value) { return value.is_boolean(); }},
-    {"integer", "an integer from 0 to 2^31 - 1",
-     [](const Json& value) { return is_integer(value, 0x7fffffff); }},
-    {"number", "a number from 0 to 1e40", is_number},
-    {"sizes", "an array of integers from 0 to 2^50",
-     [](const Json& value) {
-       return value.is_array() && std::ranges::all_of(value, is_size);
-     }},
-    {"points", "an array of pairs of bytes and seconds",
-     [](const Json& value) {
-       return value.is_array() && std::ranges::all_of(value, is_point);
-     }},
-    {"list", "an array", [](const Json& value) { return value.is_array(); }},
-}};
+constexpr double kMostRanks = 1 << 20;
+constexpr double kMostBatch = 1 << 30;
+constexpr double kMostElements = 0x1p50;
+constexpr double kMostSlowdown = 1e6;
+constexpr double kMostNumber = 1e30;  // no sum or product of a few overflows
 
 // `place`: the key with the keys above it, such as "strategy.kind".
 absl::Status bad_request(std::string_view place, std::string_view expected,
@@ -123,232 +42,359 @@ absl::Status bad_request(std::string_view place, std::string_view expected,
       ": expected ", std::string(expected), ", found ", text));
 }
 
-absl::Status check_schema(const std::string& place, const Json& value,
-                          const Json& schema);
+// ---- Keys of an object, their types and their ranges.
 
-absl::Status check_keys(const std::string& place, const Json& object,
-                        const Json& schema) {
-  for (const auto& [key, value] : object.items()) {
-    if (!schema.contains(key)) {
-      std::string known;
-      for (const auto& [name, type] : schema.items()) {
-        absl::StrAppend(&known, known.empty() ? "keys " : ", ", name);
-      }
-      return bad_request(place, known, key);
-    }
-    absl::Status status = check_schema(
-        absl::StrCat(place, place.empty() ? "" : ".", key), value, schema[key]);
-    if (!status.ok()) return status;
-  }
-  return absl::OkStatus();
+// A number, or each number in an array, must be in the range. Without a target
+// the value is read elsewhere.
+struct Key {
+  const char* name;
+  std::variant<std::monostate, bool*, int*, double*, std::optional<double>*,
+               std::string*, std::vector<int64_t>*>
+      target = {};
+  double least = 0;
+  double most = kMostNumber;
+};
+
+bool is_number(const Json& value, double least, double most, bool is_integer) {
+  if (!value.is_number()) return false;
+  const auto number = value.get<double>();
+  return number >= least && number <= most &&
+         (!is_integer || number == std::floor(number));
 }
 
-absl::Status check_schema(const std::string& place, const Json& value,
-                          const Json& schema) {
-  std::string expected;
-  const auto expect = [&](const char* text) {
-    absl::StrAppend(&expected, expected.empty() ? "" : " or ", text);
-  };
-  for (const Json& type : schema.is_array() ? schema : Json::array({schema})) {
-    if (type.is_object()) {
-      if (value.is_object()) return check_keys(place, value, type);
-      expect("an object");
-      continue;
-    }
-    const auto* known =
-        std::ranges::find(kTypes, type.get<std::string>(), &Type::name);
-    if (known->matches(value)) return absl::OkStatus();
-    expect(known->text);
-  }
-  return bad_request(place, expected, value);
-}
-
-// Reads a key if it is there. REQUIRES: check_schema().
+// Sets `target`, or returns the type and the range that it expected.
 template <typename Value>
-void read(const Json& object, const char* key, Value& value) {
-  if (object.contains(key)) value = object[key].get<Value>();
-}
-
-void read(const Json& object, const char* key, std::optional<double>& value) {
-  if (object.contains(key)) value = object[key].get<double>();
-}
-
-absl::StatusOr<ModelShape> read_model(const Json& request) {
-  int sequence_length = 0;
-  read(request, "sequence_length", sequence_length);
-  if (!request.contains("model")) {
-    return bad_request("model", "a name or an object", nullptr);
+std::string read(const Json& value, const Key& key, Value* target) {
+  const bool is_double = std::is_same_v<Value, double>;
+  const auto is_in_range = [&](const Json& number) {
+    return is_number(number, key.least, key.most, !is_double);
+  };
+  std::string type;
+  if constexpr (std::is_same_v<Value, bool>) {
+    if (!value.is_boolean()) return "true or false";
+  } else if constexpr (std::is_same_v<Value, std::string>) {
+    if (!value.is_string()) return "a string";
+  } else if constexpr (std::is_arithmetic_v<Value>) {
+    if (!is_in_range(value)) type = is_double ? "a number" : "an integer";
+  } else if (!value.is_array() || !std::ranges::all_of(value, is_in_range)) {
+    type = "an array of integers";
   }
-  const Json& json = request["model"];
-  if (json.is_string()) {
-    return named_model(json.get<std::string>(), sequence_length);
+  if (!type.empty()) {
+    absl::StrAppend(&type, " from ", key.least, " to ");
+    return is_double ? absl::StrCat(type, key.most)
+                     : absl::StrCat(type, static_cast<int64_t>(key.most));
   }
-  ModelShape model = {.name = json.value("name", "model")};
-  const Json schema = Json::parse(kLayerSchema);
-  for (const Json& item : json.value("layers", Json::array())) {
-    const size_t number = model.layers.size();
-    absl::Status status =
-        check_schema(absl::StrCat("model.layers[", number, "]"), item, schema);
-    if (!status.ok()) return status;
-    ModelLayer layer = {.name = absl::StrCat("layers.", number)};
-    read(item, "name", layer.name);
-    read(item, "tensors", layer.tensors);
-    read(item, "forward_flops", layer.forward_flops);
-    read(item, "activation_bytes", layer.activation_bytes);
-    read(item, "checkpoint_bytes", layer.checkpoint_bytes);
-    read(item, "forward_s", layer.forward_s);
-    read(item, "backward_s", layer.backward_s);
-    model.layers.push_back(std::move(layer));
-  }
-  return model;
+  *target = value.get<Value>();
+  return "";
 }
 
-absl::StatusOr<Device> read_device(const Json& json) {
-  if (json.is_string()) return named_device(json.get<std::string>());
-  absl::StatusOr<Device> device = Device{};
-  if (json.contains("name")) device = named_device(json.value("name", ""));
-  if (!device.ok()) return device;
-  read(json, "flops_per_s", device->flops_per_s);
-  read(json, "memory_bytes", device->memory_bytes);
-  read(json, "memory_bytes_per_s", device->memory_bytes_per_s);
-  read(json, "utilization", device->utilization);
-  return device;
+std::string read(const Json& value, const Key& key,
+                 std::optional<double>* target) {
+  return read(value, key, &target->emplace());
 }
 
-absl::StatusOr<LinkSpeed> read_link(const Json& json) {
-  if (json.is_string()) return named_link(json.get<std::string>());
-  LinkSpeed link;
-  read(json, "latency_s", link.latency_s);
-  read(json, "bytes_per_s", link.bytes_per_s);
-  return link;
-}
+std::string read(const Json&, const Key&, std::monostate) { return ""; }
 
-absl::Status read_costs(const Json& cluster, MeasuredCosts& measured) {
-  if (!cluster.contains("costs")) return absl::OkStatus();
-  for (const char* link : {"inside", "between", "nics_per_host"}) {
-    if (cluster.contains(link)) {
-      return bad_request("cluster.costs",
-                         absl::StrCat("no costs, or no ", link), "both");
+absl::Status read_keys(const std::string& place, const Json& object,
+                       const std::vector<Key>& keys,
+                       const char* expected_type = "an object") {
+  if (!object.is_object()) return bad_request(place, expected_type, object);
+  for (const auto& [name, value] : object.items()) {
+    const auto key = std::ranges::find(keys, name, &Key::name);
+    if (key == keys.end()) {
+      std::string known;
+      for (const Key& other : keys) {
+        absl::StrAppend(&known, known.empty() ? "keys " : ", ", other.name);
+      }
+      return bad_request(place, known, name);
     }
-  }
-  const Json& costs = cluster["costs"];
-  int concurrency = 1;
-  read(costs, "concurrency", concurrency);
-  absl::Status status =
-      check_range("cluster.costs", "concurrency", concurrency, 1, 1024);
-  if (!status.ok()) return status;
-  for (const auto& [key, cost] :
-       {std::pair("all_reduce", &measured.all_reduce),
-        std::pair("all_gather", &measured.all_gather),
-        std::pair("reduce_scatter", &measured.reduce_scatter)}) {
-    if (!costs.contains(key)) continue;
-    std::vector<CostPoint> points;
-    for (const Json& point : costs[key]) {
-      points.push_back({point[0].get<int64_t>(), point[1].get<double>()});
-    }
-    auto fitted = CollectiveCost::fit(points, concurrency);
-    if (!fitted.ok()) {
-      return bad_request(absl::StrCat("cluster.costs.", key),
-                         std::string(fitted.status().message()), costs[key]);
-    }
-    *cost = *std::move(fitted);
+    const std::string expected =
+        std::visit([&json = value, &key = *key](
+                       auto target) { return read(json, key, target); },
+                   key->target);
+    if (expected.empty()) continue;
+    return bad_request(absl::StrCat(place, place.empty() ? "" : ".", name),
+                       expected, value);
   }
   return absl::OkStatus();
 }
 
-absl::StatusOr<Cluster> read_cluster(const Json& json) {
-  Cluster cluster;
-  const auto device = read_device(json.value("device", Json("a100")));
-  if (!device.ok()) return device.status();
-  cluster.device = *device;
+// A key that others exclude, if `is_present`.
+struct Contradiction {
+  bool is_present;
+  const char* key;
+  std::string expected;
+};
+
+absl::Status check_contradictions(const char* place, const Json& object,
+                                  const std::vector<Contradiction>& all) {
+  for (const auto& [is_present, key, expected] : all) {
+    if (!is_present) continue;
+    return bad_request(absl::StrCat(place, ".", key), expected,
+                       object.value(key, Json()));
+  }
+  return absl::OkStatus();
+}
+
+// Sets `value` unless there was an error.
+template <typename Value>
+absl::Status set(absl::StatusOr<Value> found, Value& value) {
+  if (!found.ok()) return found.status();
+  value = *std::move(found);
+  return absl::OkStatus();
+}
+
+// ---- Objects of a request.
+
+absl::Status read_model(const Json& json, int sequence_length,
+                        ModelShape& model) {
+  if (json.is_string()) {
+    return set(named_model(json.get<std::string>(), sequence_length), model);
+  }
+  model.name = "model";
+  absl::Status status =
+      read_keys("model", json, {{"name", &model.name}, {"layers"}},
+                "a string or an object");
+  if (!status.ok()) return status;
+  const Json layers = json.value("layers", Json());
+  if (!layers.is_array())
+    return bad_request("model.layers", "an array", layers);
+  size_t num_tensors = 0;
+  double elements = 0;
+  for (const Json& item : layers) {
+    const size_t number = model.layers.size();
+    ModelLayer& layer = model.layers.emplace_back();
+    layer.name = absl::StrCat("layers.", number);
+    status = read_keys(absl::StrCat("model.layers[", number, "]"), item,
+                       {{"name", &layer.name},
+                        {"tensors", &layer.tensors, 1, kMostElements},
+                        {"forward_flops", &layer.forward_flops},
+                        {"activation_bytes", &layer.activation_bytes},
+                        {"checkpoint_bytes", &layer.checkpoint_bytes},
+                        {"forward_s", &layer.forward_s},
+                        {"backward_s", &layer.backward_s}});
+    if (!status.ok()) return status;
+    num_tensors += layer.tensors.size();
+    for (const int64_t tensor : layer.tensors) {
+      elements += static_cast<double>(tensor);
+    }
+  }
+  const size_t num_layers = model.layers.size();
+  if (num_layers > 10'000 || num_tensors == 0 || num_tensors > 100'000 ||
+      elements > kMostElements) {
+    return bad_request(
+        "model",
+        "up to 10,000 layers with 1 to 100,000 tensors of 2^50 elements in all",
+        {num_layers, num_tensors, elements});
+  }
+  return absl::OkStatus();
+}
+
+absl::Status read_device(const Json& json, Device& device) {
+  if (json.is_string()) {
+    return set(named_device(json.get<std::string>()), device);
+  }
+  device = {};
+  absl::Status status;
+  if (json.is_object() && json.contains("name")) {
+    const Json& name = json["name"];
+    status = name.is_string()
+                 ? read_device(name, device)
+                 : bad_request("cluster.device.name", "a string", name);
+  }
+  status.Update(read_keys("cluster.device", json,
+                          {{"name"},
+                           {"flops_per_s", &device.flops_per_s},
+                           {"memory_bytes", &device.memory_bytes},
+                           {"memory_bytes_per_s", &device.memory_bytes_per_s},
+                           {"utilization", &device.utilization, 1e-6, 1}},
+                          "a string or an object"));
+  return status;
+}
+
+absl::Status read_link(const std::string& place, const Json& json,
+                       LinkSpeed& link) {
+  if (json.is_string()) return set(named_link(json.get<std::string>()), link);
+  link = {};
+  absl::Status status = read_keys(place, json,
+                                  {{"latency_s", &link.latency_s, 0, 1e6},
+                                   {"bytes_per_s", &link.bytes_per_s, 1}},
+                                  "a string or an object");
+  if (link.bytes_per_s == 0) {
+    status.Update(bad_request(place, "the key bytes_per_s", json));
+  }
+  return status;
+}
+
+absl::Status read_costs(const Json& json, Cluster& cluster) {
+  int concurrency = 1;
+  // By Collective.
+  constexpr std::array<const char*, 3> kNames = {"all_reduce", "all_gather",
+                                                 "reduce_scatter"};
+  absl::Status status = read_keys("cluster.costs", json,
+                                  {{kNames[0]},
+                                   {kNames[1]},
+                                   {kNames[2]},
+                                   {"concurrency", &concurrency, 1, 1024}});
+  const auto is_point = [](const Json& item) {
+    return item.is_array() && item.size() == 2 &&
+           is_number(item[0], 0, kMostElements, /*is_integer=*/true) &&
+           is_number(item[1], 0, kMostNumber, /*is_integer=*/false);
+  };
+  for (size_t i = 0; i < kNames.size(); ++i) {
+    if (!status.ok() || !json.contains(kNames[i])) continue;
+    const Json& list = json[kNames[i]];
+    const auto bad_list = [&](std::string_view expected) {
+      return bad_request(absl::StrCat("cluster.costs.", kNames[i]), expected,
+                         list);
+    };
+    if (!list.is_array() || !std::ranges::all_of(list, is_point)) {
+      return bad_list("an array of pairs of bytes and seconds");
+    }
+    std::vector<CostPoint> points;
+    for (const Json& item : list) {
+      points.push_back({item[0].get<int64_t>(), item[1].get<double>()});
+    }
+    const auto cost = CollectiveCost::fit(points, concurrency);
+    if (!cost.ok()) return bad_list(std::string(cost.status().message()));
+    cluster.measured.emplace(static_cast<Collective>(i), *cost);
+  }
+  return status;
+}
+
+absl::Status read_cluster(const Json& json, Cluster& cluster) {
+  absl::Status status = read_keys(
+      "cluster", json,
+      {{"device"},
+       {"hosts", &cluster.hosts, 1, kMostRanks},
+       {"gpus_per_host", &cluster.gpus_per_host, 1, kMostRanks},
+       {"inside"},
+       {"between"},
+       {"nics_per_host", &cluster.nics_per_host, 0, kMostRanks},
+       {"hosts_per_rack", &cluster.hosts_per_rack, 0, kMostRanks},
+       {"oversubscription", &cluster.oversubscription, 1, kMostSlowdown},
+       {"jitter", &cluster.jitter, 0, 1},
+       {"straggler_slowdown", &cluster.straggler_slowdown, 1, kMostSlowdown},
+       {"costs"}});
+  if (!status.ok()) return status;
   const Json inside = json.value("inside", Json("nvlink3"));
   const Json between = json.value("between", Json("hdr"));
-  for (const auto& [link, speed] : {std::pair(&inside, &cluster.inside),
-                                    std::pair(&between, &cluster.between)}) {
-    const auto found = read_link(*link);
-    if (!found.ok()) return found.status();
-    *speed = *found;
-  }
+  status.Update(
+      read_device(json.value("device", Json("a100")), cluster.device));
+  status.Update(read_link("cluster.inside", inside, cluster.inside));
+  status.Update(read_link("cluster.between", between, cluster.between));
+  status.Update(read_costs(json.value("costs", Json::object()), cluster));
   // NCCL's latencies hold for its own links, not for numbers or TCP.
   cluster.has_nccl_protocols =
       inside.is_string() && between.is_string() &&
       inside.get<std::string>().starts_with("nvlink") &&
       !between.get<std::string>().starts_with("ethernet");
-  read(json, "hosts", cluster.hosts);
-  read(json, "gpus_per_host", cluster.gpus_per_host);
-  read(json, "nics_per_host", cluster.nics_per_host);
-  read(json, "hosts_per_rack", cluster.hosts_per_rack);
-  read(json, "oversubscription", cluster.oversubscription);
-  read(json, "jitter", cluster.jitter);
-  read(json, "straggler_slowdown", cluster.straggler_slowdown);
-  const absl::Status status = read_costs(json, cluster.measured);
-  if (!status.ok()) return status;
-  return cluster;
-}
 
-constexpr std::array<std::pair<const char*, StrategyKind>, 7> kKinds = {
-    {{"ddp", StrategyKind::kDdp},
-     {"zero1", StrategyKind::kZero1},
-     {"zero2", StrategyKind::kZero2},
-     {"zero3", StrategyKind::kZero3},
-     {"fsdp2", StrategyKind::kFsdp2},
-     {"yafsdp", StrategyKind::kYaFsdp},
-     {"brigade", StrategyKind::kBrigade}}};
+  const bool has_costs = json.contains("costs");
+  const auto exclude = [&](const char* key) {
+    return Contradiction{has_costs && json.contains(key), key,
+                         absl::StrCat("no ", key, ", or no costs")};
+  };
+  status.Update(check_contradictions(
+      "cluster", json,
+      {exclude("inside"),
+       exclude("between"),
+       exclude("nics_per_host"),
+       {1.0 * cluster.hosts * cluster.gpus_per_host > kMostRanks,
+        "gpus_per_host", "at most 2^20 GPUs in all"},
+       {cluster.hosts_per_rack > cluster.hosts, "hosts_per_rack",
+        absl::StrCat("at most ", cluster.hosts, " hosts")},
+       {cluster.oversubscription > 1 && cluster.hosts_per_rack == 0,
+        "oversubscription", "1 without hosts_per_rack"}}));
+  return status;
+}
 
 // `none` and `all`: the values for no and for all layers.
-absl::StatusOr<LayerChoice> read_choice(const Json& strategy, const char* key,
-                                        const Json& none, const Json& all) {
-  using How = LayerChoice::How;
-  if (!strategy.contains(key) || strategy[key] == none) return LayerChoice{};
-  const Json& json = strategy[key];
-  if (json == all) return LayerChoice{How::kAll};
-  if (json == "fit") return LayerChoice{How::kFit};
-  if (json.is_array()) {
-    return LayerChoice{How::kListed, json.get<std::vector<size_t>>()};
+absl::Status read_choice(const char* name, const Json& json, const Json& none,
+                         const Json& all, size_t num_layers,
+                         LayerChoice& choice) {
+  std::vector<int64_t> layers;
+  std::string expected;
+  if (json == "fit") {
+    choice = std::nullopt;
+  } else if (json == none || json == all) {
+    choice = std::vector<char>(num_layers, json == all ? 1 : 0);
+  } else if (json.is_array()) {
+    const double last = static_cast<double>(num_layers) - 1;
+    expected = read(json, {.name = name, .most = last}, &layers);
+  } else {
+    expected = absl::StrCat(none.dump(), ", ", all.dump(),
+                            ", \"fit\" or indices of layers");
   }
-  return bad_request(absl::StrCat("strategy.", key),
-                     absl::StrCat(none.dump(), ", ", all.dump(),
-                                  ", \"fit\" or indices of layers"),
-                     json);
+  for (const int64_t layer : layers) {
+    choice->resize(num_layers);
+    (*choice)[layer] = 1;
+  }
+  if (expected.empty()) return absl::OkStatus();
+  return bad_request(absl::StrCat("strategy.", name), expected, json);
 }
 
-absl::StatusOr<Strategy> read_strategy(const Json& json) {
-  Strategy strategy;
-  const std::string kind = json.value("kind", "");
-  const auto* known = std::ranges::find(
-      kKinds, kind, [](const auto& pair) { return std::string(pair.first); });
+constexpr std::array<const char*, 7> kKinds = {  // by StrategyKind
+    "ddp", "zero1", "zero2", "zero3", "fsdp2", "yafsdp", "brigade"};
+
+absl::Status read_strategy(const Json& json, const ModelShape& model,
+                           Strategy& strategy) {
+  std::string kind;
+  std::string plan = "exact";
+  const std::vector<Key> keys = {
+      {"kind", &kind},
+      {"shard_ranks", &strategy.shard_ranks, 0, kMostRanks},
+      {"bucket_caps_bytes", &strategy.bucket_caps_bytes, 1, kMostElements},
+      {"plan", &plan},
+      {"next_forward_gather", &strategy.next_forward_gather},
+      {"reshard_after_forward"},
+      {"prefetch_depth", &strategy.prefetch_depth, 0, kMostRanks},
+      {"buffers", &strategy.buffers, 1, kMostRanks},
+      {"micro_batches", &strategy.micro_batches, 1, 100'000},
+      {"sync_every_micro_batch", &strategy.sync_every_micro_batch},
+      {"checkpoint"},
+      {"parameter_bytes", &strategy.parameter_bytes, 1, 8},
+      {"gradient_bytes", &strategy.gradient_bytes, 1, 8},
+      {"optimizer_bytes", &strategy.optimizer_bytes, 0, 64}};
+  absl::Status status = read_keys("strategy", json, keys);
+  if (!status.ok()) return status;
+  const auto* known = std::ranges::find(kKinds, kind);
   if (known == kKinds.end()) {
-    std::string names;
-    for (const auto& [name, value] : kKinds) {
-      absl::StrAppend(&names, names.empty() ? "one of " : ", ", name);
-    }
-    return bad_request("strategy.kind", names, kind);
+    return bad_request("strategy.kind", "one of " + absl::StrJoin(kKinds, ", "),
+                       kind);
   }
-  strategy.kind = known->second;
-  if (json.contains("plan")) {
-    strategy.has_exact_plan = json["plan"] == "exact";
-    if (!strategy.has_exact_plan || json.contains("bucket_caps_bytes")) {
-      return bad_request("strategy.plan", "\"exact\" without bucket_caps_bytes",
-                         json["plan"]);
-    }
+  strategy.kind = static_cast<StrategyKind>(known - kKinds.begin());
+  strategy.has_exact_plan = json.contains("plan");
+  status.Update(check_bucket_caps(strategy.bucket_caps_bytes));
+  const size_t num_layers = model.layers.size();
+  const Json reshard = json.value("reshard_after_forward", Json(true));
+  status.Update(read_choice("reshard_after_forward", reshard, true, false,
+                            num_layers, strategy.kept));
+  status.Update(read_choice("checkpoint",
+                            json.value("checkpoint", Json("none")), "none",
+                            "all", num_layers, strategy.checkpointed));
+
+  double num_parts = 0;
+  for (const ModelLayer& layer : model.layers) {
+    num_parts += 1 + static_cast<double>(layer.tensors.size());
   }
-  auto kept = read_choice(json, "reshard_after_forward", true, false);
-  if (!kept.ok()) return kept.status();
-  strategy.kept = *std::move(kept);
-  auto checkpointed = read_choice(json, "checkpoint", "none", "all");
-  if (!checkpointed.ok()) return checkpointed.status();
-  strategy.checkpointed = *std::move(checkpointed);
-  read(json, "shard_ranks", strategy.shard_ranks);
-  read(json, "bucket_caps_bytes", strategy.bucket_caps_bytes);
-  read(json, "next_forward_gather", strategy.next_forward_gather);
-  read(json, "prefetch_depth", strategy.prefetch_depth);
-  read(json, "buffers", strategy.buffers);
-  read(json, "micro_batches", strategy.micro_batches);
-  read(json, "sync_every_micro_batch", strategy.sync_every_micro_batch);
-  read(json, "parameter_bytes", strategy.parameter_bytes);
-  read(json, "gradient_bytes", strategy.gradient_bytes);
-  read(json, "optimizer_bytes", strategy.optimizer_bytes);
-  return strategy;
+  const bool is_ddp = strategy.kind == StrategyKind::kDdp;
+  const bool buckets = has_buckets(strategy.kind);
+  status.Update(check_contradictions(
+      "strategy", json,
+      {{plan != "exact" ||
+            (strategy.has_exact_plan && json.contains("bucket_caps_bytes")),
+        "plan", "\"exact\" without bucket_caps_bytes"},
+       {is_ddp && strategy.shard_ranks > 1, "shard_ranks",
+        "none with ddp (hybrid sharding has other kinds)"},
+       {strategy.next_forward_gather && (is_ddp || !buckets),
+        "next_forward_gather",
+        "false: ddp gathers nothing, sharded units always gather in forward"},
+       {buckets && reshard != true, "reshard_after_forward",
+        absl::StrCat("none with ", kind, ", which shards no parameters")},
+       {num_parts * strategy.micro_batches > 1e6, "micro_batches",
+        absl::StrCat("at most ", 1e6 / num_parts, " with this model")}}));
+  return status;
 }
 
 Json json_of(const TrainingStep& step, double capacity) {
@@ -374,9 +420,9 @@ Json json_of(const TrainingStep& step, double capacity) {
           {"communication_s", step.communication_s},
           {"tflops", step.tflops},
           {"mfu", step.mfu},
-          {"sent_bytes_per_rank", step.sent_bytes},
-          {"between_hosts_bytes_per_rank", step.between_hosts_bytes},
-          {"between_racks_bytes_per_rank", step.between_racks_bytes},
+          {"sent_bytes_per_rank", step.traffic.sent_bytes},
+          {"between_hosts_bytes_per_rank", step.traffic.between_hosts_bytes},
+          {"between_racks_bytes_per_rank", step.traffic.between_racks_bytes},
           {"memory",
            {{"parameters", step.memory.parameters},
             {"gradients", step.memory.gradients},
@@ -406,20 +452,28 @@ absl::StatusOr<std::string> simulate_json(std::string_view request) {
         "simulation request: expected JSON, found other text, NaN or a number "
         "out of range");
   }
-  if (absl::Status status = check_schema("", json, Json::parse(kRequestSchema));
-      !status.ok()) {
-    return status;
-  }
-  const auto model = read_model(json);
-  if (!model.ok()) return model.status();
-  const auto cluster = read_cluster(json.value("cluster", Json::object()));
-  if (!cluster.ok()) return cluster.status();
-  const auto strategy = read_strategy(json.value("strategy", Json::object()));
-  if (!strategy.ok()) return strategy.status();
-  const auto step =
-      simulate_step(*model, json.value("batch", 1), *cluster, *strategy);
+  int sequence_length = 0;
+  int batch = 1;
+  absl::Status status =
+      read_keys("", json,
+                {{"model"},
+                 {"sequence_length", &sequence_length, 0, kMostBatch},
+                 {"batch", &batch, 1, kMostBatch},
+                 {"cluster"},
+                 {"strategy"}});
+  if (!status.ok()) return status;
+  ModelShape model;
+  Cluster cluster;
+  Strategy strategy;
+  const Json none = Json::object();
+  status.Update(
+      read_model(json.value("model", Json()), sequence_length, model));
+  status.Update(read_cluster(json.value("cluster", none), cluster));
+  status.Update(read_strategy(json.value("strategy", none), model, strategy));
+  if (!status.ok()) return status;
+  const auto step = simulate_step(model, batch, cluster, strategy);
   if (!step.ok()) return step.status();
-  return json_of(*step, cluster->device.memory_bytes)
+  return json_of(*step, cluster.device.memory_bytes)
       .dump(-1, ' ', false, Json::error_handler_t::replace);
 }
 

@@ -2,7 +2,11 @@
 
 #include "brigade/simulation/model_shape.h"
 
+#include <algorithm>
+#include <bit>
 #include <limits>
+#include <numeric>
+#include <random>
 #include <string>
 #include <vector>
 
@@ -12,11 +16,12 @@
 namespace brigade {
 namespace {
 
+using ::testing::ElementsAre;
 using ::testing::HasSubstr;
 
 ModelShape shape_of(const std::string& name, int64_t sequence_length = 0) {
   const auto model = named_model(name, sequence_length);
-  EXPECT_TRUE(model.ok() && check_model(*model).ok()) << model.status();
+  EXPECT_TRUE(model.ok()) << model.status();
   return *model;
 }
 
@@ -89,19 +94,96 @@ TEST(ModelShapeTest, NamesAndSequencesAreChecked) {
   EXPECT_FALSE(named_model("llama-7b", -1).ok());
 }
 
-TEST(ModelShapeTest, BadShapesAreErrors) {
-  const ModelLayer good = {.name = "a", .tensors = {3}};
-  EXPECT_TRUE(check_model({.layers = {good, {.name = "relu"}}}).ok());
-  std::vector<ModelLayer> bad(5, good);
-  bad[0].tensors = {};
-  bad[1].tensors = {0};
-  bad[2].tensors = {int64_t{1} << 50, 1};
-  bad[3].forward_flops = std::numeric_limits<double>::quiet_NaN();
-  bad[4].backward_s = -1;
-  for (const ModelLayer& layer : bad) {
-    EXPECT_FALSE(check_model({.layers = {layer}}).ok());
+// ---- Memory.
+
+// A linear layer of 4 x 3 (12 weights, 3 biases) on 16 ranks: one element each;
+// the last rank holds padding.
+TEST(ModelShapeTest, PaddingIsLessThanOneElementPerRank) {
+  const ModelLayer linear = {.tensors = {12, 3}};
+  EXPECT_EQ(shard_elements(linear, 16), 1);
+  EXPECT_EQ(16 * shard_elements(linear, 16) - linear.elements(), 1);
+  EXPECT_EQ(shard_elements(linear, 16, /*by_tensor=*/true), 2);
+  EXPECT_EQ(shard_elements({.tensors = {}}, 16), 0);
+}
+
+// An 8192 x 8192 matrix in bf16 on 1,024 ranks.
+TEST(ModelShapeTest, ZeroSendsMessagesOf128KB) {
+  EXPECT_EQ(2 * shard_elements({.tensors = {int64_t{1} << 26}}, 1024),
+            128 * 1024);
+}
+
+ModelShape equal_layers(int count, double activation, double checkpoint) {
+  return {.layers =
+              std::vector<ModelLayer>(count, {.activation_bytes = activation,
+                                              .checkpoint_bytes = checkpoint})};
+}
+
+TEST(ModelShapeTest, ABackwardRecomputesOneLayerAtATime) {
+  const ModelShape model = equal_layers(3, 10, 1);
+  const auto peak = [&](std::vector<char> checkpointed) {
+    return peak_activation_bytes(model, 2, checkpointed);
+  };
+  EXPECT_EQ(peak({0, 0, 0}), 2 * 30);
+  EXPECT_EQ(peak({1, 1, 1}), 2 * (3 + 10));
+  EXPECT_EQ(peak({1, 1, 0}), 2 * (2 + 10));
+  EXPECT_EQ(peak({0, 0, 1}), 2 * (21 + 10));
+}
+
+// All choices are tried.
+TEST(ModelShapeTest, CheckpointsFitAndAreFewestForEqualLayers) {
+  constexpr int kLayers = 6;
+  std::mt19937 random(2);
+  const auto draw = [&](int limit) { return double(int(random() % limit)); };
+  for (int trial = 0; trial < 400; ++trial) {
+    const bool is_equal = trial % 2 == 0;
+    ModelShape model = equal_layers(kLayers, 10, 1);
+    std::vector<double> recompute_s(kLayers, 1);
+    for (int i = 0; i < kLayers && !is_equal; ++i) {
+      model.layers[i] = {.activation_bytes = draw(20),
+                         .checkpoint_bytes = draw(8)};
+      recompute_s[i] = draw(9);
+    }
+    const double budget = draw(70);
+    int fewest = kLayers + 1;
+    double least = std::numeric_limits<double>::infinity();
+    for (unsigned choice = 0; choice < 1 << kLayers; ++choice) {
+      std::vector<char> flags(kLayers);
+      for (int i = 0; i < kLayers; ++i) flags[i] = choice >> i & 1;
+      const double peak = peak_activation_bytes(model, 1, flags);
+      least = std::min(least, peak);
+      if (peak <= budget) fewest = std::min(fewest, std::popcount(choice));
+    }
+    double least_found = 0;
+    const auto found =
+        checkpoints_to_fit(model, 1, recompute_s, budget, &least_found);
+    if (found) {
+      EXPECT_LE(peak_activation_bytes(model, 1, *found), budget);
+    } else {
+      EXPECT_GT(least_found, budget);
+    }
+    if (!is_equal) continue;
+    ASSERT_EQ(found.has_value(), fewest <= kLayers) << budget;
+    EXPECT_EQ(found ? std::accumulate(found->begin(), found->end(), 0) : least,
+              found ? fewest : least_found);
   }
-  EXPECT_FALSE(check_model({}).ok());
+}
+
+TEST(ModelShapeTest, CheckpointsThatBecomeNeedlessAreDropped) {
+  ModelShape model = equal_layers(3, 50, 1);
+  model.layers[0].activation_bytes = 10;
+  const std::vector<double> recompute_s = {0.1, 10, 20};
+  double least = 0;
+  EXPECT_THAT(*checkpoints_to_fit(model, 1, recompute_s, 70, &least),
+              ElementsAre(0, 1, 0));
+}
+
+TEST(ModelShapeTest, UnitsWithTheSlowestAllGathersPerByteStayUnsharded) {
+  const std::vector<double> bytes = {10, 10, 0, 10, 5};
+  const std::vector<double> gather_s = {1, 3, 9, 1, 4};
+  EXPECT_THAT(units_to_keep(bytes, gather_s, 100), ElementsAre(1, 1, 0, 1, 1));
+  EXPECT_THAT(units_to_keep(bytes, gather_s, 25), ElementsAre(0, 1, 0, 1, 1));
+  EXPECT_THAT(units_to_keep(bytes, gather_s, 5), ElementsAre(0, 0, 0, 0, 1));
+  EXPECT_THAT(units_to_keep(bytes, gather_s, -1), ElementsAre(0, 0, 0, 0, 0));
 }
 
 }  // namespace
