@@ -148,6 +148,10 @@ absl::Status set(absl::StatusOr<Value> found, Value& value) {
 
 absl::Status read_model(const Json& json, int sequence_length,
                         ModelShape& model) {
+  if (sequence_length > 0 && (!json.is_string() || json == "resnet50")) {
+    return bad_request("sequence_length", "none with resnet50 or layers",
+                       sequence_length);
+  }
   if (json.is_string()) {
     return set(named_model(json.get<std::string>(), sequence_length), model);
   }

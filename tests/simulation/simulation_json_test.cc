@@ -96,6 +96,7 @@ TEST(SimulationJsonTest, ErrorsNameThePlace) {
        "simulation request, batch: expected an integer from 1 to 1073741824, "
        "found \"two\""},
       {"/batch", 0, "batch: expected an integer from 1"},
+      {"/sequence_length", 9, "expected none with resnet50 or layers, found 9"},
       {"/model", "llama", "expected one of resnet50"},
       {"/model", 1, "model: expected a string or an object, found 1"},
       {"/model/layers", Json::array(), "with 1 to 100,000 tensors"},
