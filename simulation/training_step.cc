@@ -50,9 +50,11 @@ class Simulation {
         cluster_(cluster),
         strategy_(strategy),
         kind_(strategy.kind),
-        num_buffers_(std::min(strategy.buffers, strategy.prefetch_depth + 1)),
-        num_gradient_buffers_(strategy.buffers +
-                              (kind_ == StrategyKind::kBrigade ? 1 : 0)),
+        num_buffers_(
+            kind_ == StrategyKind::kBrigade
+                ? strategy.prefetch_depth + 1
+                : std::min(strategy.buffers, strategy.prefetch_depth + 1)),
+        num_gradient_buffers_(strategy.buffers),
         accumulates_(strategy.micro_batches > 1 &&
                      !strategy.sync_every_micro_batch) {}
 

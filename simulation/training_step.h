@@ -26,7 +26,8 @@
 //            pads each tensor
 //   yafsdp   the last min(`buffers`, `prefetch_depth` + 1) units stay unsharded
 //            from forward to backward
-//   brigade  copies gradients in; one more buffer for gradients
+//   brigade  copies gradients in; as many buffers as prefetch needs, and
+//            `buffers` for gradients (ShardedModel::set_max_reducing())
 // YaFSDP and FSDP2 order their collectives equally.
 //
 // Thread safety: functions are pure.

@@ -5,9 +5,14 @@ import re
 import sys
 
 import pytest
+import torch
+from torch import nn
 
+import brigade
 from brigade import simulation
 from brigade.__main__ import main
+
+from ranks import on_ranks
 
 _REQUEST = {
     "model": "bert-base",
@@ -62,6 +67,30 @@ def test_a_recorded_sweep_is_predicted_with_its_own_all_reduces(tmp_path, monkey
     assert "GPUs   step ms" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("depth", [0, 1, 2])
+@on_ranks()
+def test_the_predicted_memory_is_that_of_a_sharded_model(rank, depth):
+    model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(6)))
+    for layer in model:
+        brigade.fully_shard(layer, prefetch_depth=depth)
+    brigade.fully_shard(model, prefetch_depth=depth)
+    for _ in range(3):
+        model(torch.ones(2, 64)).sum().backward()
+    layers = [{"name": str(i), "tensors": [64 * 64, 64], "forward_s": 0.1} for i in range(6)]
+    strategy = {"kind": "brigade", "parameter_bytes": 4, "gradient_bytes": 4}
+    memory = simulation.simulate(
+        {
+            "model": {"name": "Net", "layers": layers},
+            "cluster": {"gpus_per_host": 2, "device": {}},
+            "strategy": strategy | {"prefetch_depth": depth},
+        }
+    )["memory"]
+    shards = sum(p.to_local().nbytes for p in model.parameters())
+    assert memory["parameters"] == memory["gradients"] == shards
+    peak = re.search(r"peak ([\d.]+) KiB", model.explain())
+    assert memory["unsharded"] == 1024 * float(peak[1])
+
+
 def test_options_override_a_request(tmp_path, monkeypatch):
     request, file = tmp_path / "request.json", tmp_path / "step.json"
     request.write_text(json.dumps(_REQUEST))
@@ -86,7 +115,7 @@ def test_options_override_a_request(tmp_path, monkeypatch):
         (["gpt2", "--hosts", "-1"], "hosts: expected an integer .* found -1"),
         (["nothing.json"], "nothing.json: expected the JSON file of a sweep"),
         (["gpt2", "--request", "nothing"], "--request: expected a JSON file"),
-        (["llama-405b", "--checkpoint", "fit"], "bytes"),
+        (["llama-405b", "--checkpoint", "fit"], "GB are missing"),
     ],
 )
 def test_bad_input_is_named_and_nothing_is_printed(monkeypatch, capsys, arguments, text):
