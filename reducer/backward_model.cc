@@ -29,6 +29,16 @@ double seconds_between(int64_t begin_ns, int64_t end_ns) {
   return 1e-9 * static_cast<double>(std::max<int64_t>(0, end_ns - begin_ns));
 }
 
+// Returns the end of the last packing. Backward ends after the launch that
+// follows, which may copy the bucket: that time is the collective's.
+int64_t packed_ns(const Timeline& timeline) {
+  int64_t end_ns = timeline.backward_begin_ns;
+  for (const UnitTimes& unit : timeline.units) {
+    end_ns = std::max(end_ns, unit.pack_end_ns);
+  }
+  return end_ns;
+}
+
 // REQUIRES: not empty.
 double median_of(std::vector<double> samples) {
   const auto middle = samples.begin() + samples.size() / 2;
@@ -49,7 +59,7 @@ BackwardProfiler::BackwardProfiler(std::vector<at::Tensor> parameters,
 
 std::vector<std::vector<size_t>> BackwardProfiler::buckets() const {
   const Backward backward =
-      backward_of(std::vector<double>(parameters_.size() + 1, 0));
+      backward_of(std::vector<double>(parameters_.size() + 1, 0), 0);
   const absl::StatusOr<BucketPlan> plan =
       device().is_cpu() ? plan_one(backward) : plan_each(backward);
   return value_or_throw(plan).buckets();
@@ -68,7 +78,7 @@ void BackwardProfiler::add(const Timeline& timeline) {
       ready_s_[gradient.variable.parameter].push_back(
           seconds(gradient.ready_ns));
     }
-    end_ns = std::max(end_ns, timeline.backward_end_ns);
+    end_ns = std::max(end_ns, packed_ns(timeline));
   } else {
     const std::vector<std::vector<size_t>> each = buckets();
     for (size_t b = 0; b < timeline.units.size(); ++b) {
@@ -79,9 +89,13 @@ void BackwardProfiler::add(const Timeline& timeline) {
   }
   end_s_.push_back(seconds(end_ns));
   int64_t reduced_ns = timeline.backward_end_ns;
+  double packing_s = 0;
   for (const UnitTimes& unit : timeline.units) {
     reduced_ns = std::max(reduced_ns, unit.complete_ns);
+    packing_s += seconds_between(unit.pack_begin_ns, unit.pack_end_ns);
   }
+  // On devices the host's packing takes no time of the stream.
+  packing_s_.push_back(device().is_cpu() ? packing_s : 0);
   // On devices the host does not wait for it.
   delivery_s_.push_back(
       device().is_cpu() ? seconds_between(reduced_ns, timeline.finalize_end_ns)
@@ -91,8 +105,9 @@ void BackwardProfiler::add(const Timeline& timeline) {
 void BackwardProfiler::add_overlapped(const Timeline& timeline,
                                       const BucketPlan& plan) {
   if (timeline.iteration == 0 || !device().is_cpu()) return;
-  Overlap overlap = {.end_s = seconds_between(timeline.backward_begin_ns,
-                                              timeline.backward_end_ns)};
+  const int64_t end_ns = packed_ns(timeline);
+  Overlap overlap = {.end_s =
+                         seconds_between(timeline.backward_begin_ns, end_ns)};
   int64_t free_ns = 0;
   for (size_t b = 0; b < timeline.units.size(); ++b) {
     const UnitTimes& unit = timeline.units[b];
@@ -101,7 +116,7 @@ void BackwardProfiler::add_overlapped(const Timeline& timeline,
     free_ns = std::max(begin_ns, unit.complete_ns);
     const double whole_s = seconds_between(begin_ns, free_ns);
     const double inside_s =
-        seconds_between(begin_ns, std::min(free_ns, timeline.backward_end_ns));
+        seconds_between(begin_ns, std::min(free_ns, end_ns));
     if (inside_s == 0) continue;
     int64_t bytes = 0;
     for (const size_t parameter : plan.buckets()[b]) {
@@ -116,6 +131,7 @@ void BackwardProfiler::add_overlapped(const Timeline& timeline,
 void BackwardProfiler::clear() {
   for (std::vector<double>& steps : ready_s_) steps.clear();
   end_s_.clear();
+  packing_s_.clear();
   delivery_s_.clear();
   overlaps_.clear();
 }
@@ -128,12 +144,15 @@ BackwardModel BackwardProfiler::model() {
     times.push_back(samples.empty() ? 0 : median_of(samples));
   }
   times.push_back(end_s_.empty() ? 0 : median_of(end_s_));
+  times.push_back(packing_s_.empty() ? 0 : median_of(packing_s_));
   times.push_back(delivery_s_.empty() ? 0 : median_of(delivery_s_));
   take_slowest(times);
   const double delivery_s = times.back();
   times.pop_back();
+  const double packing_s = times.back();
+  times.pop_back();
   BackwardModel model;
-  model.backward = backward_of(times);
+  model.backward = backward_of(times, packing_s);
   model.delivery_s = delivery_s;
   model.points = time_all_reduces();
   model.cost = value_or_throw(CollectiveCost::fit(model.points));
@@ -216,7 +235,9 @@ double BackwardProfiler::all_reduce(const std::vector<at::Tensor>& buffers,
 }
 
 // `times`: of each parameter's gradient, and of the end of backward.
-Backward BackwardProfiler::backward_of(const std::vector<double>& times) const {
+// `packing_s`: of all buckets, after the last gradient.
+Backward BackwardProfiler::backward_of(const std::vector<double>& times,
+                                       double packing_s) const {
   Backward backward;
   std::vector<at::TensorOptions> kinds;
   for (size_t i = 0; i < parameters_.size(); ++i) {
@@ -235,7 +256,18 @@ Backward BackwardProfiler::backward_of(const std::vector<double>& times) const {
   std::iota(backward.order.rbegin(), backward.order.rend(), size_t{0});
   std::ranges::stable_sort(backward.order, {},
                            [&](size_t i) { return times[i]; });
-  for (const size_t i : backward.order) backward.ready_s.push_back(times[i]);
+  double bytes = 0;
+  for (const ParameterSpec& spec : backward.parameters) {
+    bytes += static_cast<double>(spec.size_bytes);
+  }
+  // Whichever the buckets are: when one is launched after the j-th gradient,
+  // all bytes up to there have been packed.
+  double packed_bytes = 0;
+  for (const size_t i : backward.order) {
+    packed_bytes += static_cast<double>(backward.parameters[i].size_bytes);
+    backward.ready_s.push_back(
+        times[i] + (bytes > 0 ? packing_s * packed_bytes / bytes : 0));
+  }
   backward.end_s = std::max(times.back(), backward.ready_s.back());
   return backward;
 }

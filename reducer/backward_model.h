@@ -78,7 +78,8 @@ class BackwardProfiler {
     std::vector<std::pair<int64_t, double>> parts = {};  // bytes, share
   };
 
-  Backward backward_of(const std::vector<double>& times) const;
+  Backward backward_of(const std::vector<double>& times,
+                       double packing_s) const;
   Contention contention(double end_s, const CollectiveCost& cost) const;
   std::vector<CostPoint> time_all_reduces() const;
   double time_all_reduces_of(int64_t bytes, int count) const;
@@ -89,6 +90,7 @@ class BackwardProfiler {
   const std::shared_ptr<HostSums> host_sums_;  // null: none
   std::vector<std::vector<double>> ready_s_;   // by parameter, then by step
   std::vector<double> end_s_;                  // by step
+  std::vector<double> packing_s_;              // by step
   std::vector<double> delivery_s_;             // by step
   std::vector<Overlap> overlaps_;              // by step
 };
