@@ -51,6 +51,7 @@ class Training {
                       "bucket sweep: expected a parameter with requires_grad, "
                       "found none.\nPass a model with trainable parameters.");
     profiler_.emplace(parameters_, options_.expect_sparse_gradients, group_);
+    profiler_->connect();
   }
 
   const std::vector<at::Tensor>& parameters() const { return parameters_; }

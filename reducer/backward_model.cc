@@ -54,7 +54,6 @@ BackwardProfiler::BackwardProfiler(std::vector<at::Tensor> parameters,
     : parameters_(std::move(parameters)),
       sparse_(std::move(sparse)),
       group_(std::move(group)),
-      host_sums_(HostSums::get_or_make(group_, /*wants=*/true)),
       ready_s_(parameters_.size()) {}
 
 std::vector<std::vector<size_t>> BackwardProfiler::buckets() const {
@@ -136,7 +135,12 @@ void BackwardProfiler::clear() {
   overlaps_.clear();
 }
 
+void BackwardProfiler::connect() {
+  host_sums_ = HostSums::get_or_make(group_, /*wants=*/true);
+}
+
 BackwardModel BackwardProfiler::model() {
+  connect();
   std::vector<double> times;
   for (const std::vector<double>& steps : ready_s_) {
     // An unused parameter is ready at the end.

@@ -30,7 +30,7 @@ struct BackwardModel {
 
 class BackwardProfiler {
  public:
-  // `sparse`: as ReducerOptions::expect_sparse_gradients. Collective.
+  // `sparse`: as ReducerOptions::expect_sparse_gradients.
   BackwardProfiler(std::vector<at::Tensor> parameters, std::vector<bool> sparse,
                    c10::intrusive_ptr<c10d::ProcessGroup> group);
 
@@ -60,6 +60,9 @@ class BackwardProfiler {
   // Collective. Blocks until all ranks and their devices have reached it.
   void barrier() const;
 
+  // Collective. Call it before all_reduce(), unless after model().
+  void connect();
+
   // All-reduces these tensors as the default hook does.
   // `at_once`: all are launched before the first is awaited. Returns the
   // seconds. Collective.
@@ -87,12 +90,12 @@ class BackwardProfiler {
   const std::vector<at::Tensor> parameters_;
   const std::vector<bool> sparse_;
   const c10::intrusive_ptr<c10d::ProcessGroup> group_;
-  const std::shared_ptr<HostSums> host_sums_;  // null: none
-  std::vector<std::vector<double>> ready_s_;   // by parameter, then by step
-  std::vector<double> end_s_;                  // by step
-  std::vector<double> packing_s_;              // by step
-  std::vector<double> delivery_s_;             // by step
-  std::vector<Overlap> overlaps_;              // by step
+  std::shared_ptr<HostSums> host_sums_;       // null: none, or not connected
+  std::vector<std::vector<double>> ready_s_;  // by parameter, then by step
+  std::vector<double> end_s_;                 // by step
+  std::vector<double> packing_s_;             // by step
+  std::vector<double> delivery_s_;            // by step
+  std::vector<Overlap> overlaps_;             // by step
 };
 
 }  // namespace brigade

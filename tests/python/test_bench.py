@@ -80,7 +80,8 @@ def test_a_sweep_times_each_plan_once_and_keeps_the_module(rank, static_graph):
         ("each, 0.001 MiB", 2),
     ]
     assert sum("planned" in arm["cap"] for arm in data["arms"]) == 1
-    assert all(arm["predicted_ms"] >= data["bound_ms"] for arm in data["arms"])
+    # Two ways to add the same numbers.
+    assert all(arm["predicted_ms"] >= data["bound_ms"] * (1 - 1e-9) for arm in data["arms"])
     assert table.startswith("Sequential: 2 parameters, 1.00 MiB\n")
     assert "\nrecommended: " in table
     expect_equal_on_ranks(table)  # ranks agree on the slowest rank's times
