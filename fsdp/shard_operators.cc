@@ -748,9 +748,9 @@ void check_use_of_unsharded(Call& call, ParameterState state) {
   if (!shard.name.empty() && shard.group != nullptr && shard.owner == nullptr) {
     call.refuse(
         "needs " + name_of(named) +
-        " unsharded, but it has no model: the first forward makes it, and "
-        "its destructor drops the values. Run a forward first, and keep "
-        "the model.");
+        " unsharded, but its model has not run a forward, or was destroyed, "
+        "which drops the values. " +
+        kHowToUnshard);
   }
   call.refuse("needs " + name_of(named) +
               " unsharded; outside of forward and backward this rank holds "

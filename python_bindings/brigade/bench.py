@@ -205,7 +205,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--units",
         metavar="CLASS",
         help="shard the workload's module instead: each module of this class is a unit; compares "
-        "resharding, prefetch, larger units, DistributedDataParallel and torch's fully_shard",
+        "resharding, prefetch, larger units and torch's fully_shard",
     )
     parser.add_argument(
         "--rounds", type=int, default=8, help="measurements of each cap (%(default)s)"

@@ -79,7 +79,10 @@ def recorded_model(file: str) -> tuple[dict[str, Any], int, dict[str, Any]]:
     A layer is a parameter; its backward is the time since the gradient before it.
     """
     try:
-        (model,) = json.loads(pathlib.Path(file).read_text())["models"]
+        data = json.loads(pathlib.Path(file).read_text())
+        if data.get("kind") != "sweep":
+            raise ValueError(f"kind {data.get('kind')!r}")
+        (model,) = data["models"]
         gradients = model["ready"]
         begins = [0.0, *(gradient["ready_ms"] for gradient in gradients)]
         layers = [

@@ -57,7 +57,7 @@ def test_a_recorded_sweep_is_predicted_with_its_own_all_reduces(tmp_path, monkey
         "ready": ready,
         "cost": {"points": points},
     }
-    file.write_text(json.dumps({"models": [sweep]}))
+    file.write_text(json.dumps({"kind": "sweep", "models": [sweep]}))
     run(monkeypatch, str(file), "--json", str(tmp_path / "step.json"))
     step = json.loads((tmp_path / "step.json").read_text())
     # Forward, backward, and the last bucket.
