@@ -229,7 +229,7 @@ constexpr int64_t kMostRounds = 3;     // times the rounds asked for
 constexpr double kWorthRounds = 0.01;  // saved share of a step
 
 // A step that is faster than this times the bound belies the model.
-constexpr double kModelOff = 0.9;
+constexpr double kModelOff = 0.97;
 
 // Shorter communication has no measurable overlap.
 constexpr double kShortestMs = 0.1;

@@ -113,7 +113,7 @@ struct SweepSummary {
   Quartiles local_ms = {};            // a step without communication
   std::vector<ArmSummary> arms = {};  // the first is the default
   double bound_ms = 0;        // no plan has a faster step, by the same model
-  bool is_model_off = false;  // a measured median is far below the bound
+  bool is_model_off = false;  // a measured median is below the bound
   std::optional<Recommendation> best = {};  // none: all sizes equal the default
   int64_t least_rounds = 0;                 // no arm is decided in fewer
 };

@@ -267,19 +267,16 @@ std::string to_text(const std::string& name, const SweepSummary& summary) {
   absl::StrAppendFormat(
       &text,
       "%sA bucket's last parameter may exceed the cap. planned: buckets for "
-      "this\nmodel and these links. model: predicted step; no plan is below "
-      "%s ms.\n"
+      "this\nmodel and these links. model: predicted step%s %s ms.\n"
       "added: ms that communication adds to a step; alone: ms of the\n"
       "all-reduces without a step; overlap: share of alone that backward\n"
       "hides, - if alone is too short to tell. Medians of the slowest rank;\n"
       "rounds: %d, steps per round: %d.\n%s\n",
-      notes, readable(summary.bound_ms), summary.rounds, summary.steps,
+      notes,
+      summary.is_model_off ? ", unreliable: steps are\nfaster than its bound of"
+                           : "; no plan is below",
+      readable(summary.bound_ms), summary.rounds, summary.steps,
       recommendation(summary));
-  if (summary.is_model_off) {
-    text +=
-        "The model is unreliable: steps were slower when it was measured. Run "
-        "again on\nan idle machine.\n";
-  }
   return text;
 }
 
