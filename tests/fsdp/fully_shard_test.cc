@@ -725,7 +725,8 @@ TEST(FullyShardTest, ErrorsNameTheMistake) {
     EXPECT_THAT(error_of(without_model),
                 HasSubstr("needs parameter 'first.lin.weight' unsharded"));
     model.reset();
-    EXPECT_THAT(error_of(without_model), HasSubstr("its destructor drops the values"));
+    EXPECT_THAT(error_of(without_model),
+                HasSubstr("or was destroyed, which drops the values"));
   });
 }
 
