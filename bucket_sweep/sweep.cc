@@ -327,10 +327,10 @@ std::optional<Recommendation> fastest(const SweepSamples& samples) {
   std::optional<Recommendation> best;
   for (size_t arm = 1; arm < samples.plans.size(); ++arm) {
     const Recommendation found = compare(samples, arm);
-    const auto rank = [](const Recommendation& of) {
+    const auto merit = [](const Recommendation& of) {
       return std::pair(of.decided, of.saved_ms.median);
     };
-    if (!best || rank(found) > rank(*best)) best = found;
+    if (!best || merit(found) > merit(*best)) best = found;
   }
   return best;
 }

@@ -178,8 +178,8 @@ Json json(const std::vector<CostPoint>& points) {
 
 // Throws nlohmann::json::exception for another text.
 SweepSamples samples_of(const Json& found) {
-  // No aggregates are initialized with values that throw: GCC 12 destroys
-  // members twice then.
+  // Values that may throw are read into complete objects: in the initializer of
+  // an aggregate, GCC 12 would destroy its strings and vectors twice.
   SweepSamples samples;
   found.at("parameters").get_to(samples.num_parameters);
   found.at("gradient_bytes").get_to(samples.gradient_bytes);

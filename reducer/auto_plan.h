@@ -32,8 +32,9 @@ namespace brigade {
 
 class AutoPlan {
  public:
-  // The arguments of `reducer`, which lives longer. Throws ValueError if its
-  // hook steps an optimizer, which restricts buckets.
+  // The arguments of `reducer`, which lives longer. `watched_steps`: iterations
+  // between two looks for drift. Throws ValueError if the hook steps an
+  // optimizer, which restricts buckets.
   AutoPlan(Reducer& reducer, std::vector<at::Tensor> parameters,
            std::vector<bool> sparse,
            const c10::intrusive_ptr<c10d::ProcessGroup>& group,

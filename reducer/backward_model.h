@@ -60,12 +60,13 @@ class BackwardProfiler {
   // Collective. Blocks until all ranks and their devices have reached it.
   void barrier() const;
 
-  // Collective. Call it before all_reduce(), unless after model().
+  // Collective. Joins the default hook's sums in shared memory. model() calls
+  // it.
   void connect();
 
-  // All-reduces these tensors as the default hook does.
-  // `at_once`: all are launched before the first is awaited. Returns the
-  // seconds. Collective.
+  // All-reduces these tensors as the default hook does. `at_once`: all are
+  // launched before the first is awaited. Returns the seconds. Collective.
+  // REQUIRES: connect().
   double all_reduce(const std::vector<at::Tensor>& buffers, bool at_once) const;
 
   // Blocks until the device has finished its work.
