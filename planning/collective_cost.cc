@@ -128,10 +128,9 @@ std::vector<CostPiece> supporting_lines(const std::vector<CostPiece>& pieces,
 }  // namespace
 
 CollectiveCost::CollectiveCost(std::vector<CostPiece> pieces, int concurrency)
-    : pieces_(std::move(pieces)),
-      supports_(supporting_lines(
-          pieces_, concurrency > 1 ? pieces_.front().latency_s : 0)),
-      concurrency_(concurrency) {}
+    : pieces_(std::move(pieces)), concurrency_(concurrency) {
+  lines_below_ = supporting_lines(pieces_, overlapped_s());
+}
 
 absl::StatusOr<CollectiveCost> CollectiveCost::create(
     std::vector<CostPiece> pieces, int concurrency) {
@@ -192,14 +191,6 @@ double CollectiveCost::seconds(int64_t bytes) const {
   const auto next =
       std::ranges::upper_bound(pieces_, bytes, {}, &CostPiece::from_bytes);
   return value_at(*std::prev(next), static_cast<double>(bytes));
-}
-
-double CollectiveCost::lower_bound_s(int64_t bytes) const {
-  double bound = 0;
-  for (const CostPiece& line : supports_) {
-    bound = std::max(bound, value_at(line, static_cast<double>(bytes)));
-  }
-  return bound + (concurrency_ > 1 ? pieces_.front().latency_s : 0);
 }
 
 }  // namespace brigade

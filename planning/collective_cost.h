@@ -72,15 +72,21 @@ class CollectiveCost {
   const std::vector<CostPiece>& pieces() const { return pieces_; }
   int concurrency() const { return concurrency_; }
 
-  // Returns a bound from below on the time of any number (>= 1) of collectives
-  // that move `bytes` together. It is exact if the cost is linear.
-  double lower_bound_s(int64_t bytes) const;
+  // Lines of non-negative latency (from_bytes is 0) below the cost, less
+  // overlapped_s(), everywhere. Their maximum is a bound from below on the time
+  // of any number (>= 1) of collectives that move these bytes together.
+  const std::vector<CostPiece>& lines_below() const { return lines_below_; }
+
+  // Latency of a collective that others may hide: 0 if they run one at a time.
+  double overlapped_s() const {
+    return concurrency_ > 1 ? pieces_.front().latency_s : 0;
+  }
 
  private:
   CollectiveCost(std::vector<CostPiece> pieces, int concurrency);
 
   std::vector<CostPiece> pieces_;
-  std::vector<CostPiece> supports_;  // lines below the cost, for bounds
+  std::vector<CostPiece> lines_below_;
   int concurrency_ = 1;
 };
 

@@ -30,6 +30,14 @@ struct Gradients {
   std::vector<int64_t> bytes_before = {0};  // [j]: of the first j gradients
 
   size_t size() const { return positions.size(); }
+
+  void add(const Backward& backward, size_t position) {
+    positions.push_back(position);
+    ready_s.push_back(backward.ready_s[position]);
+    bytes_before.push_back(
+        bytes_before.back() +
+        backward.parameters[backward.order[position]].size_bytes);
+  }
 };
 
 std::vector<Gradients> kinds_of(const Backward& backward) {
@@ -40,10 +48,7 @@ std::vector<Gradients> kinds_of(const Backward& backward) {
     size_t number = kinds.size();
     if (!spec.sparse) number = by_kind.emplace(spec.kind, number).first->second;
     if (number == kinds.size()) kinds.emplace_back();
-    Gradients& kind = kinds[number];
-    kind.positions.push_back(position);
-    kind.ready_s.push_back(backward.ready_s[position]);
-    kind.bytes_before.push_back(kind.bytes_before.back() + spec.size_bytes);
+    kinds[number].add(backward, position);
   }
   return kinds;
 }
@@ -205,6 +210,9 @@ class ExactPlan {
       ranges_.push_back({.piece = piece});
     }
   }
+
+  // f of all gradients. REQUIRES: run().
+  double end_s() const { return end_s_.back(); }
 
   // Returns the ends of the buckets.
   std::vector<size_t> run() {
@@ -476,13 +484,23 @@ absl::StatusOr<StepPrediction> predict(const BucketPlan& plan,
   return prediction;
 }
 
+// With a linear cost a + b * bytes, no plan is faster than contiguous buckets:
+// if B(1) ... B(k) are launched in this order and j(i) is the last gradient of
+// the first i buckets, then the buckets j(i - 1) + 1 ... j(i) are ready as
+// early, and from each i on they have as few bytes and launches. A cost above a
+// line ends no earlier than the line; nor do kinds that share no bucket, nor
+// contention.
 double earliest_end_s(const Backward& backward, const CollectiveCost& cost) {
+  Gradients gradients;
+  for (size_t position = 0; position < backward.order.size(); ++position) {
+    gradients.add(backward, position);
+  }
   double end_s = backward.end_s;
-  int64_t bytes = 0;  // from this gradient on
-  for (size_t position = backward.order.size(); position-- > 0;) {
-    bytes += backward.parameters[backward.order[position]].size_bytes;
-    end_s =
-        std::max(end_s, backward.ready_s[position] + cost.lower_bound_s(bytes));
+  for (const CostPiece& line : cost.lines_below()) {
+    const auto linear = CollectiveCost::linear(line.latency_s, line.s_per_byte);
+    ExactPlan plan(gradients, *linear);
+    plan.run();
+    end_s = std::max(end_s, plan.end_s() + cost.overlapped_s());
   }
   return end_s;
 }

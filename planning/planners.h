@@ -70,8 +70,8 @@ absl::StatusOr<StepPrediction> predict(const BucketPlan& plan,
                                        const Backward& backward,
                                        const CollectiveCost& cost);
 
-// No plan ends a step earlier: after the j-th gradient, all bytes from the j-th
-// on are still to be sent. REQUIRES: check_backward().
+// No plan ends a step earlier. Equal to the end of plan_for_cost() if that one
+// is exact and the cost is linear. REQUIRES: check_backward().
 double earliest_end_s(const Backward& backward, const CollectiveCost& cost);
 
 // Returns the plan that ends the step first, among those whose buckets are

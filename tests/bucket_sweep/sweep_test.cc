@@ -135,11 +135,11 @@ TEST(SummaryTest, ADecidedSizeComesBeforeAFasterOneThatIsNot) {
 }
 
 TEST(SummaryTest, StepsFarBelowTheBoundBelieTheModel) {
-  EXPECT_FALSE(summarize(samples_of({20}, {11.8})).is_model_off);
+  EXPECT_FALSE(summarize(samples_of({20}, {12.8})).is_model_off);
   const SweepSummary summary = summarize(samples_of({20}, {10}));
   EXPECT_TRUE(summary.is_model_off);
   EXPECT_THAT(to_text("Net", summary),
-              ::testing::HasSubstr("faster than its bound of 12.0 ms"));
+              ::testing::HasSubstr("faster than its bound of 13.0 ms"));
 }
 
 TEST(SummaryTest, ManyRoundsAreDecidedToo) {
@@ -172,7 +172,7 @@ TEST(ReportTest, TheTableHasARowPerPlanAndARecommendation) {
       "* same buckets as 4 MiB: one\n"
       "A bucket's last parameter may exceed the cap. planned: buckets for "
       "this\n"
-      "model and these links. model: predicted step; no plan is below 12.0 "
+      "model and these links. model: predicted step; no plan is below 13.0 "
       "ms.\n"
       "added: ms that communication adds to a step; alone: ms of the\n"
       "all-reduces without a step; overlap: share of alone that backward\n"

@@ -2,6 +2,8 @@
 
 #include <algorithm>
 #include <cmath>
+#include <cstddef>
+#include <functional>
 #include <limits>
 #include <random>
 #include <string>
@@ -169,6 +171,48 @@ TEST(PlannersTest, ThePlanIsOptimal) {
         << "trial " << trial;
     const auto fewer = plan_for_cost(backward, cost, 0.1);
     ASSERT_LE(end_of(*fewer, backward, cost), least_s * 1.1 * (1 + 1e-12));
+  }
+}
+
+// Calls `visit` with each way to send parameters in launched buckets.
+void visit_all_plans(size_t num_parameters,
+                     std::vector<std::vector<size_t>>& buckets,
+                     const std::function<void(const BucketPlan&)>& visit,
+                     size_t next = 0) {
+  if (next == num_parameters) {
+    visit(*BucketPlan::create(buckets, num_parameters));
+    return;
+  }
+  for (size_t b = 0; b < buckets.size(); ++b) {
+    buckets[b].push_back(next);
+    visit_all_plans(num_parameters, buckets, visit, next + 1);
+    buckets[b].pop_back();
+  }
+  for (size_t b = 0; b <= buckets.size(); ++b) {
+    buckets.insert(buckets.begin() + static_cast<std::ptrdiff_t>(b), {next});
+    visit_all_plans(num_parameters, buckets, visit, next + 1);
+    buckets.erase(buckets.begin() + static_cast<std::ptrdiff_t>(b));
+  }
+}
+
+TEST(PlannersTest, TheBoundHoldsForBucketsOfAnyGradientsInAnyOrder) {
+  std::mt19937 random(5);
+  for (int trial = 0; trial < 200; ++trial) {
+    const size_t size = 1 + trial % 5;
+    const Backward backward = random_backward(random, static_cast<int>(size));
+    const CollectiveCost linear =
+        *CollectiveCost::linear(0.5 * draw(random, 5), 0.1 * draw(random, 5));
+    const CollectiveCost table = random_cost(random, 1 + draw(random, 2));
+    double least_s = std::numeric_limits<double>::infinity();
+    std::vector<std::vector<size_t>> buckets;
+    visit_all_plans(size, buckets, [&](const BucketPlan& plan) {
+      least_s = std::min(least_s, end_of(plan, backward, linear));
+      ASSERT_GE(end_of(plan, backward, table) * (1 + 1e-12),
+                earliest_end_s(backward, table))
+          << "trial " << trial;
+    });
+    ASSERT_NEAR(earliest_end_s(backward, linear), least_s, 1e-9)
+        << "trial " << trial;
   }
 }
 
