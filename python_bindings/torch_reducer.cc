@@ -9,6 +9,7 @@
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_join.h"
 #include "brigade/comm_hooks/hook_traits.h"
+#include "brigade/reducer/auto_plan.h"
 
 namespace brigade {
 namespace {
@@ -134,7 +135,7 @@ void TorchReducer::make() {
   try {
     reducer_ = std::make_unique<Reducer>(parameters_, group_,
                                          std::move(options), first_buckets_);
-    if (plans_automatically_) make_auto_plan();
+    if (plans_automatically_) attach_auto_plan();
     if (!watches_gradients_) reducer_->stop_watching_gradients();
   } catch (const c10::ValueError& error) {
     TORCH_CHECK(false, error.what_without_backtrace());
@@ -213,18 +214,17 @@ void TorchReducer::note_local_forward(const std::vector<at::Tensor>& outputs) {
 bool TorchReducer::rebuild_buckets() {
   if (!ready()) return false;
   check_last_backward();
-  if (auto_plan_) auto_plan_->before_iteration();
   return reducer_->rebuild_buckets();
 }
 
 void TorchReducer::plan_automatically() {
   plans_automatically_ = group_->getSize() > 1;
-  if (plans_automatically_ && reducer_) make_auto_plan();
+  if (plans_automatically_ && reducer_) attach_auto_plan();
 }
 
-void TorchReducer::make_auto_plan() {
-  auto_plan_.emplace(*reducer_, parameters_, options_.expect_sparse_gradients,
-                     group_);
+void TorchReducer::attach_auto_plan() {
+  AutoPlan::attach(*reducer_, parameters_, options_.expect_sparse_gradients,
+                   group_);
 }
 
 void TorchReducer::shadow_iteration(bool use_world_size) {

@@ -25,7 +25,6 @@
 #include "brigade/comm_hooks/comm_hooks.h"
 #include "brigade/comm_hooks/hook_traits.h"
 #include "brigade/python_bindings/python_hooks.h"
-#include "brigade/reducer/auto_plan.h"
 #include "brigade/reducer/reducer.h"
 
 namespace brigade {
@@ -152,7 +151,7 @@ class TorchReducer {
 
  private:
   void make();
-  void make_auto_plan();
+  void attach_auto_plan();
   void divide_by_count(bool has_data);
   bool ready();  // makes a Reducer if needed; false after remove_hooks()
   std::shared_ptr<c10d::CommHookInterface> with_steps(
@@ -181,8 +180,7 @@ class TorchReducer {
   int64_t launched_before_ = 0;   // buckets of earlier iterations
   bool hooks_removed_ = false;
   bool plans_automatically_ = false;
-  std::unique_ptr<Reducer> reducer_;   // null after reset() or remove_hooks()
-  std::optional<AutoPlan> auto_plan_;  // of *reducer_
+  std::unique_ptr<Reducer> reducer_;  // null after reset() or remove_hooks()
 };
 
 }  // namespace brigade

@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <exception>
 #include <iostream>
+#include <memory>
 #include <span>
 #include <utility>
 
@@ -53,14 +54,25 @@ AutoPlan::AutoPlan(Reducer& reducer, std::vector<at::Tensor> parameters,
                     "of them.");
 }
 
+std::shared_ptr<const AutoPlan> AutoPlan::attach(
+    Reducer& reducer, std::vector<at::Tensor> parameters,
+    std::vector<bool> sparse,
+    const c10::intrusive_ptr<c10d::ProcessGroup>& group,
+    int64_t watched_steps) {
+  const auto made = std::make_shared<AutoPlan>(
+      reducer, std::move(parameters), std::move(sparse), group, watched_steps);
+  reducer.call_after_iterations([made] { made->after_iteration(); });
+  return made;
+}
+
 // All ranks change the stage in the same call: their counts are equal.
-void AutoPlan::before_iteration() {
+void AutoPlan::after_iteration() {
   const bool was_done = is_done();
-  if (!was_done) note_step();
   const int64_t num_begun = reducer_.statistics().begun;
-  if (num_begun < num_begun_ + num_steps_) return;
-  reducer_.barrier("changes the bucket plan");
-  if (!is_cpu_) reducer_.await_statuses();
+  const bool is_last = num_begun >= num_begun_ + num_steps_;
+  if (is_last && !is_cpu_) reducer_.await_statuses();
+  if (!was_done) note_step();
+  if (!is_last) return;
   num_begun_ = num_begun;
   try {
     next_stage();
@@ -145,20 +157,27 @@ void AutoPlan::note_step() {
 
 void AutoPlan::plan() {
   const BackwardModel model = profiler_.model();
-  const auto end_s = [&](const BucketPlan& plan) {
-    return value_or_throw(predict(plan, model.backward, model.cost)).end_s() +
-           model.delivery_s;
+  const auto step_with = [&](const BucketPlan& plan) {
+    return value_or_throw(predict(plan, model.backward, model.cost));
   };
-  const BucketPlan planned =
+  const BucketPlan plan =
       value_or_throw(plan_for_cost(model.backward, model.cost, kPlanSlack));
-  planned_ = planned.buckets();
-  const BucketPlan by_default =
-      value_or_throw(BucketPlan::create(default_, model.backward.order.size()));
+  planned_ = plan.buckets();
+  const StepPrediction planned = step_with(plan);
+  const StepPrediction by_default = step_with(value_or_throw(
+      BucketPlan::create(default_, model.backward.order.size())));
+  const auto num_hidden =
+      std::ranges::count_if(planned.buckets, [&](const auto& collective) {
+        return collective.complete_s <= planned.backward_s;
+      });
   predicted_ = absl::StrFormat(
-      "predicted: %.2f ms instead of %.2f; no plan is below %.2f",
-      1e3 * end_s(planned), 1e3 * end_s(by_default),
+      "predicted: %.2f ms instead of %.2f, %d of %d all-reduces hidden; no "
+      "plan is below %.2f",
+      1e3 * (planned.end_s() + model.delivery_s),
+      1e3 * (by_default.end_s() + model.delivery_s), num_hidden,
+      planned_.size(),
       1e3 * (earliest_end_s(model.backward, model.cost) + model.delivery_s));
-  const bool gains = end_s(planned) < end_s(by_default);
+  const bool gains = planned.end_s() < by_default.end_s();
   if (!gains || planned_ == default_) {
     reducer_.set_bucket_plan(default_);
     report_ = absl::StrCat("kept the ", counted(default_.size(), "bucket"),
@@ -194,10 +213,10 @@ void AutoPlan::decide() {
   const bool is_faster = planned_s < default_s;
   if (is_faster) reducer_.set_bucket_plan(planned_);
   report_ = absl::StrFormat(
-      "%s %d buckets planned for this model and its links instead of %d:\n"
+      "%s %s planned for this model and its links instead of %d:\n"
       "  backward with communication takes %.2f ms instead of %.2f (%s)",
-      is_faster ? "took" : "did not take", planned_.size(), default_.size(),
-      1e3 * planned_s, 1e3 * default_s, predicted_);
+      is_faster ? "took" : "did not take", counted(planned_.size(), "bucket"),
+      default_.size(), 1e3 * planned_s, 1e3 * default_s, predicted_);
 }
 
 }  // namespace brigade

@@ -2,7 +2,7 @@
 //
 //   iterations 1, 2   default buckets
 //   3, 4              one bucket, so that backward runs alone and is recorded
-//   before the 5th    all-reduces are timed, and buckets are planned
+//   end of the 4th    all-reduces are timed, and buckets are planned
 //   5 to 7, 8 to 10   planned buckets, then default ones, are timed
 //   from the 11th on  the faster of both
 //   each 1,000th      steps that take 1.5 times as long as before, or less than
@@ -20,6 +20,7 @@
 #include <ATen/core/Tensor.h>
 
 #include <cstdint>
+#include <memory>
 #include <optional>
 #include <string>
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
@@ -32,19 +33,22 @@ namespace brigade {
 
 class AutoPlan {
  public:
-  // The arguments of `reducer`, which lives longer. `watched_steps`: iterations
-  // between two looks for drift. Throws ValueError if the hook steps an
-  // optimizer, which restricts buckets.
+  // Makes a plan that `reducer` owns and calls at the ends of its iterations.
+  // They may then also throw DistBackendError if a collective of the plan
+  // fails, and can_continue() is false. The other arguments are those of
+  // `reducer`; `watched_steps`: iterations between two looks for drift. Throws
+  // ValueError if the hook steps an optimizer, which restricts buckets.
+  static std::shared_ptr<const AutoPlan> attach(
+      Reducer& reducer, std::vector<at::Tensor> parameters,
+      std::vector<bool> sparse,
+      const c10::intrusive_ptr<c10d::ProcessGroup>& group,
+      int64_t watched_steps = 1000);
+
+  // Use attach().
   AutoPlan(Reducer& reducer, std::vector<at::Tensor> parameters,
            std::vector<bool> sparse,
            const c10::intrusive_ptr<c10d::ProcessGroup>& group,
-           int64_t watched_steps = 1000);
-
-  // Call before each prepare_for_backward() and shadow_iteration(), on all
-  // ranks. Collective in the iterations above. Throws the errors of
-  // Reducer::barrier() and await_statuses(); DistBackendError if a collective
-  // fails, and can_continue() is false then.
-  void before_iteration();
+           int64_t watched_steps);
 
   bool is_done() const { return stage_ == Stage::kDone; }
 
@@ -58,6 +62,7 @@ class AutoPlan {
 
   static constexpr int64_t kLearnedSteps = 2;
 
+  void after_iteration();
   void note_step();
   void watch_drift();
   void next_stage();

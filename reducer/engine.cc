@@ -126,6 +126,20 @@ void Engine::note_error() {
                  .text = std::move(text)};
 }
 
+void Engine::ending_iterations(const std::function<void()>& work) {
+  std::function<void()> after;
+  noting_errors([&] {
+    has_delivered_ = false;
+    work();
+    if (has_delivered_) after = after_iteration_;
+  });
+  if (after) after();
+}
+
+void Engine::call_after_iterations(std::function<void()> function) {
+  locked([&] { after_iteration_ = std::move(function); });
+}
+
 std::optional<ReductionError> Engine::last_error() const {
   const std::lock_guard<std::mutex> lock(error_mutex_);
   return last_error_;
@@ -205,7 +219,7 @@ void Engine::note_local_forward(std::span<const at::Tensor> outputs) {
 }
 
 void Engine::shadow() {
-  noting_errors([&] {
+  ending_iterations([&] {
     end_unfinished_iteration();
     start_iteration();
     iteration_->phase = Phase::kReducing;
@@ -238,7 +252,7 @@ void Engine::set_manual_finalization(bool required) {
 }
 
 void Engine::finalize() {
-  noting_errors([&] {
+  ending_iterations([&] {
     TORCH_CHECK(finalizes_manually_,
                 "Reducer::finalize_backward: manual backward finalization is "
                 "not required.\nSet it before forward, or let backward end the "
@@ -264,6 +278,7 @@ void Engine::finish() {
   // A later backward may run through the graph of this one.
   has_forward_ = iteration->creates_graph;
   end_.finish(iteration);
+  has_delivered_ = true;
 }
 
 void Engine::abort_iteration() {
@@ -498,7 +513,7 @@ void Engine::accept_gradient(VariableIndex variable, bool is_defined) {
 }
 
 void Engine::on_backward_end(int64_t preparation, int backward_id) {
-  noting_errors([&] {
+  ending_iterations([&] {
     const std::shared_ptr<Iteration> iteration = iteration_;
     if (!iteration || iteration->preparation.number != preparation) return;
     if (iteration->has_failed()) return abort_iteration();

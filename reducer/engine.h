@@ -63,6 +63,7 @@ class Engine {
   bool replan();
   void set_hook(std::shared_ptr<c10d::CommHookInterface> hook);
   void set_plan(std::vector<std::vector<size_t>> buckets);
+  void call_after_iterations(std::function<void()> function);
   std::optional<ReductionError> last_error() const;
   void set_stall_report_after(std::chrono::milliseconds time);
   void set_stall_handler(
@@ -90,6 +91,10 @@ class Engine {
 
   // Records the current exception. REQUIRES: mutex_ is not held.
   void note_error();
+
+  // As noting_errors(); then calls after_iteration_ if `work`, which returns
+  // nothing, has delivered an iteration.
+  void ending_iterations(const std::function<void()>& work);
 
   // All methods below REQUIRE: mutex_ is held, unless they say otherwise.
 
@@ -162,6 +167,8 @@ class Engine {
   BackwardMembership membership_;
   // The last iteration in which continuations of the hook are watched.
   int64_t watches_continuations_until_;
+  std::function<void()> after_iteration_;  // may be empty
+  bool has_delivered_ = false;             // in ending_iterations()
   bool finalizes_manually_ = false;
   bool expects_forwards_ = false;
   bool has_forward_ = false;  // since the last reduction

@@ -258,6 +258,10 @@ void Reducer::end_iteration() {
   engine_->noting_errors([&] { engine_->end_unfinished_iteration(); });
 }
 
+void Reducer::call_after_iterations(std::function<void()> function) {
+  engine_->call_after_iterations(std::move(function));
+}
+
 bool Reducer::rebuild_buckets() { return engine_->replan(); }
 
 void Reducer::set_comm_hook(std::shared_ptr<c10d::CommHookInterface> hook) {

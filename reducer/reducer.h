@@ -72,8 +72,7 @@ class Reducer {
 
   // For local replicas of a module, the same number on every rank: replicas[r]
   // lists the parameters of replica r. An iteration is a forward of each, one
-  // prepare_for_backward() on all outputs, and one backward. Each replica gets
-  // the average over all replicas of all ranks.
+  // prepare_for_backward(), and one backward. All get the average over all.
   Reducer(std::vector<std::vector<at::Tensor>> replicas,
           c10::intrusive_ptr<c10d::ProcessGroup> group,
           ReducerOptions options = {},
@@ -136,10 +135,13 @@ class Reducer {
   // and can_continue() is false then.
   void broadcast_before_forward(std::vector<at::Tensor> tensors, int source);
 
-  // Awaits the statuses of all iterations so far (max_unconfirmed_iterations).
-  // Call it before a checkpoint is saved. Throws DistBackendError if an
-  // iteration has failed: the last steps are wrong then.
+  // Awaits the statuses of all iterations so far; call it before you save a
+  // checkpoint. Throws DistBackendError if an iteration has failed.
   void await_statuses();
+
+  // Sets a function that is called, on all ranks, when an iteration is
+  // delivered, at the end of its backward; may be collective.
+  void call_after_iterations(std::function<void()> function);
 
   // Rebuilds the plan if the next prepare_for_backward() would; collective
   // then. Returns whether it did. Throws as prepare_for_backward().
@@ -171,8 +173,8 @@ class Reducer {
   void stop_watching_gradients();
 
   // Marks a gradient of the running backward, in `.grad`, as ready. Errors:
-  // RuntimeError if the reducer watches gradients itself, or no backward runs;
-  // ValueError if there is no such parameter; those of a watched gradient.
+  // RuntimeError if gradients are watched, or no backward runs; ValueError if
+  // there is no such parameter; those of a watched gradient.
   void gradient_ready(size_t parameter, size_t replica = 0);
 
   // If set, an iteration ends in finalize_backward(), and other work can
@@ -222,9 +224,8 @@ class Reducer {
   // 60 s. 0: never. Errors: ValueError if it is negative.
   void set_stall_report_after(std::chrono::milliseconds time);
 
-  // Sets a function that receives the text instead of a warning; null: warn. It
-  // runs on another thread while the reducer may be locked: it may call only
-  // last_error() and these two methods. Its exceptions are dropped.
+  // Sets a function that receives the text instead of a warning; null: warn. On
+  // another thread; may call only last_error() and these two methods.
   void set_stall_handler(
       std::function<void(const std::string& report)> handler);
 
@@ -235,8 +236,7 @@ class Reducer {
   // throws its errors.
   at::Tensor used_parameter_counts();
 
-  // Returns true with static_graph, and if all iterations so far left the same
-  // parameters unused.
+  // With static_graph: true if all iterations left the same parameters unused.
   bool is_graph_static() const;
 
  private:

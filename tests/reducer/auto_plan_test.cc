@@ -1,14 +1,18 @@
 #include "brigade/reducer/auto_plan.h"
 
+#include <c10/core/thread_pool.h>
 #include <torch/torch.h>
 
+#include <atomic>
 #include <chrono>
+#include <functional>
 #include <mutex>
 #include <string>
 #include <thread>
 #include <vector>
 
 #include "brigade/reducer/reducer.h"
+#include "brigade/tests/support/identical_ranks_backend.h"
 #include "brigade/tests/support/local_ranks.h"
 #include "gmock/gmock.h"
 #include "gtest/gtest.h"
@@ -27,9 +31,9 @@ constexpr int kIterations = 14;
 
 // A sum of parameters with integer weights: gradients are exact.
 struct Sum {
-  explicit Sum(int size) {
+  explicit Sum(int size, int64_t smallest = 50) {
     for (int i = 0; i < size; ++i) {
-      parameters.push_back(torch::zeros({50 + i}).requires_grad_());
+      parameters.push_back(torch::zeros({smallest + i}).requires_grad_());
     }
   }
 
@@ -69,19 +73,18 @@ Result train(const Group& group, ReducerOptions options) {
   const Sum net(30);
   options.bucket_cap_bytes = {1};
   Reducer reducer(net.parameters, group, options);
-  AutoPlan plan(reducer, net.parameters, {}, group);
+  const auto plan = AutoPlan::attach(reducer, net.parameters, {}, group);
   const int rank = group->getRank();
   for (int iteration = 1; iteration <= kIterations; ++iteration) {
-    plan.before_iteration();
-    EXPECT_EQ(plan.is_done(), !plan.report().empty());
+    EXPECT_EQ(plan->is_done(), !plan->report().empty());
     const at::Tensor loss = net.forward(rank + iteration);
     reducer.prepare_for_backward(loss);
     loss.backward();
     net.expect_gradients(iteration + (group->getSize() - 1) / 2.0);
     net.zero_grad();
   }
-  EXPECT_TRUE(plan.is_done());
-  return {plan.report(), reducer.plan().buckets(),
+  EXPECT_TRUE(plan->is_done());
+  return {plan->report(), reducer.plan().buckets(),
           reducer.statistics().rebuilds};
 }
 
@@ -131,7 +134,8 @@ TEST_P(AutoPlanTest, PlansAgainWhenStepsTakeLonger) {
     Reducer reducer(net.parameters, group, {.bucket_cap_bytes = {1}});
     reducer.set_timeline_sample_rate(1);
     constexpr int64_t kWatched = 4;
-    AutoPlan plan(reducer, net.parameters, {}, group, kWatched);
+    const auto plan =
+        AutoPlan::attach(reducer, net.parameters, {}, group, kWatched);
     bool is_slow = false;
     net.parameters[0].register_hook([&](const at::Tensor&) {
       if (is_slow) std::this_thread::sleep_for(std::chrono::milliseconds(50));
@@ -139,8 +143,7 @@ TEST_P(AutoPlanTest, PlansAgainWhenStepsTakeLonger) {
     bool has_planned_again = false;
     for (int iteration = 1; iteration <= 6 * kIterations; ++iteration) {
       is_slow = iteration > 2 * kIterations;
-      plan.before_iteration();
-      if (is_slow && !plan.is_done()) has_planned_again = true;
+      if (is_slow && !plan->is_done()) has_planned_again = true;
       const at::Tensor loss = net.forward(group->getRank() + iteration);
       reducer.prepare_for_backward(loss);
       loss.backward();
@@ -155,10 +158,9 @@ TEST_P(AutoPlanTest, GoesOnAfterFailedIterations) {
   run_ranks(GetParam(), [](const Group& group) {
     const Sum net(8);
     Reducer reducer(net.parameters, group, {.bucket_cap_bytes = {1}});
-    AutoPlan plan(reducer, net.parameters, {}, group);
+    const auto plan = AutoPlan::attach(reducer, net.parameters, {}, group);
     const bool fails = group->getRank() == 1;
     for (int iteration = 1; iteration <= 2 * kIterations; ++iteration) {
-      plan.before_iteration();
       at::Tensor loss = net.forward(1);
       reducer.prepare_for_backward(loss);
       if (iteration % 2 == 0) {
@@ -175,8 +177,103 @@ TEST_P(AutoPlanTest, GoesOnAfterFailedIterations) {
       }
       net.zero_grad();
     }
-    EXPECT_TRUE(plan.is_done());
+    EXPECT_TRUE(plan->is_done());
   });
+}
+
+// ---- The decision, with simulated times that are far apart
+
+using Time = std::chrono::duration<double>;
+
+// Runs one all-reduce after the other: each takes `latency`, and `per_byte` for
+// each byte.
+class SlowLink final : public IdenticalRanksBackend {
+ public:
+  SlowLink() : IdenticalRanksBackend(/*rank=*/0, /*world_size=*/2) {}
+
+  std::atomic<Time> latency = Time(0);
+  std::atomic<Time> per_byte = Time(0);
+
+ protected:
+  WorkPtr launch(CollectiveCall call, std::function<void()> compute) override {
+    Time time = latency;
+    for (const at::Tensor& input : call.inputs) {
+      time += per_byte.load() * static_cast<double>(input.nbytes());
+    }
+    const auto work = c10::make_intrusive<AnsweredWork>(call);
+    link_.run([work, time, compute = std::move(compute)] {
+      std::this_thread::sleep_for(time);
+      work->answer(compute);
+    });
+    return work;
+  }
+
+ private:
+  c10::ThreadPool link_{1};
+};
+
+class AutoPlanDecisionTest : public ::testing::Test {
+ protected:
+  AutoPlanDecisionTest()
+      : group_(c10::make_intrusive<c10d::ProcessGroup>(0, 2)) {
+    group_->setBackend(at::kCPU, c10d::ProcessGroup::BackendType::CUSTOM,
+                       link_);
+    group_->setDefaultBackend(c10d::ProcessGroup::BackendType::CUSTOM);
+  }
+
+  // Calls `before` with the number of buckets before each iteration.
+  Result train(const Sum& net, int64_t cap_bytes,
+               const std::function<void(size_t)>& before = nullptr) {
+    Reducer reducer(net.parameters, group_, {.bucket_cap_bytes = {cap_bytes}});
+    const auto plan = AutoPlan::attach(reducer, net.parameters, {}, group_);
+    for (int iteration = 1; iteration <= kIterations; ++iteration) {
+      if (before) before(reducer.plan().buckets().size());
+      const at::Tensor loss = net.forward(iteration);
+      reducer.prepare_for_backward(loss);
+      loss.backward();
+      net.expect_gradients(iteration);
+      net.zero_grad();
+    }
+    return {plan->report(), reducer.plan().buckets()};
+  }
+
+  const c10::intrusive_ptr<SlowLink> link_ = c10::make_intrusive<SlowLink>();
+  const Group group_;
+};
+
+TEST_F(AutoPlanDecisionTest, MergesBucketsWhereLatencyIsHigh) {
+  link_->latency = Time(2e-3);
+  const Result result = train(Sum(30), /*cap_bytes=*/1);
+  EXPECT_THAT(result.report, StartsWith("took "));
+  EXPECT_LT(result.buckets.size(), 6U);
+}
+
+TEST_F(AutoPlanDecisionTest, SplitsBucketsThatALongBackwardCanHide) {
+  const Sum net(4, /*smallest=*/2000);
+  link_->per_byte = Time(15e-3 / 8000);  // 15 ms for a parameter
+  for (const at::Tensor& parameter : net.parameters) {
+    parameter.register_hook([](const at::Tensor& /*gradient*/) {
+      std::this_thread::sleep_for(Time(20e-3));
+    });
+  }
+  const Result result = train(net, /*cap_bytes=*/1 << 20);
+  EXPECT_THAT(result.report, StartsWith("took 4 buckets"));
+  EXPECT_THAT(result.report, HasSubstr("3 of 4 all-reduces hidden"));
+  EXPECT_THAT(result.report, HasSubstr("instead of 1:"));
+}
+
+TEST_F(AutoPlanDecisionTest, KeepsTheDefaultIfThePlanIsPredictedToBeNoFaster) {
+  const Result result = train(Sum(1), /*cap_bytes=*/1);
+  EXPECT_THAT(result.report, StartsWith("kept the 1 bucket of the default"));
+}
+
+TEST_F(AutoPlanDecisionTest, ReturnsToTheDefaultIfThePlanIsSlower) {
+  const Result result =
+      train(Sum(30), /*cap_bytes=*/1, [this](size_t num_buckets) {
+        link_->latency = Time(num_buckets == 30 ? 0 : 30e-3);
+      });
+  EXPECT_THAT(result.report, StartsWith("did not take "));
+  EXPECT_EQ(result.buckets.size(), 30U);
 }
 
 INSTANTIATE_TEST_SUITE_P(Ranks, AutoPlanTest, ::testing::Values(2, 4));
