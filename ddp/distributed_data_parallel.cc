@@ -80,11 +80,17 @@ absl::Status check_precision(const Options& options) {
 }
 
 absl::Status check_plan(const Options& options) {
-  if (!options.auto_plan || options.reducer.bucket_plan.empty()) {
+  if (!options.auto_plan.value_or(false) ||
+      options.reducer.bucket_plan.empty()) {
     return absl::OkStatus();
   }
   return absl::InvalidArgumentError(
       "auto_plan and bucket_plan exclude each other; set one of them");
+}
+
+bool sets_buckets(const ReducerOptions& options) {
+  return !options.bucket_plan.empty() ||
+         options.bucket_cap_bytes != ReducerOptions().bucket_cap_bytes;
 }
 
 absl::Status check_ignored(const ModuleTensors& module,
@@ -104,7 +110,9 @@ std::vector<std::string> describe_options(const Options& options) {
   std::vector<std::string> items = {
       absl::StrCat("broadcast_buffers: ",
                    options.broadcast_buffers ? "true" : "false"),
-      absl::StrCat("auto_plan: ", options.auto_plan ? "true" : "false")};
+      absl::StrCat("auto_plan: ", !options.auto_plan   ? "unset"
+                                  : *options.auto_plan ? "true"
+                                                       : "false")};
   if (const auto& precision = options.mixed_precision) {
     items.push_back(
         absl::StrCat("mixed_precision: ", c10::toString(precision->parameters),
@@ -250,7 +258,6 @@ class ReplicatedModule::State {
   const Group group_;
   bool requires_gradient_sync_ = true;
   std::unique_ptr<Reducer> reducer_;
-  std::optional<AutoPlan> auto_plan_;
 
  private:
   void before_forward();
@@ -304,8 +311,13 @@ ReplicatedModule::State::State(AnyModule module, Group group, Options options)
       std::make_unique<Reducer>(values_of(reduced), group_, std::move(chosen));
   reducer_->expect_forwards();
   if (connects) ordered->connect_for(values_of(reduced));
-  if (options_.auto_plan && group_->getSize() > 1) {
-    auto_plan_.emplace(*reducer_, values_of(reduced), sparse, group_);
+  const bool has_fixed_bits =
+      averaging_ &&
+      (ordered || group_->getSize() == 2 || averaging_->host_sums());
+  if (group_->getSize() > 1 &&
+      options_.auto_plan.value_or(has_fixed_bits &&
+                                  !sets_buckets(options_.reducer))) {
+    AutoPlan::attach(*reducer_, values_of(reduced), sparse, group_);
   }
   if (const auto& precision = options_.mixed_precision;
       precision && precision->buffers) {
@@ -339,7 +351,6 @@ void ReplicatedModule::State::before_forward() {
 void ReplicatedModule::State::run(
     c10::function_ref<std::vector<at::Tensor>()> forward) {
   before_forward();
-  if (auto_plan_ && will_reduce()) auto_plan_->before_iteration();
   const std::vector<at::Tensor> outputs =
       options_.mixed_precision ? in_low_precision(forward) : forward();
   if (!at::GradMode::is_enabled()) return;
@@ -440,7 +451,6 @@ void ReplicatedModule::State::begin_iteration() {
 void ReplicatedModule::State::shadow() {
   if (should_broadcast_buffers()) broadcast_buffers();
   apply_divisor();
-  if (auto_plan_) auto_plan_->before_iteration();
   reducer_->shadow_iteration();
 }
 

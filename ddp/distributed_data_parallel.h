@@ -69,12 +69,13 @@ struct DistributedDataParallelOptions {
   // order, each once. Default of parameter_names: the module's names.
   ReducerOptions reducer = {};
 
-  // Plans buckets for this model and its links in the first 12 iterations, and
-  // keeps them if they are faster (reducer/auto_plan.h). bucket_cap_bytes are
-  // the default that they replace. Bits then depend on the plan, unless sums
-  // are in rank order or there are 2 ranks: set bucket_plan to reducer().plan()
-  // of an earlier run for equal bits.
-  bool auto_plan = false;
+  // Plans buckets for this model and its links in the first 10 iterations, and
+  // keeps them if they are faster (reducer/auto_plan.h); rank 0 prints the
+  // result to stderr. Needs up to 64 MiB. Unset: true if bits don't depend on
+  // the plan (2 ranks, `reproducible`, or ranks that share memory), and neither
+  // bucket_cap_bytes, bucket_plan nor a comm hook is set. If true elsewhere,
+  // set bucket_plan to reducer().plan() of an earlier run for equal bits.
+  std::optional<bool> auto_plan = std::nullopt;
 
   // Before each forward that will be reduced, broadcasts the buffers of rank 0
   // (inside join(): of the lowest rank with data), with one collective per

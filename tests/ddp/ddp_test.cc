@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "brigade/comm/process_group.h"
+#include "brigade/comm_hooks/comm_hooks.h"
 #include "brigade/ddp/distributed_data_parallel.h"
 #include "brigade/tests/support/local_ranks.h"
 #include "brigade/tests/support/recording_group.h"
@@ -244,6 +245,44 @@ TEST(DistributedDataParallelTest, WrapsScriptModules) {
     EXPECT_TRUE(
         at::equal(module.attr("weight").toTensor().grad(), at::full({4}, 9.0)));
     EXPECT_TRUE(at::equal(module.attr("offset").toTensor(), at::zeros({4})));
+  });
+}
+
+// Two steps later the buckets are those of a profile: one for all parameters.
+size_t num_buckets_after_two_steps(const Group& group,
+                                   DistributedDataParallelOptions options) {
+  torch::nn::Sequential net(torch::nn::Linear(600, 600),
+                            torch::nn::Linear(600, 600));
+  options.broadcast_buffers = false;
+  DistributedDataParallel model(net, group, std::move(options));
+  for (int step = 0; step < 2; ++step) {
+    model(torch::ones({1, 600})).sum().backward();
+  }
+  return model.reducer().plan().num_buckets();
+}
+
+TEST(DistributedDataParallelTest, PlansBucketsByDefaultWhereBitsCannotVary) {
+  run_ranks(2, [](const Group& group) {
+    EXPECT_EQ(num_buckets_after_two_steps(group, {}), 1U);
+    EXPECT_EQ(num_buckets_after_two_steps(group, {.auto_plan = false}), 2U);
+    EXPECT_EQ(num_buckets_after_two_steps(
+                  group, {.reducer = {.bucket_cap_bytes = {1000}}}),
+              4U);
+    EXPECT_EQ(num_buckets_after_two_steps(
+                  group, {.reducer = {.bucket_plan = {{3}, {2, 1}, {0}}}}),
+              3U);
+    EXPECT_EQ(num_buckets_after_two_steps(
+                  group, {.reducer = {.comm_hook = fp16_hook(group)}}),
+              2U);
+  });
+  run_ranks(3, [](const Group& group) {
+    EXPECT_EQ(num_buckets_after_two_steps(group, {}), 1U);  // shared memory
+    EXPECT_EQ(
+        num_buckets_after_two_steps(group, {.reducer = {.reproducible = true}}),
+        1U);
+    EXPECT_EQ(num_buckets_after_two_steps(
+                  group, {.reducer = {.verify_across_ranks = false}}),
+              2U);
   });
 }
 
