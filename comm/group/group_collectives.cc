@@ -60,7 +60,7 @@ int64_t channel_number(const c10::intrusive_ptr<c10d::ProcessGroup>& group) {
 void broadcast_tensors(const c10::intrusive_ptr<c10d::ProcessGroup>& group,
                        const std::vector<at::Tensor>& tensors, int source) {
   constexpr size_t kPieceBytes = size_t{250} << 20;
-  if (tensors.empty() || group->getSize() == 1) return;
+  if (tensors.empty()) return;
   const at::NoGradGuard no_grad;
   std::vector<at::Tensor> sent;
   sent.reserve(tensors.size());

@@ -37,8 +37,7 @@ int64_t channel_number(const c10::intrusive_ptr<c10d::ProcessGroup>& group);
 
 // Collective. Copies the tensors of rank `source`, complex ones too, into every
 // rank's, in pieces of at most 250 MiB. If the backend does not block the host,
-// the copies are ordered on the current streams. A world of 1 communicates
-// nothing.
+// the copies are ordered on the current streams.
 //
 // REQUIRES: equal numbers of elements, dtypes and devices, in the same order,
 // on all ranks.

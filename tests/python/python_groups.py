@@ -44,12 +44,16 @@ FUTURES = {
 class WorkInPython(dist._Work):
     """Another work with a future that holds Python objects."""
 
-    def __init__(self, inner: dist.Work, future: torch.futures.Future) -> None:
+    def __init__(
+        self, inner: dist.Work, future: torch.futures.Future, on_wait: Callable[[], None]
+    ) -> None:
         super().__init__()
         self._inner = inner
         self._future = future
+        self._on_wait = on_wait
 
     def wait(self, timeout: Any = None) -> bool:
+        self._on_wait()
         self._future.wait()
         return True
 
@@ -70,9 +74,13 @@ class GroupInPython(dist.ProcessGroup):
         self._inner = inner
         self._future_of = FUTURES[future]
         self.num_reduced = 0
+        self.num_waited = 0
+
+    def _count_wait(self) -> None:
+        self.num_waited += 1
 
     def _work(self, inner: dist.Work, tensors: Tensors) -> WorkInPython:
-        return WorkInPython(inner, self._future_of(inner, tensors))
+        return WorkInPython(inner, self._future_of(inner, tensors), self._count_wait)
 
     def allreduce(self, tensors: Tensors, opts: Any = None) -> dist.Work:
         self.num_reduced += 1

@@ -23,6 +23,7 @@ def _train(rank, kind, mode, futures, with_hook=False):
         nobody = mode == "find_unused" and dist.get_world_size() == 1
         training.expect_steps(4, without=1 if nobody else None)
         assert group.num_reduced >= 4
+        assert group.num_waited > 0  # also with world size 1, as with torch's class
 
 
 @WORLD_SIZES
