@@ -75,8 +75,11 @@ const Names kReductions = {
     // GradScaler.
     "_amp_foreach_non_finite_check_and_unscale_",
     // Logs and checks of values.
-    "sum", "sum.dim_IntList", "mean", "mean.dim", "max", "min", "amax", "amin",
-    "any", "all", "dot", "equal", "_local_scalar_dense"};
+    "sum", "sum.dim_IntList", "mean", "mean.dim", "max", "max.dim", "min",
+    "min.dim", "amax", "amin", "any", "all", "dot", "equal", "isclose",
+    "allclose", "prod", "std.correction", "var.correction", "argmax", "argmin",
+    "median", "histc", "count_nonzero", "count_nonzero.dim_IntList",
+    "_local_scalar_dense"};
 
 // Tagged pointwise but not elementwise.
 const Names kNotElementwise = {"rrelu", "rrelu_", "native_dropout_backward"};
@@ -86,7 +89,9 @@ const Names kNotRecorded = {"eq",        "ne",         "lt",
                             "le",        "gt",         "ge",
                             "equal",     "isnan",      "isinf",
                             "isfinite",  "zeros_like", "ones_like",
-                            "full_like", "empty_like", "_local_scalar_dense"};
+                            "full_like", "empty_like", "_local_scalar_dense",
+                            "isclose",   "allclose",   "argmax",
+                            "argmin",    "histc",      "count_nonzero"};
 
 std::string_view base_name(const c10::FunctionSchema& schema) {
   std::string_view name = schema.name();
@@ -608,11 +613,9 @@ void reduce(Call& call, const OperatorFacts& facts) {
   const at::NoGradGuard no_grad;
   const std::string_view name = base_name(call.op().schema());
   const c10::IValue dims = call.argument("dim");
+  bool is_total = true;
   call.visit_sharded([&](const at::Tensor& tensor, const Shard& shard, size_t) {
-    if (!covers_all_dims(dims, tensor.dim())) {
-      call.refuse("reduces over some dimensions of " + name_of(tensor) + ". " +
-                  kHowToUnshard);
-    }
+    is_total = is_total && covers_all_dims(dims, tensor.dim());
     group_of(shard).require_all_ranks();
   });
   if (name.starts_with("_amp_foreach_")) return unscale(call, facts);
@@ -622,7 +625,9 @@ void reduce(Call& call, const OperatorFacts& facts) {
     if (value.isScalar()) order = value.toScalar().toDouble();
   }
   // Needs no memory for the unsharded tensor.
-  if (name.ends_with("norm") && order > 0) return reduce_norms(call, order);
+  if (is_total && name.ends_with("norm") && order > 0) {
+    return reduce_norms(call, order);
+  }
   run_on_wholes(call);
 }
 

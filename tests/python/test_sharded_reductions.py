@@ -39,6 +39,13 @@ _TOTALS = {
     "chosen": lambda t: torch.where(t > 0, t, torch.zeros_like(t)).sum(),
     "by its type": lambda t: torch.norm(t, 1) + torch.linalg.vector_norm(t),
     "of a list": lambda t: torch._foreach_norm(torch._foreach_mul([t], 2.0))[0],
+    "by row": lambda t: t.sum(0) + t.mean(0),
+    "norm by row": lambda t: torch.linalg.vector_norm(t, dim=0, keepdim=True) + t.norm(dim=-1).sum(),
+    "spread": lambda t: t.std() + t.var() + t.prod(),
+    "places": lambda t: t.argmax() - t.argmin() + t.count_nonzero() + (t > 0).count_nonzero(0),
+    "quantiles": lambda t: t.median() + t.max(0).values + t.min(-1).values.sum(),
+    "histogram": lambda t: t.histc(5),
+    "close": lambda t: torch.isclose(t, t.clone()) & torch.tensor(torch.allclose(t, t + 1e-9)),
 }
 
 
@@ -53,10 +60,9 @@ def test_reductions_equal_those_of_the_unsharded_tensor(rank, world_size):
                 torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-12, msg=name)
     with pytest.raises(RuntimeError, match=r"'weight' .* torch\.no_grad\(\)"):
         sharded.weight.sum()
-    if dist.get_world_size() == 1:
-        return  # this rank holds the unsharded tensor
-    with pytest.raises(NotImplementedError, match="over some dimensions of parameter 'weight'"):
-        sharded.weight.detach().sum(0)
+    # Also with grad mode on, and beside a plain tensor.
+    torch.testing.assert_close(sharded.weight, plain.weight)
+    assert not torch.allclose(sharded.weight, plain.weight + 1)
 
 
 def _torchs_clip(sharded, max_norm, norm_type):
