@@ -21,6 +21,19 @@ uint64_t RecordedSchedule::fingerprint() const {
   return hash_of(numbers);
 }
 
+void RecordedSchedule::advance_gathers(size_t prefetch_depth) {
+  using Kind = ScheduleEntry::Kind;
+  for (size_t i = 0; i < entries.size(); ++i) {
+    if (entries[i].kind != Kind::kAllGather) continue;
+    for (size_t to = i; to > 0 && i - to + 1 < prefetch_depth &&
+                        entries[to - 1].kind == Kind::kReduceScatter;
+         --to) {
+      std::swap(entries[to - 1], entries[to]);
+      std::swap(accumulations[to - 1], accumulations[to]);
+    }
+  }
+}
+
 SegmentCursor::SegmentCursor(UnitRules rules, const RecordedSchedule* recorded,
                              std::vector<char> unsharded,
                              std::vector<uint32_t> expected)

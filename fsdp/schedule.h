@@ -56,6 +56,11 @@ struct RecordedSchedule {
   std::vector<uint32_t> accumulations = {};
 
   uint64_t fingerprint() const;  // hash of the entries
+
+  // Moves each all-gather before up to `prefetch_depth` - 1 reduce-scatters,
+  // which would otherwise delay its prefetch: a unit's reduce-scatter is
+  // recorded before the all-gather of the second unit after it.
+  void advance_gathers(size_t prefetch_depth);
 };
 
 // Reshard and prefetch rules of one segment. Vectors are indexed by unit.

@@ -204,7 +204,9 @@ void SegmentedModel::finish(const std::vector<char>& used, bool has_used_all) {
   if (cursor.has_deviated()) {
     schedules_.erase(plan.tag);
   } else if (cursor.is_learning()) {
-    for (const uint64_t tag : plan.tags) schedules_[tag] = cursor.record();
+    RecordedSchedule schedule = cursor.record();
+    schedule.advance_gathers(options_.prefetch_depth);
+    for (const uint64_t tag : plan.tags) schedules_[tag] = schedule;
     step_[plan.kind] = cursor.record().entries;
   }
 }

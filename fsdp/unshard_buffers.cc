@@ -73,9 +73,10 @@ struct Replay {
   void run_segment(const PlannedSegment& segment) {
     using Kind = ScheduleEntry::Kind;
     const Schedule& entries = segment.schedule;
-    const RecordedSchedule recorded = {
+    RecordedSchedule recorded = {
         .entries = entries,
         .accumulations = std::vector<uint32_t>(entries.size(), 0)};
+    recorded.advance_gathers(segment.rules.prefetch_depth);
     std::vector<char> held;
     for (const auto& lease : unsharded) held.push_back(lease ? 1 : 0);
     std::vector<uint32_t> expected(units.size(), 0);

@@ -75,7 +75,7 @@ struct UnitBytes {
 };
 
 struct PlannedSegment {
-  Schedule schedule = {};
+  Schedule schedule = {};  // as learned
   UnitRules rules = {};
   std::vector<char> stays = {};  // by unit: unsharded after the segment
 };
