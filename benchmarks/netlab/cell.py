@@ -238,12 +238,12 @@ def sharded_costs(size: int) -> dict[str, dict[str, list[float]]]:
         timeline = model.sharding_timeline()
         both = {"all_gather": timeline.gathers[0], "reduce_scatter": timeline.reductions[-1]}
         for name, of in both.items():
-            # Negative: the maximum is of the rank that launched last, which has not waited.
-            found[name].append(1e-9 * (of.launch_ns - of.complete_ns))
+            last_launch_s, end_s = slowest([1e-9 * of.launch_ns, 1e-9 * of.complete_ns])
+            found[name].append(end_s - last_launch_s)
     whole, part = torch.zeros(size // 4), torch.zeros(size // 4 // dist.get_world_size())
     calls = {"all_gather": timed(partial(dist.all_gather_into_tensor, whole, part), 6)}
     calls["reduce_scatter"] = timed(partial(dist.reduce_scatter_tensor, part, whole), 6)
-    return {"brigade": {n: [-s for s in slowest(of)] for n, of in found.items()}, "torch": calls}
+    return {"brigade": found, "torch": calls}
 
 
 def sharded(cell: dict[str, Any]) -> dict[str, Any]:

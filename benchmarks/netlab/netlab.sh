@@ -34,6 +34,8 @@ up() {
     inside $host ip route replace 10.77.0.0/24 dev eth0 proto kernel scope link \
       src 10.77.0.$((i + 1)) congctl cubic
     inside nlab_switch ip link set port$i addrgenmode none up "${bridge[@]}"
+    # Models take turns: the connections of each are idle for seconds before its next step.
+    inside $host sysctl -qw net.ipv4.tcp_slow_start_after_idle=0
     limit $host eth0 "$rate"
     limit nlab_switch port$i "$rate"
     ports+=("port$i")
