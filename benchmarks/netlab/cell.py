@@ -209,12 +209,18 @@ def replicated(cell: dict[str, Any]) -> dict[str, Any]:
     for name in options:
         sizes_text = arms[name]._get_ddp_logging_data()["rebuilt_bucket_sizes"]
         plans[name] = [int(size) for size in sizes_text.split(",")]
-    steps = {name: partial(step, model) for name, model in arms.items()}
+    ready: list[list[float]] = []  # of steps without communication
+
+    def step_alone() -> None:
+        step(alone)
+        ready.append([unit.ready_s for unit in reversed(alone.blocks)])
+
+    steps = {name: partial(step, model) for name, model in arms.items()} | {"alone": step_alone}
     buffers = [torch.zeros(size // 4) for size in plans[AUTO]]
     steps["all-reduces of auto"] = lambda: [dist.all_reduce(tensor) for tensor in buffers]
     sizes = [4 * numel for numel in reversed(numels)]
     seconds = take_rounds(steps, cell["seconds"], 1.5 * backward_s * len(steps))
-    ready_s = slowest([unit.ready_s for unit in alone.blocks])[::-1]
+    ready_s = slowest(numpy.median(ready, axis=0).tolist())
     beside_s = statistics.median(chain(*seconds["alone"])) - ready_s[-1]
     return {
         "costs": costs,
