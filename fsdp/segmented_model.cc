@@ -14,6 +14,7 @@
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_format.h"
 #include "absl/strings/str_join.h"
+#include "brigade/planning/planners.h"
 
 namespace brigade {
 namespace {
@@ -515,6 +516,46 @@ ShardedModelStatistics SegmentedModel::statistics() const {
     }
   }
   return all;
+}
+
+std::vector<size_t> SegmentedModel::units_to_keep(int64_t max_bytes) {
+  const auto lock = lock_between_segments();
+  std::vector<double> bytes(units_.size(), 0);
+  std::vector<int64_t> gather_ns(units_.size(), 0);
+  const ShardingTimeline timeline = this->timeline();
+  int64_t previous_ns = 0;  // one all-gather at a time
+  for (const GatherTimes& gather : timeline.gathers) {
+    const int64_t begin_ns = std::max(gather.launch_ns, previous_ns);
+    previous_ns = std::max(previous_ns, gather.complete_ns);
+    if (gather.pass != GatheredIn::kBackward) continue;
+    const auto unit =
+        std::ranges::find(units_, gather.unit, &ShardedUnit::name) -
+        units_.begin();
+    bytes[unit] = static_cast<double>(gather.bytes);
+    gather_ns[unit] += previous_ns - begin_ns;
+  }
+  std::vector<double> gather_s;
+  for (const int64_t own : gather_ns) {
+    const std::vector<int64_t> by_rank =
+        compare(absl::StrCat("plans units to keep in ", max_bytes, " bytes"),
+                static_cast<uint64_t>(max_bytes), own);
+    gather_s.push_back(1e-9 * static_cast<double>(std::ranges::max(by_rank)));
+  }
+  TORCH_CHECK(timeline.iteration > 0,
+              "fully_shard: units to keep are chosen by the times of a sampled "
+              "step, and no step was sampled.\nRun a step first, and keep the "
+              "timeline's sample rate above 0.");
+  const std::vector<char> kept =
+      brigade::units_to_keep(bytes, gather_s, static_cast<double>(max_bytes));
+  std::vector<size_t> chosen;
+  for (size_t unit = 0; unit < kept.size(); ++unit) {
+    if (kept[unit] != 0) chosen.push_back(unit);
+  }
+  return chosen;
+}
+
+std::vector<size_t> units_to_keep(ShardedModel& model, int64_t max_bytes) {
+  return dynamic_cast<SegmentedModel&>(model).units_to_keep(max_bytes);
 }
 
 CheckpointModel checkpoint_model(ShardedModel& of) {

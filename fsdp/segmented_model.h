@@ -80,6 +80,7 @@ class SegmentedModel final : public ShardedModel, public ParameterOwner {
   ShardedModelStatistics statistics() const override;
   std::string explain() const override;
   ShardingTimeline timeline() const override;
+  std::vector<size_t> units_to_keep(int64_t max_bytes);  // the function's
   void set_timeline_sample_rate(int64_t rate) override {
     recorder_.set_sample_rate(rate);
   }

@@ -360,6 +360,16 @@ class ShardedModel {
 // Collective.
 CheckpointModel checkpoint_model(ShardedModel& model);
 
+// Returns the units to keep unsharded from forward to backward in `max_bytes`
+// of memory: those whose all-gathers in backward took longest per byte in the
+// last sampled step, on the slowest rank (planning/planners.h). Collective,
+// equal on all ranks. Throws RuntimeError if no step was sampled.
+//
+//   for (size_t unit : units_to_keep(*model, 1 << 30)) {
+//     model->settings(unit).reshard_after_forward = false;
+//   }
+std::vector<size_t> units_to_keep(ShardedModel& model, int64_t max_bytes);
+
 }  // namespace brigade
 
 #endif  // BRIGADE_FSDP_SHARDED_MODEL_H_

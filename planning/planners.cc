@@ -584,4 +584,23 @@ absl::StatusOr<BucketPlan> plan_one(const Backward& backward) {
   return plan_of(kinds, cuts, backward);
 }
 
+std::vector<char> units_to_keep(std::span<const double> unit_bytes,
+                                std::span<const double> gather_s,
+                                double budget) {
+  std::vector<size_t> order;
+  for (size_t unit = unit_bytes.size(); unit-- > 0;) {
+    if (unit_bytes[unit] > 0 && gather_s[unit] > 0) order.push_back(unit);
+  }
+  std::ranges::stable_sort(order, [&](size_t a, size_t b) {
+    return gather_s[a] * unit_bytes[b] > gather_s[b] * unit_bytes[a];
+  });
+  std::vector<char> kept(unit_bytes.size(), 0);
+  for (const size_t unit : order) {
+    if (unit_bytes[unit] > budget) continue;
+    kept[unit] = 1;
+    budget -= unit_bytes[unit];
+  }
+  return kept;
+}
+
 }  // namespace brigade

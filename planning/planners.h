@@ -1,5 +1,5 @@
 // Planners: bucket plans that end a step early, the time that a plan takes, and
-// a bound from below for all plans.
+// a bound from below for all plans; and the units of a sharded model to keep.
 //
 // Model: gradients become ready at given times. A bucket is launched when all
 // of its gradients are ready and all earlier buckets are launched. The link
@@ -18,6 +18,7 @@
 #define BRIGADE_PLANNING_PLANNERS_H_
 
 #include <cstddef>
+#include <span>
 #include <vector>
 
 #include "absl/status/status.h"
@@ -107,6 +108,14 @@ absl::StatusOr<BucketPlan> plan_by_mg_wfbp(const Backward& backward,
 // check_backward().
 absl::StatusOr<BucketPlan> plan_each(const Backward& backward);
 absl::StatusOr<BucketPlan> plan_one(const Backward& backward);
+
+// Returns the units to keep unsharded from forward to backward within `budget`,
+// by all-gather time per byte kept, later units first if equal. The saved
+// all-gather time is the greatest possible if units with parameters have equal
+// bytes; otherwise less than one unit's share below it.
+std::vector<char> units_to_keep(std::span<const double> unit_bytes,
+                                std::span<const double> gather_s,
+                                double budget);
 
 }  // namespace brigade
 

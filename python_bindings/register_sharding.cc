@@ -399,6 +399,8 @@ void register_sharding(py::module_& module) {
       .def("gradient_slot", &SegmentedModel::gradient_slot, NoGil(),
            py::arg("parameter"))
       .def("timeline", &SegmentedModel::timeline, NoGil())
+      .def("units_to_keep", &SegmentedModel::units_to_keep, NoGil(),
+           py::arg("max_bytes"))
       .def("set_timeline_sample_rate",
            &SegmentedModel::set_timeline_sample_rate, NoGil(),
            py::arg("sample_rate"))

@@ -82,14 +82,6 @@ std::optional<std::vector<char>> checkpoints_to_fit(
     const ModelShape& model, double batch, std::span<const double> recompute_s,
     double budget, double* least_bytes);
 
-// Returns the units to keep unsharded from forward to backward within `budget`,
-// by all-gather time per byte kept, later units first if equal. The saved
-// all-gather time is the greatest possible if units with parameters have equal
-// bytes; otherwise less than one unit's share below it.
-std::vector<char> units_to_keep(std::span<const double> unit_bytes,
-                                std::span<const double> gather_s,
-                                double budget);
-
 }  // namespace brigade
 
 #endif  // BRIGADE_SIMULATION_MODEL_SHAPE_H_

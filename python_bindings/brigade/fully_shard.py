@@ -417,6 +417,25 @@ class FSDPModule(_TorchFSDPModule):
         """
         return self._root().native.timeline()
 
+    def keep_unsharded(self, max_bytes: int) -> list[str]:
+        """Keeps units unsharded from forward to backward, in `max_bytes` of memory.
+
+        Calls set_reshard_after_forward(False) for the units whose all-gathers in backward took
+        longest per byte in the last sampled step, on the slowest rank. Returns their names.
+        Collective; call it between steps, after some training:
+
+            loss_fn(model(x)).backward()
+            model.keep_unsharded(4 * 2**30)
+
+        Raises:
+            RuntimeError: No step was sampled.
+        """
+        root = self._root()
+        units = [root.units[index] for index in root.native.units_to_keep(max_bytes)]
+        for unit in units:
+            unit.set_reshard_after_forward(False)
+        return [unit.path for unit in units]
+
     def set_timeline_sample_rate(self, sample_rate: int) -> None:
         """Samples every `sample_rate`-th step after the first 10; 0: none. Default: 100.
 

@@ -670,6 +670,34 @@ TEST(FullyShardTest, BuffersHaveThePlannedSize) {
   }
 }
 
+TEST(FullyShardTest, KeepsTheUnitsThatFitIntoABudget) {
+  run_ranks(2, [](const Group& group) {
+    Net net = with_values(Net(), 1);
+    const auto model =
+        fully_shard(*net, group, {}, each_is_unit<torch::nn::LinearImpl>());
+    EXPECT_THAT([&] { units_to_keep(*model, 1000); },
+                Throws<c10::Error>(Property(&c10::Error::what,
+                                            HasSubstr("no step was sampled"))));
+    const auto gathered_in_backward = [&] {
+      std::vector<std::string> units;
+      model->forward([&] { return net(random({3, 6}, 0)); }).sum().backward();
+      for (const GatherTimes& gather : model->timeline().gathers) {
+        if (gather.pass == GatheredIn::kBackward) units.push_back(gather.unit);
+      }
+      return units;
+    };
+    constexpr int64_t kLayerBytes = (6 * 6 + 6) * sizeof(float);  // or the head
+    EXPECT_THAT(gathered_in_backward(), ElementsAre("head", "second.lin"));
+    EXPECT_THAT(units_to_keep(*model, 0), ::testing::IsEmpty());
+    // The first layer's weight is not needed in backward.
+    const auto kept = units_to_keep(*model, kLayerBytes);
+    ASSERT_THAT(kept, ::testing::SizeIs(1));
+    model->settings(kept[0]).reshard_after_forward = false;
+    EXPECT_THAT(gathered_in_backward(), ::testing::SizeIs(1));
+    EXPECT_THAT(units_to_keep(*model, 1 << 20), ::testing::SizeIs(1));
+  });
+}
+
 TEST(FullyShardTest, ALateRankAnswersBetweenItsSteps) {
   run_ranks(2, [](const Group& group) {
     Net net = with_values(Net(), 1);

@@ -65,6 +65,20 @@ def test_backward_without_a_gather(rank):
     _expect_same(_gradients(model), gradients, 2)
 
 
+@on_ranks()
+def test_units_are_kept_within_a_budget(rank):
+    model = shard_blocks(make_net())
+    for step in range(2):
+        loss_of(model, rank, step).backward()
+    gradients = _gradients(model)
+    assert model.keep_unsharded(0) == []
+    kept = model.keep_unsharded(2**30)
+    assert kept == ["blocks.0", "blocks.1"]
+    model.zero_grad()
+    loss_of(model, rank, 1).backward()
+    assert all(gather.is_in_forward for gather in model.sharding_timeline().gathers)
+
+
 @pytest.mark.parametrize("async_op", [False, True])
 @on_ranks()
 def test_finalization_by_hand(rank, async_op):

@@ -10,6 +10,7 @@
 #include <string>
 #include <vector>
 
+#include "brigade/planning/planners.h"
 #include "gmock/gmock.h"
 #include "gtest/gtest.h"
 
