@@ -9,6 +9,7 @@ report.html, the template, has the captions.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import json
 import math
@@ -17,8 +18,8 @@ import pathlib
 import re
 import secrets
 import statistics
-from collections.abc import Sequence
-from typing import Any, NoReturn
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 Data = dict[str, Any]
 
@@ -42,63 +43,9 @@ _COLORS = {
 }
 _SERIES = ("blue", "orange", "green", "purple", "teal", "red", "gray")
 
-# Schemas: a type, {"keys": schema}, [schema of 1 or more items], (schema of items,).
-# A key that ends with ? may be absent or null.
-_ANY = "a finite number"
-_COUNTED = f"{_ANY} of at least 0"
-_EXPECTED = {str: "a text", bool: "true or false", int: _COUNTED, float: _COUNTED, _ANY: _ANY}
-_QUARTILES = {"p25 median p75": float}
-_DIFFERENCES = {"p25 median p75": _ANY}
-_SAVED = {"saved_ms": _DIFFERENCES, "saved_share": _ANY, "rounds_faster": int, "decided": bool}
-_BUCKETS = ({"bytes": int, "launched_ms complete_ms": float},)
-_ARM = {
-    "cap": str,
-    "caps_bytes": [int],
-    "buckets": int,
-    "bucket_bytes": {"median max": float},
-    "step_ms": _QUARTILES,
-    "rounds_ms": [[float]],
-    "predicted_ms alone_ms overlap?": float,
-    "added_ms": _DIFFERENCES,
-    "timeline predicted_timeline": _BUCKETS,
-}
-_MODEL = {
-    "name": str,
-    "parameters gradient_bytes rounds_taken rounds_to_take steps": int,
-    "local_ms": _QUARTILES,
-    "bound_ms backward_ms backward_slowdown collective_stretch": float,
-    "is_model_off": bool,
-    "arms": [_ARM],
-    "best?": {"cap": str, "caps_bytes": [int], **_SAVED},
-    "cost": {"points": ({"bytes": int, "seconds": float},)},
-    "ready": ({"name": str, "bytes": int, "ready_ms": float},),
-}
-_SETTING = {"name": str, "step_ms over_default": _QUARTILES, "rounds_ms": [float], "decided": bool}
-_SHARDED = {"name": str, "parameters units rounds rounds_taken steps": int, "arms": [_SETTING]}
-_COLLECTIVE = {"operation": str, "bytes pieces": int, "seconds": _QUARTILES}
+_KINDS = ("sweep", "sharded", "collectives", "simulation")
 _STATES = ("parameters", "gradients", "optimizer", "unsharded", "activations")
 _TRAFFIC = ("sent", "between_hosts", "between_racks")
-_RESULT = {
-    "step_s forward_s backward_s optimizer_s recompute_s exposed_s communication_s": float,
-    "tflops mfu": float,
-    " ".join(f"{key}_bytes_per_rank" for key in _TRAFFIC): float,
-    "memory": {" ".join((*_STATES, "total", "capacity")): float, "fits": bool},
-    "events": ({"stream name": str, "begin_s end_s": float},),
-    "memory_over_step": ({"time_s bytes": float},),
-}
-_SIMULATION = {
-    "set_up request": dict,
-    "result": _RESULT,
-    "curve": ({"gpus": int, "step_s exposed_s mfu": float},),
-    "shard_ranks_curve?": ({"shard_ranks": int, "step_s exposed_s memory_bytes": float},),
-}
-_KINDS: dict[str, Data] = {
-    "sweep": {"set_up": dict, "models": [_MODEL]},
-    "sharded": {"set_up": dict, "models": [_SHARDED]},
-    "collectives": {"set_up": dict, "collectives": [_COLLECTIVE]},
-    "simulation": _SIMULATION,
-}
-_ORDERED = {"p25": "median", "median": "p75", "launched_ms": "complete_ms", "begin_s": "end_s"}
 
 
 def _clean(text: str) -> str:
@@ -107,80 +54,55 @@ def _clean(text: str) -> str:
     return "".join(c if c.isprintable() else "\N{REPLACEMENT CHARACTER}" for c in text)
 
 
-def _shown(value: Any) -> str:
+def _cleaned(value: Any) -> Any:
+    """Returns JSON data with clean texts. Raises ValueError for a number that is not finite."""
+    if isinstance(value, dict):
+        return {_clean(key): _cleaned(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_cleaned(item) for item in value]
+    if isinstance(value, (int, float)) and not abs(value) < 1e300:
+        raise ValueError(f"the number {value}")
+    return _clean(value) if isinstance(value, str) else value
+
+
+@contextlib.contextmanager
+def _naming(file: str, *errors: type[Exception]) -> Iterator[None]:
+    """Turns errors of data that are not as expected into a ValueError that names the file."""
     try:
-        return _clean(value if isinstance(value, str) else json.dumps(value))
-    except RecursionError:
-        return "an object of too many levels"
-
-
-def _checked(value: Any, schema: Any, place: str) -> Any:
-    """Returns the part of `value` that `schema` has. Raises ValueError if it has another form."""
-
-    def fail(expected: str, found: str | None = None) -> NoReturn:
-        size = f"a list of {len(value)}" if isinstance(value, list) else None
+        yield
+    except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError, *errors) as error:
         raise ValueError(
-            f"{place}: expected {expected}, found {found or size or _shown(value)}.\n"
+            f"{file}: expected figures, found {type(error).__name__}: {_clean(str(error))}.\n"
             "Write the file with brigade bench or brigade simulate of this version."
-        )
-
-    if isinstance(schema, (list, tuple)):
-        if not isinstance(value, list) or (isinstance(schema, list) and not value):
-            fail("a list" if isinstance(schema, tuple) else "a list of at least 1 item")
-        return [_checked(item, schema[0], f"{place}[{i}]") for i, item in enumerate(value)]
-    if schema in (str, bool):
-        if not isinstance(value, schema):
-            fail(_EXPECTED[schema])
-        return _clean(value) if schema is str else value
-    if schema in (int, float, _ANY):
-        is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
-        if not is_number or not abs(value) < 1e300 or (value < 0 and schema != _ANY):
-            fail(_EXPECTED[schema])
-        return int(value) if schema is int else float(value)
-    if not isinstance(value, dict):
-        fail("an object")
-    if schema is dict:
-        return {_clean(key): item for key, item in value.items()}
-    found: Data = {}
-    for keys, item in schema.items():
-        for name in keys.split():
-            key = name.rstrip("?")
-            if key == name and key not in value:
-                fail(f"the key {key!r}", _clean(", ".join(value)) or "an empty object")
-            is_absent = key != name and value.get(key) is None
-            found[key] = None if is_absent else _checked(value[key], item, f"{place}.{key}")
-    for low, high in _ORDERED.items():
-        if low in found and high in found and found[high] < found[low] - 1e-9 * abs(found[low]):
-            fail(f"{low} <= {high}")
-    return found
+        ) from error
 
 
 def _texts(values: Data, prefix: str = "") -> list[tuple[str, str]]:
     """Returns labels and short texts of an object and of the objects in it."""
     found = []
     for key, value in values.items():
-        label = prefix + _clean(key)
+        label = prefix + key
         if isinstance(value, dict) and value and prefix.count(".") < 3:
             found += _texts(value, f"{label}.")
         else:
-            found.append((label, _shown(value)))
+            found.append((label, value if isinstance(value, str) else _clean(json.dumps(value))))
     return found[:100]
 
 
 def read_report_data(file: str | os.PathLike[str]) -> Data:
-    """Reads one JSON file. Raises ValueError if it is of no known kind or incomplete."""
+    """Reads one JSON file. Raises ValueError if it is of no known kind."""
     name = _clean(os.fspath(file))
     try:
-        data = json.loads(pathlib.Path(file).read_bytes())
+        data = _cleaned(json.loads(pathlib.Path(file).read_bytes()))
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{name}: expected JSON, found {_clean(str(error))}") from error
     kind = data.get("kind") if isinstance(data, dict) else None
-    if not isinstance(kind, str) or kind not in _KINDS:
+    if kind not in _KINDS:
         raise ValueError(
-            f"{name}: kind: expected {', '.join(_KINDS)}, found {_shown(kind)}.\n"
+            f"{name}: kind: expected {', '.join(_KINDS)}, found {_clean(str(kind))}.\n"
             "Pass JSON files of brigade bench or brigade simulate."
         )
-    return {**_checked(data, _KINDS[kind], name), "kind": kind, "file": name}
+    return {**data, "file": name}
 
 
 # ---- Texts of numbers.
@@ -524,7 +446,7 @@ def _sweep(model: Data) -> list[Data]:
     end = max([model["backward_ms"], *(b["complete_ms"] for one in both for b in one)])
     rows = [(arm, ", ".join(_roles(model, arm)), _against_default(model, arm)) for arm in arms]
     blocks = [_steps(model), *(_timeline(model, arm, end) for arm in drawn)]
-    blocks.append({"key": "arms", "rows": rows})
+    blocks.append({"key": "arms", "detail": "", "rows": rows})
     return [*blocks, _cost(model)] if model["cost"]["points"] else blocks
 
 
@@ -621,7 +543,8 @@ def _simulation(data: Data) -> list[Data]:
     blocks += [_events(result)] if result["events"] else []
     blocks += [_memory_over_step(result)] if result["memory_over_step"] else []
     for key in _CURVES:
-        blocks += _scaling(key, data[key], result["memory"]) if len(data[key] or ()) > 1 else []
+        curve = data.get(key) or ()
+        blocks += _scaling(key, curve, result["memory"]) if len(curve) > 1 else []
     labels = ["all", "between hosts", "between racks"]
     plot = _Plot("traffic", "GiB sent per rank and step", labels=labels)
     sizes = [result[f"{key}_bytes_per_rank"] for key in _TRAFFIC]
@@ -646,7 +569,7 @@ def _sharded(model: Data) -> list[Data]:
     least, most = min(time["p25"] for time in ours), max(time["p75"] for time in ours)
     plot.figure.x_range.update(start=0.95 * least, end=1.05 * most)
     plot.spreads([arm["step_ms"] for arm in arms], "blue", "measured")
-    return [plot.block(), {"key": "sharded", "rows": arms}]
+    return [plot.block(), {"key": "sharded", "detail": "", "rows": arms}]
 
 
 # ---- The page.
@@ -654,9 +577,9 @@ def _sharded(model: Data) -> list[Data]:
 
 def _sections_of(data: Data) -> list[Data]:
     kind, shared = data["kind"], {"kind": data["kind"], "file": data["file"]}
-    shared["set_up"] = _texts(data["set_up"])
+    shared |= {"set_up": _texts(data["set_up"]), "verdict": None, "lines": (), "model": None}
     sections = []
-    for model in data.get("models", ()):
+    for model in data["models"] if kind in ("sweep", "sharded") else ():
         advice, draw = (sweep_advice, _sweep) if kind == "sweep" else (sharding_advice, _sharded)
         verdict, lines = advice(model)
         section = {**shared, "name": model["name"], "model": model, "blocks": draw(model)}
@@ -677,6 +600,8 @@ def _sections_of(data: Data) -> list[Data]:
         table = {name: knee_of(rows) for name, rows in whole.items() if rows}
         blocks = _collectives(operations)
         sections.append({**shared, "name": "Collectives", "table": table, "blocks": blocks})
+    if not sections:
+        raise ValueError("no figures")
     return sections
 
 
@@ -693,6 +618,7 @@ def _changes_of(files: Sequence[Data]) -> list[Data]:
                 keys = dict.fromkeys(itertools.chain(*texts))
                 differ = [(key, *(text.get(key, "-") for text in texts)) for key in keys]
                 section = {"kind": "changes", "name": model["name"], "rows": rows, "set_up": []}
+                section |= {"lines": (), "model": None}
                 section["verdict"] = verdict_of_changes(rows)
                 section["files"] = (earlier["file"], data["file"])
                 section["differ"] = [row for row in differ if row[1] != row[2]]
@@ -720,16 +646,23 @@ def write_report(files: Sequence[str | os.PathLike[str]], page: str | os.PathLik
             "Install them: pip install brigade[report]",
             name=error.name,
         ) from error
-    environment = jinja2.Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True)
+    environment = jinja2.Environment(
+        autoescape=True, trim_blocks=True, lstrip_blocks=True, undefined=jinja2.StrictUndefined
+    )
     # Bokeh reads a definition before its references.
     environment.policies["json.dumps_kwargs"] = {"sort_keys": False, "separators": (",", ":")}
     environment.filters |= {"number": _number, "bytes": _bytes, "seconds": _seconds}
     environment.filters |= {"interval": _interval, "size": _size}
     template = pathlib.Path(__file__).with_name("report.html").read_text(encoding="utf-8")
-    html = environment.from_string(template).render(
-        sections=_changes_of(data) + [s for one in data for s in _sections_of(one)],
-        colors=_COLORS,
-        nonce=secrets.token_urlsafe(16),
-        bokeh="\n".join(Resources(mode="inline", components=["bokeh"]).js_raw),
-    )
+    sections: list[Data] = []
+    for one in data:
+        with _naming(one["file"]):
+            sections += _sections_of(one)
+    with _naming(", ".join(one["file"] for one in data), jinja2.TemplateError):
+        html = environment.from_string(template).render(
+            sections=_changes_of(data) + sections,
+            colors=_COLORS,
+            nonce=secrets.token_urlsafe(16),
+            bokeh="\n".join(Resources(mode="inline", components=["bokeh"]).js_raw),
+        )
     pathlib.Path(page).write_text(html, encoding="utf-8")
