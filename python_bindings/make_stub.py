@@ -3,7 +3,8 @@
     PYTHONPATH=<build>/python python python_bindings/make_stub.py [FILE]
 
 FILE defaults to python_bindings/brigade/_C.pyi, which is committed. A test compares it with the
-built module. The stub does not depend on the version of torch, whose pybind11 writes signatures.
+built module. The stub has the names of the public interface; all others have the type Any. It
+does not depend on the version of torch, whose pybind11 writes signatures.
 """
 
 import pathlib
@@ -21,16 +22,21 @@ _EMPTY_BODY = re.compile(r"(def .*):\n(?: +\.\.\.\n)?")
 _PROPERTY = re.compile(
     r"( +)@property\n +def (\w+)\(self\) -> (.*): \.\.\.\n(?: +@\2\.setter\n.*\n)?"
 )
+_PUBLIC = ("GatherTimes", "ReductionTimes", "Reducer", "ShardingTimeline", "then_collective")
+_PRIVATE_METHOD = re.compile(r" +def _(?!_).*\n")
 
 
 def normalized(stub: str) -> str:
     """Returns the stub in a form that does not depend on pybind11's version.
 
-    Removes docstrings, which help() shows; puts empty bodies on the line of the signature; turns
-    properties into attributes.
+    Removes docstrings, which help() shows, and private names; puts empty bodies on the line of
+    the signature; turns properties into attributes.
     """
     stub = _DOCSTRING.sub("", _OR_INDEX.sub(r"\1", stub))
-    return _PROPERTY.sub(r"\1\2: \3\n", _EMPTY_BODY.sub(r"\1: ...\n", stub))
+    stub = _PROPERTY.sub(r"\1\2: \3\n", _EMPTY_BODY.sub(r"\1: ...\n", stub))
+    head, *parts = re.split(r"(?m)^(?=__all__|class |def )", _PRIVATE_METHOD.sub("", stub))
+    kept = [part for part in parts if re.split(r"\W", part)[1] in _PUBLIC]
+    return "".join([head, *kept, "def __getattr__(name: str) -> typing.Any: ...\n"])
 
 
 def main() -> None:
