@@ -58,7 +58,8 @@ class Training {
   int64_t num_ranks() const { return group_->getSize(); }
 
   // Plans the arm's buckets. Adds the plan, or the arm to an equal plan.
-  void add_arm(std::vector<PlanSamples>& plans, const BucketArm& arm) {
+  void add_arm(SweepSamples& samples, const BucketArm& arm) {
+    std::vector<PlanSamples>& plans = samples.plans;
     Reducer reducer(parameters_, group_, options_of(arm));
     for (int step = 0; step < kStepsUntilRebuilt; ++step) timed_step(&reducer);
     const std::vector<std::vector<size_t>>& buckets = reducer.plan().buckets();
@@ -66,9 +67,11 @@ class Training {
     if (same != plans.end()) {
       same->arms.push_back(arm);
     } else {
-      plans.push_back({.arms = {arm},
-                       .buckets = buckets,
-                       .bucket_bytes = bytes_of(buckets)});
+      plans.push_back({.arms = {arm}, .buckets = buckets});
+      for (const std::vector<size_t>& bucket : buckets) {
+        plans.back().bucket_bytes.push_back(
+            bytes_of(bucket, samples.model.backward.parameters));
+      }
     }
     drop_gradients();
   }
@@ -191,18 +194,6 @@ class Training {
           {.launched_s = seconds[i], .complete_s = seconds[i + 1]});
     }
     return collectives;
-  }
-
-  std::vector<int64_t> bytes_of(
-      const std::vector<std::vector<size_t>>& buckets) const {
-    std::vector<int64_t> bytes;
-    for (const std::vector<size_t>& bucket : buckets) {
-      bytes.push_back(0);
-      for (const size_t i : bucket) {
-        bytes.back() += static_cast<int64_t>(parameters_[i].nbytes());
-      }
-    }
-    return bytes;
   }
 
   double all_reduce_alone(const PlanSamples& plan) const {
@@ -349,18 +340,14 @@ int64_t num_rounds(const SweepSamples& samples) {
 SweepSamples first_samples(Training& training, std::vector<BucketArm> arms,
                            const SweepOptions& options) {
   SweepSamples samples;
-  samples.num_parameters = static_cast<int64_t>(training.parameters().size());
   samples.num_ranks = training.num_ranks();
   samples.names = options.reducer.parameter_names;
   samples.rounds = options.rounds;
   samples.steps = options.steps;
   samples.model = training.make_model();
   samples.forward_ms = training.forward_ms();
-  for (const at::Tensor& parameter : training.parameters()) {
-    samples.gradient_bytes += static_cast<int64_t>(parameter.nbytes());
-  }
   arms.push_back(planned_arm(samples.model));
-  for (const BucketArm& arm : arms) training.add_arm(samples.plans, arm);
+  for (const BucketArm& arm : arms) training.add_arm(samples, arm);
   return samples;
 }
 
@@ -451,13 +438,10 @@ BucketArm planned_arm(const BackwardModel& model) {
   for (const std::vector<size_t>& bucket : plan.buckets()) {
     const ParameterSpec& first = model.backward.parameters[bucket.front()];
     if (first.sparse) continue;
-    int64_t bytes = 0;
-    for (const size_t i : bucket) {
-      bytes += model.backward.parameters[i].size_bytes;
-    }
     const size_t k = num_buckets[first.kind]++;
     if (k == arm.caps_bytes.size()) arm.caps_bytes.push_back(1);
-    arm.caps_bytes[k] = std::max(arm.caps_bytes[k], bytes);
+    arm.caps_bytes[k] = std::max(arm.caps_bytes[k],
+                                 bytes_of(bucket, model.backward.parameters));
   }
   if (arm.caps_bytes.empty()) arm.caps_bytes = {1};
   return arm;
@@ -527,8 +511,10 @@ StepPrediction prediction_of(const PlanSamples& plan,
 
 SweepSummary summarize(const SweepSamples& samples) {
   SweepSummary summary{
-      .num_parameters = samples.num_parameters,
-      .gradient_bytes = samples.gradient_bytes,
+      .num_parameters =
+          static_cast<int64_t>(samples.model.backward.order.size()),
+      .gradient_bytes = bytes_of(samples.model.backward.order,
+                                 samples.model.backward.parameters),
       .rounds = static_cast<int64_t>(samples.local_ms.size()),
       .steps = static_cast<int64_t>(samples.local_ms.front().size()),
       .local_ms = quartiles(flat(samples.local_ms))};

@@ -169,8 +169,6 @@ struct PlanSamples {
 };
 
 struct SweepSamples {
-  int64_t num_parameters = 0;
-  int64_t gradient_bytes = 0;
   int64_t num_ranks = 0;
   std::vector<std::string> names = {};  // of parameters; may be empty
   int64_t rounds = 0;                   // as in SweepOptions

@@ -3,6 +3,7 @@
 #include <exception>
 #include <limits>
 #include <nlohmann/json.hpp>
+#include <stdexcept>
 #include <utility>
 
 #include "absl/status/status.h"
@@ -181,8 +182,6 @@ SweepSamples samples_of(const Json& found) {
   // Values that may throw are read into complete objects: in the initializer of
   // an aggregate, GCC 12 would destroy its strings and vectors twice.
   SweepSamples samples;
-  found.at("parameters").get_to(samples.num_parameters);
-  found.at("gradient_bytes").get_to(samples.gradient_bytes);
   found.at("ranks").get_to(samples.num_ranks);
   found.at("rounds").get_to(samples.rounds);
   found.at("steps").get_to(samples.steps);
@@ -217,14 +216,13 @@ SweepSamples samples_of(const Json& found) {
       size.at("caps_bytes").get_to(read.caps_bytes);
     }
     arm.at("plan").get_to(plan.buckets);
+    const absl::Status valid =
+        BucketPlan::create(plan.buckets, ready.size()).status();
+    if (!valid.ok()) throw std::invalid_argument(std::string(valid.message()));
     arm.at("rounds_ms").get_to(plan.rounds_ms);
     arm.at("alone_rounds_ms").get_to(plan.alone_ms);
     for (const std::vector<size_t>& bucket : plan.buckets) {
-      plan.bucket_bytes.push_back(0);
-      for (const size_t parameter : bucket) {
-        plan.bucket_bytes.back() +=
-            backward.parameters.at(parameter).size_bytes;
-      }
+      plan.bucket_bytes.push_back(bytes_of(bucket, backward.parameters));
     }
     for (const Json& bucket : arm.at("timeline")) {
       plan.timeline.push_back(
@@ -344,10 +342,7 @@ absl::StatusOr<SweepSamples> samples_from_json(std::string_view text) {
         plan.arms, [](const BucketArm& arm) { return arm.caps_bytes.empty(); });
     return !plan.arms.empty() && has_caps && is_full(plan.rounds_ms) &&
            plan.alone_ms.size() == rounds &&
-           plan.timeline.size() <= plan.bucket_bytes.size() &&
-           BucketPlan::create(plan.buckets,
-                              samples.model.backward.parameters.size())
-               .ok();
+           plan.timeline.size() <= plan.bucket_bytes.size();
   };
   const bool is_whole = rounds > 0 && samples.rounds > 0 &&
                         is_full(samples.local_ms) && !samples.plans.empty() &&

@@ -128,6 +128,13 @@ absl::StatusOr<std::vector<std::vector<size_t>>> parse_buckets(
                  text.substr(0, 40), "'.\nPass the text of to_text().");
 }
 
+int64_t bytes_of(std::span<const size_t> bucket,
+                 std::span<const ParameterSpec> parameters) {
+  int64_t bytes = 0;
+  for (const size_t i : bucket) bytes += parameters[i].size_bytes;
+  return bytes;
+}
+
 absl::Status check_bucket_kinds(const BucketPlan& plan,
                                 std::span<const ParameterSpec> parameters) {
   for (size_t b = 0; b < plan.num_buckets(); ++b) {

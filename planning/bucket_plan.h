@@ -93,6 +93,9 @@ struct ParameterSpec {
   bool sparse = false;     // a sparse gradient has a bucket to itself
 };
 
+int64_t bytes_of(std::span<const size_t> bucket,
+                 std::span<const ParameterSpec> parameters);
+
 // Errors: InvalidArgument if a bucket mixes kinds, or holds a sparse parameter
 // and another parameter. REQUIRES: one spec per parameter of the plan.
 absl::Status check_bucket_kinds(const BucketPlan& plan,

@@ -231,12 +231,9 @@ class Simulation {
     plan_ = *std::move(plan);
     bucket_elements_.clear();
     for (const auto& bucket : plan_->buckets()) {
-      int64_t bytes = 0;
-      for (const size_t parameter : bucket) {
-        bytes += backward_.parameters[parameter].size_bytes;
-      }
-      bucket_elements_.push_back(static_cast<double>(bytes) /
-                                 strategy_.gradient_bytes);
+      bucket_elements_.push_back(
+          static_cast<double>(bytes_of(bucket, backward_.parameters)) /
+          strategy_.gradient_bytes);
     }
     return absl::OkStatus();
   }

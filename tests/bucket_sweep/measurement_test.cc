@@ -55,8 +55,9 @@ TEST(SweepTest, TimesEachPlanOnceAndKeepsTheParameters) {
   });
   ASSERT_EQ(found.size(), 2U);
   const SweepSamples& samples = found[0];
-  EXPECT_EQ(samples.num_parameters, 2);
-  EXPECT_EQ(samples.gradient_bytes, 1 << 20);
+  const std::vector<ParameterSpec>& specs = samples.model.backward.parameters;
+  EXPECT_EQ(specs.size(), 2U);
+  EXPECT_EQ(specs[0].size_bytes + specs[1].size_bytes, 1 << 20);
   ASSERT_EQ(samples.plans.size(), 2U);
   // default, 100, one; each, 0.001. The planned one equals either.
   EXPECT_EQ(samples.plans[0].arms.size() + samples.plans[1].arms.size(), 6U);

@@ -24,9 +24,7 @@ const std::vector<CostPoint> kPoints = {{1'000'000, 0.002}, {3'000'000, 0.004}};
 // reducer.
 SweepSamples samples_of(const std::vector<double>& default_ms,
                         const std::vector<double>& other_ms) {
-  return {.num_parameters = 3,
-          .gradient_bytes = 3'000'000,
-          .num_ranks = 2,
+  return {.num_ranks = 2,
           .names = {"a", "b", "c"},
           .rounds = static_cast<int64_t>(default_ms.size()),
           .steps = 1,
