@@ -75,9 +75,8 @@ void register_checkpoints(py::module_& module) {
                               "See checkpoint/checkpoint_model.h.")
       .def(py::init(
                [](SegmentedModel& model) { return checkpoint_model(model); }),
-           NoGil(), py::keep_alive<1, 2>(), py::arg("model"), "Collective.")
-      .def(py::init(&whole_model), py::arg("parameters"), py::arg("buffers"),
-           py::arg("group"),
+           NoGil(), py::keep_alive<1, 2>(), "Collective.")
+      .def(py::init(&whole_model),
            "An unsharded model of the group's ranks; without a group, of this "
            "process.");
   module.def(
@@ -89,8 +88,7 @@ void register_checkpoints(py::module_& module) {
             in_shards ? CheckpointLayout::kFolder : CheckpointLayout::kFile,
             model, state, metadata);
       },
-      NoGil(), py::arg("model"), py::arg("in_shards"), py::arg("path"),
-      py::arg("metadata"), py::arg("optimizer"), "Collective.");
+      NoGil(), "Collective.");
   module.def(
       "load_checkpoint",
       [](const CheckpointModel& model, const std::string& path,
@@ -99,7 +97,7 @@ void register_checkpoints(py::module_& module) {
         return std::pair(std::move(loaded.metadata),
                          std::move(loaded.warnings));
       },
-      NoGil(), py::arg("model"), py::arg("path"), py::arg("optimizer"),
+      NoGil(),
       "Collective. Returns the metadata and warnings; fills `optimizer` unless "
       "it is None.");
   module.def(
@@ -107,7 +105,7 @@ void register_checkpoints(py::module_& module) {
       [](const Group& group, const std::string& failure) {
         on_all_ranks(group, [&] { TORCH_CHECK_VALUE(false, failure); });
       },
-      NoGil(), py::arg("group"), py::arg("failure"),
+      NoGil(),
       "Collective. Matches the peers' save_checkpoint() or load_checkpoint(): "
       "all ranks raise `failure`.");
 }

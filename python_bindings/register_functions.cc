@@ -133,18 +133,17 @@ void register_functions(py::module_& module) {
       "differ; it names the first such item, a `kind`. If ranks pass a "
       "`failure`, an error text, the error contains that instead.");
   module.def("suggest_control_device", &suggest_control_device,
-             py::arg("group"), py::arg("device"),
              "Sets the device for statuses and comparisons in a group without "
              "a CPU backend. Without effect if the group is bound to a device "
              "or was called for before.");
   module.def(
-      "describe_tensor", &describe_tensor, py::arg("name"), py::arg("tensor"),
+      "describe_tensor", &describe_tensor,
       "Returns name, dtype, shape and device type as text, and the strides "
       "of a tensor that is not contiguous.");
-  module.def("entries_of", &entries_of, py::arg("tables"),
+  module.def("entries_of", &entries_of,
              "Returns the values of a module's parameter and child tables, in "
              "one list.");
-  module.def("has_entries", &has_entries, py::arg("tables"), py::arg("entries"),
+  module.def("has_entries", &has_entries,
              "Returns True if entries_of(tables) would return these objects.");
   module.def(
       "check_parameters",
@@ -169,15 +168,14 @@ void register_functions(py::module_& module) {
   py::class_<OrderedAllReduce>(
       module, "OrderedAllReduce",
       "Sums of a group in rank order. Make it on all ranks in the same order.")
-      .def(py::init<const c10::intrusive_ptr<c10d::ProcessGroup>&>(),
-           py::arg("group"))
+      .def(py::init<const c10::intrusive_ptr<c10d::ProcessGroup>&>())
       .def(
           "run",
           [](OrderedAllReduce& self, const at::Tensor& tensor) {
             return std::make_shared<torch::jit::PythonFutureWrapper>(
                 self.run(tensor, /*scale=*/1));
           },
-          py::arg("tensor"), py::call_guard<py::gil_scoped_release>(),
+          py::call_guard<py::gil_scoped_release>(),
           "Collective. Replaces the tensor by its sum over ranks; returns a "
           "future.");
   module.def("sweep", &sweep_in_python, py::arg("name"), py::arg("parameters"),
@@ -195,10 +193,10 @@ void register_functions(py::module_& module) {
       [](const std::string& request) {
         return value_or_throw(simulate_json(request));
       },
-      py::arg("request"), py::call_guard<py::gil_scoped_release>(),
+      py::call_guard<py::gil_scoped_release>(),
       "Returns the simulated step of a request; both are JSON. See "
       "simulation/simulation_json.h.");
-  module.def("sweep_table", &sweep_table, py::arg("name"), py::arg("figures"),
+  module.def("sweep_table", &sweep_table,
              "Returns the table of sweep()'s figures.");
 }
 

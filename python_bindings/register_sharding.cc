@@ -287,14 +287,11 @@ void register_sharding(py::module_& module) {
       module, "ShardedUnit",
       "The sharded parameters of a unit; a ShardedModel takes them over.")
       .def(
-          py::init(&make_unit), NoGil(), py::arg("name"), py::arg("names"),
-          py::arg("parameters"), py::arg("group"), py::arg("options"),
-          py::arg("reshard_after_forward"), py::arg("spans_segments"),
-          py::arg("block_numels"), py::arg("dtypes"),
+          py::init(&make_unit), NoGil(),
           "Collective; shards the parameters in place. By parameter: "
           "`block_numels`, the number of consecutive elements that stay on one "
           "rank; `dtypes`, compute dtypes.")
-      .def("rename", &rename, py::arg("name"), py::arg("names"),
+      .def("rename", &rename,
            "Sets the paths in the outermost module, for errors.")
       .def_property_readonly(
           "settings",
@@ -306,10 +303,9 @@ void register_sharding(py::module_& module) {
 
   register_timeline(module);
 
-  module.def(
-      "is_sharded",
-      [](const at::Tensor& tensor) { return shard_of(tensor) != nullptr; },
-      py::arg("tensor"));
+  module.def("is_sharded", [](const at::Tensor& tensor) {
+    return shard_of(tensor) != nullptr;
+  });
   module.def(
       "local_of",
       [](const at::Tensor& tensor) {
@@ -317,13 +313,11 @@ void register_sharding(py::module_& module) {
         if (shard.owner != nullptr) shard.owner->written(shard.unit);
         return shard.local;
       },
-      py::arg("tensor"),
       "Returns this rank's elements, 1-D in memory order. Read or write them "
       "before the next forward.");
   module.def(
       "offset_of",
       [](const at::Tensor& tensor) { return sharded(tensor).offset; },
-      py::arg("tensor"),
       "Returns the index of the first local element in the unsharded tensor.");
   module.def(
       "alias_key",
@@ -334,7 +328,6 @@ void register_sharding(py::module_& module) {
         return std::pair(reinterpret_cast<uintptr_t>(storage),
                          shard.flat_offset);
       },
-      py::arg("tensor"),
       "Returns a key that is equal only for aliases, also without local "
       "elements. Valid while the tensor lives.");
   module.def(
@@ -343,34 +336,31 @@ void register_sharding(py::module_& module) {
         sharded(tensor);
         return gather_whole(tensor);
       },
-      NoGil(), py::arg("tensor"), "Returns the unsharded tensor. Collective.");
-  module.def("shard_like", &shard_like, NoGil(), py::arg("full"),
-             py::arg("like"),
+      NoGil(), "Returns the unsharded tensor. Collective.");
+  module.def("shard_like", &shard_like, NoGil(),
              "Returns this rank's shard of `full`, sharded like `like`.");
-  module.def("set_shard", &set_shard, py::arg("tensor"), py::arg("other"),
+  module.def("set_shard", &set_shard,
              "Gives `tensor` the shard, dtype and device of `other`.");
 
   py::class_<SegmentedModel, std::shared_ptr<SegmentedModel>>(
       module, "ShardedModel", "See fsdp/sharded_model.h.")
       .def(
-          py::init(&make_model), NoGil(), py::arg("units"), py::arg("group"),
-          py::arg("options"), py::arg("places"),
+          py::init(&make_model), NoGil(),
           "Collective. Takes the units over. `places`: by unit, the index of "
           "its parent unit, and its mesh if that is not the group's: the ranks "
           "in the group, the number of shards, and a name that is equal on "
           "these ranks.")
       .def("begin_forward", &SegmentedModel::begin_forward, Hidden())
-      .def("end_forward", &SegmentedModel::end_forward, Hidden(),
-           py::arg("outputs"))
+      .def("end_forward", &SegmentedModel::end_forward, Hidden())
       .def(
           "forward_failed",
           [](SegmentedModel& self, const std::string& message) {
             self.forward_failed(
                 std::make_exception_ptr(std::runtime_error(message)));
           },
-          Hidden(), py::arg("message"))
+          Hidden())
       .def_property_readonly("is_in_forward", &SegmentedModel::is_in_forward)
-      .def("use_in_backward", &use_in_backward, Hidden(), py::arg("unit"))
+      .def("use_in_backward", &use_in_backward, Hidden())
       .def("unshard", &SegmentedModel::unshard, Hidden(), py::arg("units"),
            py::arg("may_write") = false)
       .def("reshard", &SegmentedModel::reshard,
@@ -382,30 +372,24 @@ void register_sharding(py::module_& module) {
       .def("clip_grad_norm", &SegmentedModel::clip_grad_norm, NoGil(),
            py::arg("max_norm"), py::arg("norm_type") = 2.0)
       .def("num_ranks_with", &SegmentedModel::num_ranks_with, NoGil(),
-           py::arg("has_data"),
            "Returns the number of ranks that pass True. Collective.")
       .def("step_without_data", &SegmentedModel::step_without_data, NoGil())
       .def("meet_peers", &SegmentedModel::barrier, NoGil(), "Collective.")
       .def("await_statuses", &SegmentedModel::await_statuses, NoGil())
-      .def("set_synchronizes", &SegmentedModel::set_requires_gradient_sync,
-           py::arg("value"))
-      .def("settings", &SegmentedModel::settings, py::arg("unit"),
+      .def("set_synchronizes", &SegmentedModel::set_requires_gradient_sync)
+      .def("settings", &SegmentedModel::settings,
            py::return_value_policy::reference_internal)
-      .def("set_max_reducing", &SegmentedModel::set_max_reducing,
-           py::arg("value"))
+      .def("set_max_reducing", &SegmentedModel::set_max_reducing)
       .def("holds_gradients", &holds_gradients)
-      .def("add_gradient", &SegmentedModel::add_gradient, NoGil(),
-           py::arg("parameter"), py::arg("gradient"))
-      .def("gradient_slot", &SegmentedModel::gradient_slot, NoGil(),
-           py::arg("parameter"))
+      .def("add_gradient", &SegmentedModel::add_gradient, NoGil())
+      .def("gradient_slot", &SegmentedModel::gradient_slot, NoGil())
       .def("timeline", &SegmentedModel::timeline, NoGil())
       .def("units_to_keep", &SegmentedModel::units_to_keep, NoGil(),
            py::arg("max_bytes"))
       .def("set_timeline_sample_rate",
-           &SegmentedModel::set_timeline_sample_rate, NoGil(),
-           py::arg("sample_rate"))
+           &SegmentedModel::set_timeline_sample_rate, NoGil())
       .def("set_stall_report_after", &SegmentedModel::set_stall_report_after,
-           NoGil(), py::arg("time"))
+           NoGil())
       .def("explain", &SegmentedModel::explain, NoGil())
       .def(
           "statistics",
