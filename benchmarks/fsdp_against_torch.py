@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from turns import SHARDS, compare, quartiles, shard, shown, start, time_steps, write_json
+from turns import SHARDS, compare, quartiles, report, shard, start, time_steps
 
 SETTINGS = {"reshard": True, "keep": False}
 
@@ -63,7 +63,7 @@ class Gpt(nn.Module):
 
 
 def measure_steps(rounds: int) -> list[dict[str, Any]]:
-    """Prints the step times and ratios; returns the ratios."""
+    """Prints the step times; returns the comparisons."""
     torch.manual_seed(0)
     tokens = torch.randint(512, (4, 64))
     make = partial(Gpt, width=256, num_blocks=4, vocabulary=512)
@@ -88,8 +88,6 @@ def measure_steps(rounds: int) -> list[dict[str, Any]]:
         print(f"\ntransformer of 4 blocks, {count / 1e6:.1f} million parameters; {rounds} rounds")
         for name, taken in seconds.items():
             print(f"{name:16}{quartiles(taken, 1e-3)} ms")
-        for row in rows:
-            print(f"{row['ours']:8}over {row['theirs']:15}{shown(row['ratio'], 3)}")
     return rows
 
 
@@ -99,7 +97,7 @@ def main() -> None:
     parser.add_argument("--json", metavar="FILE", help="file for all comparisons")
     arguments = parser.parse_args()
     start()
-    write_json(arguments.json, measure_steps(arguments.rounds))
+    report(measure_steps(arguments.rounds), arguments.json)
     dist.destroy_process_group()
 
 

@@ -28,7 +28,7 @@ from torch import nn
 
 import brigade
 
-from turns import CLASSES, DDP_MODES, compare, over, quartiles, shown, start, time_steps, write_json
+from turns import CLASSES, DDP_MODES, compare, quartiles, report, start, time_steps
 
 CAPS_MIB = (1, 4, 25, 100)
 DEFAULT_CAP_MIB = 25
@@ -98,7 +98,7 @@ Rows = list[dict[str, Any]]
 
 
 def measure_tiny(name: str, rounds: int) -> Rows:
-    """Prints and returns brigade's and torch's times of steps of about a millisecond."""
+    """Compares brigade's and torch's steps of about a millisecond."""
     contenders = {
         (kind, mode): wrapper(TINY_MODELS[name]()[0], **options)
         for mode, options in DDP_MODES.items()
@@ -109,20 +109,11 @@ def measure_tiny(name: str, rounds: int) -> Rows:
     for mode in DDP_MODES:
         ours, theirs = (mode, seconds["brigade", mode]), (f"torch, {mode}", seconds["torch", mode])
         rows.append(compare(f"tiny {name}", ours, theirs))
-    if dist.get_rank() == 0:
-        print(f"\ntiny, {name}: us per step, {rounds} rounds; paired differences, brigade - torch")
-        for row, mode in zip(rows, DDP_MODES, strict=True):
-            difference = over(seconds["brigade", mode], seconds["torch", mode])
-            print(
-                f"{mode:14}torch {1e3 * row['theirs_ms']['median']:7.0f}   brigade "
-                f"{1e3 * row['ours_ms']['median']:7.0f}   difference "
-                f"{quartiles(difference, 1e-6, 0)}   ratio {row['ratio']['median']:.3f}"
-            )
     return rows
 
 
 def measure(name: str, rounds: int) -> Rows:
-    """Prints one model's step times and ratios; returns the ratios."""
+    """Prints one model's step times; returns the comparisons."""
     torch.manual_seed(dist.get_rank())
     module, x = MODELS[name]()
     contenders: dict[tuple[str, int], nn.Module] = {("alone", 0): module}
@@ -152,8 +143,6 @@ def measure(name: str, rounds: int) -> Rows:
         print(f"\n{name}: {count} parameters, {size:.0f} MB; ms per step, {rounds} rounds")
         for (kind, cap), times in seconds.items():
             print(f"{kind:14}{cap:4} MiB {quartiles(times, 1e-3)}")
-        for row in rows:
-            print(f"{row['ours']:14}over {row['theirs']:20}{shown(row['ratio'], 3)}")
     return rows
 
 
@@ -165,15 +154,10 @@ def main() -> None:
     parser.add_argument("--tiny", nargs="*", default=list(TINY_MODELS), choices=TINY_MODELS)
     parser.add_argument("--json", metavar="FILE", help="file for all comparisons")
     arguments = parser.parse_args()
-    is_first = start()
-    models = [measure(name, arguments.rounds) for name in arguments.models]
-    tiny = [measure_tiny(name, arguments.tiny_rounds) for name in arguments.tiny]
-    if is_first and models:
-        print("\ngeometric means")
-        for rows in zip(*models, strict=True):
-            mean = statistics.geometric_mean(row["ratio"]["median"] for row in rows)
-            print(f"{rows[0]['ours']:14}over {rows[0]['theirs']:20}{mean:8.3f}")
-    write_json(arguments.json, [row for rows in models + tiny for row in rows])
+    start()
+    rows = [row for name in arguments.models for row in measure(name, arguments.rounds)]
+    rows += [row for name in arguments.tiny for row in measure_tiny(name, arguments.tiny_rounds)]
+    report(rows, arguments.json)
     dist.destroy_process_group()
 
 

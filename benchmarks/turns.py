@@ -132,7 +132,14 @@ def compare(
     }
 
 
-def write_json(file: str | None, rows: Sequence[Mapping[str, Any]]) -> None:
-    """Rank 0 writes the rows of `compare()` to `file`, if one is given."""
-    if file and dist.get_rank() == 0:
+def report(rows: Sequence[Mapping[str, Any]], file: str | None) -> None:
+    """Rank 0 prints the rows of `compare()`, and writes them to `file`, if one is given."""
+    if dist.get_rank() > 0:
+        return
+    print("\nms per step, median [quartiles]; ratios of the rounds")
+    for row in rows:
+        ours, theirs = shown(row["ours_ms"], 2), shown(row["theirs_ms"], 2)
+        print(f"{row['model']}: {row['ours']} {ours} over {row['theirs']} {theirs}", end="")
+        print(f"{shown(row['ratio'], 3)}")
+    if file:
         pathlib.Path(file).write_text(json.dumps({"rows": rows}, indent=1) + "\n")

@@ -9,7 +9,6 @@
 #include <iterator>
 #include <limits>
 #include <map>
-#include <memory>
 #include <utility>
 
 #include "absl/strings/numbers.h"

@@ -11,7 +11,6 @@
 #include <c10/core/GradMode.h>
 #include <c10/util/Exception.h>
 
-#include <algorithm>
 #include <utility>
 
 #include "brigade/comm/streams/streams.h"

@@ -6,7 +6,6 @@
 #include <torch/torch.h>
 
 #include <cstdint>
-#include <string>
 #include <vector>
 
 namespace brigade::gpt {
