@@ -121,7 +121,7 @@ def find_factory(name: str) -> Callable[[], Any]:
 
 
 def set_up(device: torch.device) -> dict[str, str]:
-    """Returns the conditions of a measurement that starts now."""
+    """Returns the conditions of a measurement that starts now; rank 0 prints them."""
     backend = dist.group.WORLD._get_backend(device).name()
     cores, load = os.cpu_count() or 1, os.getloadavg()[0]
     note = ": times are unreliable" if load > cores else ""
@@ -133,14 +133,17 @@ def set_up(device: torch.device) -> dict[str, str]:
     }
     if variables := [f"{k}={v}" for k, v in sorted(os.environ.items()) if k.startswith("NCCL_")]:
         found["NCCL"] = " ".join(variables)
+    if dist.get_rank() == 0:
+        print("".join(f"{name:<9} {value}\n" for name, value in found.items()), flush=True)
     return found
 
 
-def start(backend: str | None) -> None:
-    """Joins the default group of torchrun's ranks."""
+def start(backend: str | None) -> torch.device:
+    """Joins the default group of torchrun's ranks. Returns the accelerator, or the CPU."""
     if torch.accelerator.is_available():
         torch.accelerator.set_device_index(int(os.environ.get("LOCAL_RANK", "0")))
     dist.init_process_group(backend)
+    return torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
 
 
 def write(file: str | None, figures: dict[str, Any]) -> None:
@@ -244,8 +247,6 @@ def run(given: argparse.Namespace) -> None:
     device = next((p.device for p in module.parameters()), torch.device("cpu"))
     conditions = set_up(device)
     is_first = dist.get_rank() == 0
-    if is_first:
-        print("".join(f"{name:<9} {value}\n" for name, value in conditions.items()), flush=True)
     resumed = _resumed(given.json) if given.resume else None
     finished: dict[str, Any] = {}
     with progress("rounds") as show:

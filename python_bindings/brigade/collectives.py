@@ -118,13 +118,11 @@ def table(collectives: list[dict[str, Any]]) -> str:
 
 def run(given: argparse.Namespace) -> None:
     """Runs `brigade bench collectives` on this rank."""
-    bench.start(given.backend)
-    device = torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
+    device = bench.start(given.backend)
     conditions = bench.set_up(device)
     with bench.progress("rounds") as show:
         collectives = measure(device, given.rounds, show)
     if dist.get_rank() == 0:
-        print("".join(f"{name:<9} {value}\n" for name, value in conditions.items()), end="")
         print(table(collectives), end="", flush=True)
     bench.write(
         given.json, {"kind": "collectives", "set_up": conditions, "collectives": collectives}

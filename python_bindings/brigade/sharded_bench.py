@@ -176,9 +176,7 @@ def table(figures: dict[str, Any]) -> str:
 def run(given: argparse.Namespace) -> None:
     """Runs `brigade bench --units` on this rank."""
     factory = bench.find_factory(given.factory)
-    bench.start(given.backend)
-    device = torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
-    conditions = bench.set_up(device)
+    conditions = bench.set_up(bench.start(given.backend))
     with bench.progress("rounds") as show:
 
         def after_round(figures: dict[str, Any]) -> None:
@@ -187,6 +185,5 @@ def run(given: argparse.Namespace) -> None:
 
         figures = measure(factory, given.units, given.rounds, given.steps, after_round)
     if dist.get_rank() == 0:
-        print("".join(f"{name:<9} {value}\n" for name, value in conditions.items()), end="")
         print(table(figures), end="", flush=True)
     dist.destroy_process_group()
