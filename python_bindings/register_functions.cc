@@ -129,13 +129,9 @@ void register_functions(py::module_& module) {
       "require_agreement", &require_agreement_in_python, py::arg("group"),
       py::arg("kind"), py::arg("items"), py::arg("failure") = "",
       py::call_guard<py::gil_scoped_release>(),
-      "Collective. Raises the same RuntimeError on all ranks if their items "
-      "differ; it names the first such item, a `kind`. If ranks pass a "
-      "`failure`, an error text, the error contains that instead.");
+      "See comm/agreement.h. Raises RuntimeError; `failure`: an error's text.");
   module.def("suggest_control_device", &suggest_control_device,
-             "Sets the device for statuses and comparisons in a group without "
-             "a CPU backend. Without effect if the group is bound to a device "
-             "or was called for before.");
+             "See comm/group/group_info.h.");
   module.def(
       "describe_tensor", &describe_tensor,
       "Returns name, dtype, shape and device type as text, and the strides "
@@ -160,11 +156,8 @@ void register_functions(py::module_& module) {
       py::arg("module_name"), py::kw_only(), py::arg("present"),
       py::arg("reduced"), py::arg("frozen"), py::arg("others"),
       py::arg("ignored"),
-      "Raises RuntimeError if parameters that require gradients were added, "
-      "replaced, removed or unfrozen. Parameters are (name, tensor, whether a "
-      "temporary tensor replaces the parameter). The module may also have "
-      "`others`. Returns False if there is a temporary tensor, so that "
-      "parameters will change again.");
+      "See reducer/parameter_table.h. Parameters are (name, tensor, whether "
+      "the tensor stands in for a parameter).");
   py::class_<OrderedAllReduce>(
       module, "OrderedAllReduce",
       "Sums of a group in rank order. Make it on all ranks in the same order.")

@@ -76,9 +76,7 @@ void rename(ShardedUnit& unit, const std::string& name,
   }
 }
 
-// The index of the parent unit, if any; and the mesh, if it is not the model's:
-// its ranks in the model's group, the number of shards, and a name that is
-// equal on these ranks.
+// See the docstring of ShardedModel.
 using ParentAndMesh =
     std::pair<std::optional<size_t>,
               std::optional<std::tuple<std::vector<int>, int, std::string>>>;
@@ -146,8 +144,6 @@ Shard& sharded(const at::Tensor& tensor) {
   return *shard;
 }
 
-// Returns this rank's shard of `full`, an unsharded tensor, sharded like
-// `like`.
 at::Tensor shard_like(const at::Tensor& full, const at::Tensor& like) {
   const Shard& shard = sharded(like);
   TORCH_CHECK_VALUE(full.sizes() == like.sizes(), "shard_like: expected shape ",
@@ -164,8 +160,6 @@ at::Tensor shard_like(const at::Tensor& full, const at::Tensor& like) {
                                .clone());
 }
 
-// Replaces the shard of `tensor` by that of `other`, which may have another
-// dtype or device.
 void set_shard(const at::Tensor& tensor, const at::Tensor& other) {
   Shard& before = sharded(tensor);
   if (before.owner != nullptr) before.owner->written(before.unit);
