@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import json
 import pathlib
+from collections.abc import Iterable
 from typing import Any
 
 from brigade import _C
@@ -27,50 +28,41 @@ def simulate(request: dict[str, Any]) -> dict[str, Any]:
     return json.loads(_C.simulate(json.dumps(request)))
 
 
+def _curve(requests: Iterable[tuple[dict[str, int], dict[str, Any]]]) -> list[dict[str, Any]]:
+    """Returns the simulated steps; leaves out requests that the strategy does not allow."""
+    curve = []
+    for point, request in requests:
+        try:
+            step = simulate(request)
+        except ValueError:
+            continue
+        curve.append(point | {key: step[key] for key in ("step_s", "exposed_s", "tflops", "mfu")})
+        curve[-1]["memory_bytes"] = step["memory"]["total"]
+        curve[-1]["between_hosts_bytes"] = step["between_hosts_bytes_per_rank"]
+    return curve
+
+
 def scaling_curve(request: dict[str, Any], most: int = 512) -> list[dict[str, Any]]:
     """Returns the steps of 1, 2, 4, ... `most` GPUs, as many per host as in the request.
 
     Numbers of GPUs that the strategy does not allow, such as a part of a shard group, are left out.
     """
-    per_host = request.get("cluster", {}).get("gpus_per_host", 8)
-    curve = []
-    counts = {1 << power for power in range(most.bit_length())}
-    counts |= {per_host << power for power in range(most.bit_length())}
-    for gpus in sorted(count for count in counts if count <= most):
-        if gpus > per_host and gpus % per_host != 0:
-            continue
+    cluster = request.get("cluster", {})
+    per_host = cluster.get("gpus_per_host", 8)
+    counts = {n << power for n in (1, per_host) for power in range(most.bit_length())}
+    requests = []
+    for gpus in sorted(n for n in counts if n <= most and (n <= per_host or n % per_host == 0)):
         size = {"hosts": max(1, gpus // per_host), "gpus_per_host": min(gpus, per_host)}
-        cluster = request.get("cluster", {}) | size
-        try:
-            step = simulate(request | {"cluster": cluster})
-        except ValueError:
-            continue
-        curve.append({"gpus": gpus} | {key: step[key] for key in ("step_s", "exposed_s")})
-        curve[-1] |= {key: step[key] for key in ("tflops", "mfu")}
-    return curve
+        requests.append(({"gpus": gpus}, request | {"cluster": cluster | size}))
+    return _curve(requests)
 
 
 def sharding_curve(request: dict[str, Any]) -> list[dict[str, Any]]:
     """Returns the steps with 1, 2, 4, ... ranks per copy of the model (hybrid sharding)."""
     cluster = request.get("cluster", {})
     world = cluster.get("hosts", 1) * cluster.get("gpus_per_host", 8)
-    curve = []
-    for ranks in (1 << power for power in range(world.bit_length())):
-        strategy = request["strategy"] | {"shard_ranks": ranks}
-        try:
-            step = simulate(request | {"strategy": strategy})
-        except ValueError:
-            continue
-        curve.append(
-            {
-                "shard_ranks": ranks,
-                "step_s": step["step_s"],
-                "exposed_s": step["exposed_s"],
-                "memory_bytes": step["memory"]["total"],
-                "between_hosts_bytes": step["between_hosts_bytes_per_rank"],
-            }
-        )
-    return curve
+    sizes = [{"shard_ranks": 1 << power} for power in range(world.bit_length())]
+    return _curve((n, request | {"strategy": request["strategy"] | n}) for n in sizes)
 
 
 def recorded_model(file: str) -> tuple[dict[str, Any], int, dict[str, Any]]:
