@@ -316,7 +316,8 @@ ReplicatedModule::State::State(AnyModule module, Group group, Options options)
       (ordered || group_->getSize() == 2 || averaging_->host_sums());
   if (group_->getSize() > 1 &&
       options_.auto_plan.value_or(has_fixed_bits &&
-                                  !sets_buckets(options_.reducer))) {
+                                  !sets_buckets(options_.reducer) &&
+                                  reducer_->plan().num_buckets() > 1)) {
     AutoPlan::attach(*reducer_, values_of(reduced), sparse, group_);
   }
   if (const auto& precision = options_.mixed_precision;

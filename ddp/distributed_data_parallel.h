@@ -72,9 +72,10 @@ struct DistributedDataParallelOptions {
   // Plans buckets for this model and its links in the first 10 iterations, and
   // keeps them if they are faster (reducer/auto_plan.h); rank 0 prints the
   // result to stderr. Needs up to 64 MiB. Unset: true if bits don't depend on
-  // the plan (2 ranks, `reproducible`, or ranks that share memory), and neither
-  // bucket_cap_bytes, bucket_plan nor a comm hook is set. If true elsewhere,
-  // set bucket_plan to reducer().plan() of an earlier run for equal bits.
+  // the plan (2 ranks, `reproducible`, or ranks that share memory), the default
+  // is not a single bucket, and neither bucket_cap_bytes, bucket_plan nor a
+  // comm hook is set. If true elsewhere, set bucket_plan to reducer().plan() of
+  // an earlier run for equal bits.
   std::optional<bool> auto_plan = std::nullopt;
 
   // Before each forward that will be reduced, broadcasts the buffers of rank 0
