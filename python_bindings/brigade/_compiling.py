@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
+from typing import Any
 
 import torch
 
@@ -29,3 +31,27 @@ def reduce_in_compiled_backward(bucket_cap_mb: int) -> None:
     rules = torch._dynamo.trace_rules
     rules.LEGACY_MOD_INLINELIST.add("torch.nn.parallel.distributed")
     rules.get_legacy_mod_inlinelist.cache_clear()
+    rules.get_torch_obj_rule_map()[_apply_hook] = torch._dynamo.variables.UserFunctionVariable
+
+
+def for_compiled_backward(hook: Callable[..., Any]) -> Callable[..., None]:
+    """Returns a comm hook for torch's wrapper, which calls it per gradient and drops its result."""
+    return functools.partial(_apply_hook, hook)
+
+
+def _apply_hook(
+    hook: Callable[..., Any], state: object, pair: tuple[torch.Tensor, torch.Tensor]
+) -> None:
+    """Replaces a gradient by the hook's result, and waits for it. The compiler traces this."""
+    try:
+        result = hook(state, pair)
+    except AttributeError as error:
+        raise NotImplementedError(
+            'DistributedDataParallel: with torch._dynamo.config.optimize_ddp="python_reducer", a '
+            "comm hook gets a gradient and its parameter as a tuple, no GradBucket.\nTake both "
+            "from the tuple, or set another optimize_ddp before wrapping."
+        ) from error
+    if isinstance(result, torch._C.Future):
+        result = result.wait()
+    if result is not None and result is not pair[0]:
+        pair[0].copy_(result)

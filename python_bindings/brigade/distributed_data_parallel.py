@@ -897,8 +897,9 @@ class DistributedDataParallel(_TorchDistributedDataParallel):
             ValueError: The type annotations of `hook` are not those above.
             DistBackendError: A peer failed.
             RuntimeError: A hook is registered already, or the ranks' hooks differ.
-            NotImplementedError: optimize_ddp="python_reducer", which drops a hook's result: with
-                torch's class, gradients stay those of each rank, without an error (2.15).
+            NotImplementedError: optimize_ddp="python_reducer" and a hook of torch that needs a
+                GradBucket. Hooks then get the tuple (gradient, parameter), as fp16_compress_hook
+                and bf16_compress_hook support; built-in hooks have no effect, as in torch.
 
         For example:
 
@@ -911,23 +912,36 @@ class DistributedDataParallel(_TorchDistributedDataParallel):
         """
         with self._logging_errors():
             _checks.require_comm_hook(hook)
-            self._require_calls_of_hooks()
-            self.reducer._register_comm_hook(state, hook)
+            if self._use_python_reducer:
+                self._require_per_gradient(hook)
+                self._comm_hooks.append((_compiling.for_compiled_backward(hook), state))
+            else:
+                self.reducer._register_comm_hook(state, hook)
+                self._comm_hooks.append((hook, state))
         self.logger._set_comm_hook_name(_checks.hook_name(hook))
-        self._comm_hooks.append((hook, state))
 
-    def _require_calls_of_hooks(self) -> None:
-        if self._use_python_reducer:
-            raise NotImplementedError(
-                "DistributedDataParallel: a comm hook can't be registered with "
-                'torch._dynamo.config.optimize_ddp="python_reducer": torch would drop its result, '
-                "and gradients would not be averaged.\nLeave out the hook, or set another "
-                "optimize_ddp before wrapping."
-            )
+    def _require_per_gradient(self, hook: Callable[..., Any]) -> None:
+        """Compares ranks. Throws if a hook is registered, or if torch's hook needs a GradBucket."""
+        require(
+            not self._comm_hooks,
+            RuntimeError,
+            "DistributedDataParallel: register_comm_hook can only be called once.\nRegister one "
+            "hook, which may call other hooks.",
+        )
+        name = _checks.hook_name(hook)
+        require(
+            name in ("fp16_compress_hook", "bf16_compress_hook")
+            or not str(getattr(hook, "__module__", "")).startswith("torch.distributed.algorithms."),
+            NotImplementedError,
+            f"DistributedDataParallel: {name} needs a GradBucket, but with torch._dynamo.config."
+            'optimize_ddp="python_reducer", a hook gets a gradient and its parameter.\nUse fp16_'
+            "compress_hook or bf16_compress_hook, or set another optimize_ddp before wrapping.",
+        )
+        require_agreement(self.process_group, "DistributedDataParallel: comm hook", [name])
 
     def _register_builtin_comm_hook(self, comm_hook_type: dist.BuiltinCommHookType) -> None:
-        self._require_calls_of_hooks()
-        self.reducer._register_builtin_comm_hook(comm_hook_type)
+        if not self._use_python_reducer:  # torch's hooks per gradient average without compression
+            self.reducer._register_builtin_comm_hook(comm_hook_type)
         self.logger._set_comm_hook_name(str(comm_hook_type))
 
     def _set_static_graph(self) -> None:

@@ -4,7 +4,7 @@ Other tests make the assertions of these programs:
 
     09_wrapped_module_called_by_itself: test_wrapper_bypassed.py
     11_python_reducer_comm_hook: test_compiled.py,
-        a_hook_that_a_compiled_backward_would_not_call_is_an_error
+        a_comm_hook_of_a_compiled_backward_has_torchs_bits
     sharded/04_clip_norm_of_two_models: test_sharded_reductions.py, a_norm_covers_two_roots
     sharded/06_scalar_part_outside_forward: test_parts_outside_forward.py,
         a_loss_may_use_parameters_of_the_outermost_unit
