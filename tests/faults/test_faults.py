@@ -128,7 +128,14 @@ def test_states_are_distributed_by_mesh_and_placements(rank, how):
 
 
 _RESUMED = {
-    "AdamW": [{}, {"betas": (0.9, 0.999)}, {"lr": 0.1}, {"eps": 1e-2}, {"maximize": True}],
+    "AdamW": [
+        {},
+        {"betas": (0.9, 0.999)},
+        {"lr": 0.1},
+        {"eps": 1e-2},
+        {"maximize": True},
+        {"weight_decay": 0.5},
+    ],
     "SGD": [{"momentum": 0.5}],
 }
 

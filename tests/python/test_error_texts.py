@@ -1,5 +1,7 @@
 """Error texts: remedies in Python's terms, and torch's phrases for which programs search."""
 
+import gc
+import os
 import re
 import warnings
 
@@ -167,3 +169,17 @@ def test_gradients_that_never_came_are_reported_once(rank, then, tmp_path):
         call()
     with pytest.raises(RuntimeError, match="2 of 4 parameters got no gradient in iteration 1"):
         ddp(X)
+
+
+@on_ranks(1)
+def test_gradients_that_never_came_are_reported_at_destruction(rank, tmp_path):
+    ddp = brigade.DistributedDataParallel(Two(use_both=False))
+    ddp(X).sum().backward()
+    stderr, path = os.dup(2), tmp_path / "stderr"
+    with path.open("w") as file:
+        os.dup2(file.fileno(), 2)
+        del ddp
+        gc.collect()
+        os.dup2(stderr, 2)
+    os.close(stderr)
+    assert "2 of 4 parameters got no gradient in iteration 1 on rank 0" in path.read_text()

@@ -10,6 +10,7 @@ import numpy
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed._functional_collectives as fcol
 import torch.fx.experimental.proxy_tensor
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
@@ -20,6 +21,15 @@ import brigade
 from ranks import on_ranks
 from sharded_training import replicated
 from whole_numbers import backward_of_all, batch_of, expect_gradients, layers
+
+
+def _scripted(p: torch.Tensor):
+    return p.reshape(-1)[0:2].sum()
+
+
+def _group():
+    return dist.distributed_c10d._get_default_group()
+
 
 # Results by expression, which is computed with shards and with unsharded tensors.
 RIGHT = {
@@ -46,6 +56,25 @@ REFUSED = {
     "broadcast": lambda p: dist.broadcast(p, 0),
     "all-reduce": lambda p: dist.all_reduce(p),
     "all-gather": lambda p: dist.all_gather([torch.empty(p.shape)], p),
+    "all-reduce of a group": lambda p: _group().allreduce([p]).wait(),
+    "all-gather of a group": lambda p: _group().allgather(
+        [[torch.empty(p.shape) for _ in range(_group().size())]], [p]
+    ),
+    "all-gather into a tensor": lambda p: dist.all_gather_into_tensor(
+        torch.empty(_group().size() * p.shape[0], p.shape[1]), p
+    ),
+    "reduce-scatter of a group": lambda p: _group().reduce_scatter(
+        [torch.empty(p.shape)], [[p] * _group().size()]
+    ),
+    "coalesced broadcast": lambda p: dist._broadcast_coalesced(_group(), [p], 1 << 20, 0),
+    "functional all-reduce": lambda p: fcol.all_reduce(p, "sum", _group()).sum(),
+    "send": lambda p: dist.send(p, (_group().rank() + 1) % _group().size()),
+    "receive": lambda p: dist.recv(p, (_group().rank() + 1) % _group().size()),
+    "script": lambda p: torch.jit.script(_scripted)(p),
+    "address": lambda p: p.data_ptr(),
+    "DLPack": lambda p: torch.utils.dlpack.to_dlpack(p),
+    "shared memory": lambda p: p.share_memory_(),
+    "vector": lambda p: nn.utils.parameters_to_vector([p]),
     "set in the whole": lambda p: torch.zeros(p.shape).__setitem__(slice(None), p),
     "an average of the whole": lambda p: torch.zeros(p.shape).lerp_(p, 0.5),
     "lists": lambda p: torch._foreach_lerp_([torch.zeros(p.shape)], [p], 0.5),

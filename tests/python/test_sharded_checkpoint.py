@@ -5,6 +5,7 @@ import pickle
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
 import brigade
@@ -27,6 +28,7 @@ pytest.importorskip(
     "torch.distributed.checkpoint.protocol",
     reason="this torch compares a part's sizes with the whole one's",
 )
+from torch.distributed.checkpoint.staging import BlockingAsyncStager  # noqa: E402
 from torch.distributed.checkpoint.state_dict import (  # noqa: E402
     StateDictOptions,
     get_optimizer_state_dict,
@@ -85,6 +87,27 @@ def test_saving_while_units_are_unsharded(rank, tmp_path):
     dcp.load(state, checkpoint_id=f"{tmp_path}/later")
     set_optimizer_state_dict(model, optimizer, state["optimizer"])
     expect_same(full_state(model, optimizer), whole)
+
+
+@pytest.mark.parametrize("caches", [False, True])
+@on_ranks()
+def test_a_stager_copies_shards(rank, caches, tmp_path):
+    """Later steps change neither the copy nor the checkpoint made of it."""
+    model, optimizer = _trained(rank)
+    stager = BlockingAsyncStager(cache_staged_state_dict=caches)
+    for step in range(2):
+        state = {"model": model.state_dict()}
+        before = {"model": model.full_state_dict()}
+        staged = stager.stage(state)["model"]
+        saving = dcp.async_save(state, checkpoint_id=f"{tmp_path}/{step}", async_stager=stager)
+        train_step(model, optimizer, 2 + step, rank)
+        getattr(saving, "upload_completion", saving).result()
+        for name, value in before["model"].items():
+            assert torch.equal(staged[name].full_tensor(), value), name
+        dist.barrier()
+        read = {"model": make_net().state_dict()}
+        dcp.load(read, checkpoint_id=f"{tmp_path}/{step}")
+        expect_same(read, before)
 
 
 @on_ranks()

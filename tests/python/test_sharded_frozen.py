@@ -129,3 +129,29 @@ def test_autograd_grad_of_inputs(rank, frozen):
         assert all(p.grad is None for p in model.parameters())
         _expect_step(rank, plain, model, step)
         step_by_sign(model, plain)
+
+
+@pytest.mark.parametrize("names", [["0.weight"], ["1.bias", "2.weight"]])
+@on_ranks()
+def test_a_backward_to_some_shards(rank, names):
+    """backward(inputs=...) leaves the other parameters without gradients."""
+    plain, model = _pair(())
+    for step in range(3):
+
+        def backward(net, r, step=step):
+            loss_of(net, batch_of(SIZE, r, step)).backward(
+                inputs=[net.get_parameter(name) for name in names]
+            )
+
+        for r in range(dist.get_world_size()):
+            backward(plain, r)
+        backward(model, rank)
+        for name, parameter in plain.named_parameters():
+            found = model.get_parameter(name).grad
+            assert (found is not None) == (name in names), name
+            if found is not None:
+                assert torch.equal(found.full_tensor(), parameter.grad / dist.get_world_size())
+        model.zero_grad()
+        plain.zero_grad()
+        _expect_step(rank, plain, model, step)
+        step_by_sign(model, plain)

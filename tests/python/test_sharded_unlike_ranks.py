@@ -162,3 +162,15 @@ def test_a_rank_with_fewer_steps_is_named_at_the_timeout(rank):
             pair.step(1)
         store.set("is over", "")
     dist.destroy_process_group()
+
+
+@on_ranks(timeout_s=TIMEOUT_S)
+def test_an_evaluation_of_one_rank_only_is_an_error(rank):
+    pair = Pair(rank)
+    pair.expect_step(0)
+    words = r"(?s)rank 0 began .*, rank 1 began .*forwards under no_grad are collective"
+    with pytest.raises(dist.DistBackendError, match=words):
+        if rank == 1:
+            with torch.no_grad():
+                pair.loss(1)
+        pair.step(1)
