@@ -3,8 +3,9 @@
 // Each cell trains some steps, one of which fails on one rank. Checks that the
 // failed rank gets its own exception and the others an error with its rank and
 // text, that no gradient changes, and that later steps have the results of one
-// process. If a process dies, checks that the survivors' error names it and
-// that their parameters and gradients do not change.
+// process, or throw if the failure closes the group. If a process dies, checks
+// that the survivors' error names it and that their parameters and gradients do
+// not change.
 
 #include <ATen/CPUGeneratorImpl.h>
 #include <signal.h>
@@ -12,6 +13,7 @@
 
 #include <chrono>
 #include <functional>
+#include <latch>
 #include <memory>
 #include <optional>
 #include <string>
@@ -81,12 +83,14 @@ enum class Situation {
   kEvaluation,       // a forward without gradients before each step
   kInEvaluation,     // fails in the evaluation
   kUserCollective,   // in each forward, and before each backward
+  // The program's, between two units of each backward.
+  kCollectiveInBackward,
 };
 constexpr const char* kSituations[] = {
     "Learning",   "Cursor",       "CheckpointEach", "CheckpointAll",
     "NoSync",     "AfterNoSync",  "Join",           "JoinWithoutData",
     "Meshes",     "Replicas",     "ChainedModels",  "TwoModels",
-    "Evaluation", "InEvaluation", "UserCollective"};
+    "Evaluation", "InEvaluation", "UserCollective", "CollectiveInBackward"};
 
 bool is_checkpointed(Situation s) {
   return s == Situation::kCheckpointEach || s == Situation::kCheckpointAll;
@@ -98,11 +102,10 @@ bool exists(Fault fault, Situation situation) {
       return is_checkpointed(situation);
     case Fault::kHook:
     case Fault::kHookAfterLaunch:
-    case Fault::kHookFuture:  // hooks run in reductions only
+    case Fault::kHookFuture:
+    case Fault::kHookAlways:  // hooks run in reductions only
       return situation != Situation::kNoSync &&
              situation != Situation::kInEvaluation;
-    case Fault::kHookAlways:  // HookThatAlwaysThrowsTest
-      return false;
     case Fault::kBackward:
       return situation != Situation::kJoinWithoutData &&
              situation != Situation::kInEvaluation;
@@ -437,6 +440,13 @@ class Program {
     int forwards_of_block_1 = 0;
     const bool is_twice = is_checkpointed(situation_);
     const AtBlock at_block = [&, fault](int block, at::Tensor& output) {
+      if (situation_ == Situation::kCollectiveInBackward) {
+        output.register_hook([group = group_](const at::Tensor& gradient) {
+          std::vector<at::Tensor> ones = {torch::ones({})};
+          group->allreduce(ones)->wait();
+          return gradient * ones[0] / group->getSize();
+        });
+      }
       if (block != 1) return;
       ++forwards_of_block_1;
       const bool is_first = forwards_of_block_1 == 1;
@@ -449,7 +459,10 @@ class Program {
       if (fault == Fault::kOutOfMemory && is_first) {
         TORCH_CHECK_WITH(OutOfMemoryError, false, "bang: out of memory");
       }
-      if (fault == Fault::kProcess && is_first == !is_twice) raise(SIGKILL);
+      if (fault == Fault::kProcess && is_first == !is_twice) {
+        if (situation_ != Situation::kCollectiveInBackward) raise(SIGKILL);
+        output.register_hook([](const at::Tensor&) { raise(SIGKILL); });
+      }
       if (fault == Fault::kBackward && output.requires_grad()) {
         output.register_hook([](const at::Tensor&) -> at::Tensor {
           throw std::runtime_error("bang in backward");
@@ -542,14 +555,27 @@ int failing_step(Situation situation) {
 class ScenarioTest
     : public ::testing::TestWithParam<std::tuple<Fault, Situation>> {};
 
-std::vector<std::tuple<Fault, Situation>> cells(bool ends_process) {
+enum class Outcome { kTrainsOn, kClosed, kLost };
+
+Outcome outcome_of(Fault fault, Situation situation) {
+  if (fault == Fault::kProcess) return Outcome::kLost;
+  // The hook throws again when the failed rank sends zeros.
+  if (fault == Fault::kHookAlways) return Outcome::kClosed;
+  // The failed rank does not join the program's next collective.
+  const bool is_in_backward =
+      fault != Fault::kForward && fault != Fault::kOutOfMemory;
+  return situation == Situation::kCollectiveInBackward && is_in_backward
+             ? Outcome::kClosed
+             : Outcome::kTrainsOn;
+}
+
+std::vector<std::tuple<Fault, Situation>> cells(Outcome outcome) {
   std::vector<std::tuple<Fault, Situation>> all;
   for (size_t i = 0; i < std::size(kFaults); ++i) {
     for (size_t j = 0; j < std::size(kSituations); ++j) {
       const auto fault = static_cast<Fault>(i);
       const auto situation = static_cast<Situation>(j);
-      if (exists(fault, situation) &&
-          (fault == Fault::kProcess) == ends_process) {
+      if (exists(fault, situation) && outcome_of(fault, situation) == outcome) {
         all.emplace_back(fault, situation);
       }
     }
@@ -564,38 +590,52 @@ std::string name_of_cell(
                       kSituations[static_cast<size_t>(situation)]);
 }
 
-INSTANTIATE_TEST_SUITE_P(, ScenarioTest, ::testing::ValuesIn(cells(false)),
+// Runs a step that fails on all ranks, `fault` on one of them.
+void expect_failure(Program& program, int step, const Group& group, Fault fault,
+                    Situation situation) {
+  const int failing = failing_rank(situation);
+  const bool is_failing = group->getRank() == failing;
+  const bool trains_on = outcome_of(fault, situation) == Outcome::kTrainsOn;
+  const auto gradients = program.shards(/*of_gradients=*/true);
+  const auto parameters = program.shards(/*of_gradients=*/false);
+  try {
+    program.run(step, is_failing ? fault : Fault::kNone);
+    ADD_FAILURE() << "rank " << group->getRank() << " did not fail";
+  } catch (const PeerError& error) {
+    EXPECT_FALSE(is_failing) << error.what();
+    if (trains_on) {
+      EXPECT_THAT(error.what(), HasSubstr("rank " + std::to_string(failing)));
+      EXPECT_THAT(error.what(), HasSubstr(error_text_on_peers(fault)));
+    }
+  } catch (const std::exception& error) {
+    if (!is_failing) {  // it waited in the program's collective
+      EXPECT_TRUE(situation == Situation::kCollectiveInBackward && !trains_on)
+          << error.what();
+    } else {
+      EXPECT_THAT(error.what(), HasSubstr("bang"));
+      EXPECT_EQ(dynamic_cast<const c10::OutOfMemoryError*>(&error) != nullptr,
+                fault == Fault::kOutOfMemory);
+    }
+  }
+  if (situation != Situation::kTwoModels) {
+    EXPECT_TRUE(are_same(program.shards(true), gradients));
+  }
+  EXPECT_TRUE(are_same(program.shards(false), parameters));
+}
+
+INSTANTIATE_TEST_SUITE_P(, ScenarioTest,
+                         ::testing::ValuesIn(cells(Outcome::kTrainsOn)),
                          name_of_cell);
 
 TEST_P(ScenarioTest, AllRanksThrowThenTrainLikeOneProcess) {
   const auto [fault, situation] = GetParam();
   run_ranks(world_size_of(situation), [&](const Group& group) {
-    const int failing = failing_rank(situation);
-    const bool is_failing = group->getRank() == failing;
     Program program(group, situation);
     int step = 0;
     for (; step < failing_step(situation); ++step) program.train(step);
     for (int time = 0; time < 2; ++time) {
-      const auto gradients = program.shards(/*of_gradients=*/true);
-      const auto parameters = program.shards(/*of_gradients=*/false);
-      try {
-        program.run(step, is_failing ? fault : Fault::kNone);
-        ADD_FAILURE() << "rank " << group->getRank() << " did not fail";
-      } catch (const PeerError& error) {
-        EXPECT_FALSE(is_failing) << error.what();
-        EXPECT_THAT(error.what(), HasSubstr("rank " + std::to_string(failing)));
-        EXPECT_THAT(error.what(), HasSubstr(error_text_on_peers(fault)));
-      } catch (const std::exception& error) {
-        EXPECT_TRUE(is_failing) << error.what();
-        EXPECT_THAT(error.what(), HasSubstr("bang"));
-        EXPECT_EQ(dynamic_cast<const c10::OutOfMemoryError*>(&error) != nullptr,
-                  fault == Fault::kOutOfMemory);
-      }
+      expect_failure(program, step, group, fault, situation);
       ASSERT_TRUE(program.can_continue());
-      if (situation != Situation::kTwoModels) {
-        EXPECT_TRUE(are_same(program.shards(true), gradients));
-      }
-      EXPECT_TRUE(are_same(program.shards(false), parameters));
       program.train(step++);
       program.train(step++);
     }
@@ -603,31 +643,28 @@ TEST_P(ScenarioTest, AllRanksThrowThenTrainLikeOneProcess) {
   });
 }
 
-// The hook throws again when the failed rank sends zeros.
-TEST(HookThatAlwaysThrowsTest, ClosesTheGroupOnAllRanks) {
-  run_ranks(2, [](const Group& group) {
-    Net net(7);
-    const auto hook = std::make_shared<FaultyHook>();
-    const auto model = fully_shard(*net, group, {.comm_hook = hook});
-    const auto train = [&] {
-      model
-          ->forward([&] {
-            return net(data_of(group->getRank(), 0, 0), Situation::kCursor,
-                       nullptr)
-                .sum();
-          })
-          .backward();
-    };
-    train();
-    net->zero_grad();
-    if (group->getRank() == 1) hook->fault = Fault::kHookAlways;
-    EXPECT_ANY_THROW(train());
-    EXPECT_FALSE(model->can_continue());
-    for (const at::Tensor& parameter : net->parameters()) {
-      EXPECT_FALSE(parameter.grad().defined());
-    }
-    EXPECT_THROW(train(), c10::Error);
-  });
+class ClosedGroupTest : public ScenarioTest {};
+INSTANTIATE_TEST_SUITE_P(, ClosedGroupTest,
+                         ::testing::ValuesIn(cells(Outcome::kClosed)),
+                         name_of_cell);
+
+TEST_P(ClosedGroupTest, AllRanksThrowInThisStepAndInLaterOnes) {
+  const auto [fault, situation] = GetParam();
+  std::latch all_threw(world_size_of(situation));
+  run_ranks(
+      world_size_of(situation),
+      [&](const Group& group) {
+        Program program(group, situation);
+        int step = 0;
+        for (; step < failing_step(situation); ++step) program.train(step);
+        expect_failure(program, step, group, fault, situation);
+        all_threw.arrive_and_wait();  // the end of a model would wake its peers
+        if (situation != Situation::kCollectiveInBackward) {
+          EXPECT_FALSE(program.can_continue());
+        }
+        EXPECT_ANY_THROW(program.run(step, Fault::kNone));
+      },
+      std::chrono::seconds(3));
 }
 
 // The failed rank never begins the backward of the inner model.
@@ -680,9 +717,12 @@ const RankFunction kTrain("scenario", [](RankContext& rank) {
                              ? Fault::kProcess
                              : Fault::kNone);
     rank.report("no error");
-  } catch (const c10::DistBackendError& error) {
+  } catch (const c10::DistBackendError&) {
     const std::string text = message_of(std::current_exception());
     rank.report("error " + text.substr(0, text.find('\n')));
+  } catch (const std::exception&) {  // of the program's own collective
+    if (situation != Situation::kCollectiveInBackward) throw;
+    rank.report("own error");
   }
   if (program.can_continue()) rank.report("can continue");
   if (situation != Situation::kTwoModels &&
@@ -696,7 +736,8 @@ const RankFunction kTrain("scenario", [](RankContext& rank) {
 });
 
 class LostProcessTest : public ScenarioTest {};
-INSTANTIATE_TEST_SUITE_P(, LostProcessTest, ::testing::ValuesIn(cells(true)),
+INSTANTIATE_TEST_SUITE_P(, LostProcessTest,
+                         ::testing::ValuesIn(cells(Outcome::kLost)),
                          name_of_cell);
 
 TEST_P(LostProcessTest, SurvivorsNameItAndKeepParametersAndGradients) {
@@ -714,9 +755,11 @@ TEST_P(LostProcessTest, SurvivorsNameItAndKeepParametersAndGradients) {
     EXPECT_EQ(results[rank].exit_code, 0) << results[rank].error_output;
     ASSERT_EQ(results[rank].messages.size(), 2u)
         << ::testing::PrintToString(results[rank].messages);
-    EXPECT_THAT(
-        results[rank].messages[0],
-        AllOf(StartsWith("error "), HasSubstr("rank " + std::to_string(lost))));
+    if (results[rank].messages[0] != "own error") {
+      EXPECT_THAT(results[rank].messages[0],
+                  AllOf(StartsWith("error "),
+                        HasSubstr("rank " + std::to_string(lost))));
+    }
     EXPECT_EQ(results[rank].messages[1], "end");
   }
 }
