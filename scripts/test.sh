@@ -92,7 +92,10 @@ run_stage() {
       fi
       ;;
     suites) build release "${programs[@]}" && run_tests release -L '^suites$' ;;
-    slow) build release "${programs[@]}" && run_tests release -L '^all$' -LE '^(cpp|suites)$' ;;
+    slow)
+      build release "${programs[@]}" sharded_operators &&
+        run_tests release -L '^all$' -LE '^(cpp|suites)$'
+      ;;
   esac
 }
 

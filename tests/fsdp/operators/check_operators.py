@@ -6,17 +6,18 @@ result. Any other difference is a trap: an operator with a misleading tag.
 Differences by rounding are only listed, since some kernels compute the last
 elements of a tensor with other instructions. A refusal is never a trap.
 
-    python tests/fsdp/operators/check_operators.py [--all]
+    python tests/fsdp/operators/check_operators.py [--all] FOLDER
 
-Prints the traps; exits with 1 if there are any.
+FOLDER has the module `sharded_operators`, a target of CMake. Prints the traps;
+exits with 1 if there are any.
 """
 
 import argparse
 import collections
+import importlib
 import sys
 import threading
 import warnings
-from pathlib import Path
 
 import torch
 from torch.testing._internal.common_methods_invocations import op_db
@@ -29,34 +30,11 @@ from torch.testing._internal.common_methods_invocations import (
 )
 from torch.utils._pytree import tree_flatten, tree_map_only
 
-TREE = Path(__file__).resolve().parents[3]
 RANKS = 2
 # Random fills: the ranks run one after the other, each from the same seed.
 DRAWS = {"bernoulli", "cauchy", "exponential", "geometric", "log_normal", "normal", "uniform"}
+DRAWS |= {"rand_like", "randint_like", "randn_like"}
 UNDEFINED = {"empty_like", "new_empty", "new_empty_strided"}  # undefined elements
-
-
-def build_extension(folder):
-    """Builds the operator fallback as a Python module."""
-    from torch.utils.cpp_extension import load
-
-    include = Path(folder)
-    include.mkdir(parents=True, exist_ok=True)
-    link = include / "brigade"
-    if not link.exists():
-        link.symlink_to(TREE)
-    sources = [
-        TREE / "tests/fsdp/operators/extension.cc",
-        TREE / "fsdp/shard_operators.cc",
-        TREE / "fsdp/sharded_tensor.cc",
-    ]
-    return load(
-        "sharded_operators",
-        [str(source) for source in sources],
-        extra_include_paths=[str(include)],
-        extra_cflags=["-O1", "-std=c++20"],
-        build_directory=folder,
-    )
 
 
 def flat(tensor):
@@ -231,11 +209,12 @@ def check_foreach(check, info, dtypes, limit):
 def main():
     parser = argparse.ArgumentParser()
     parser.add_argument("--all", action="store_true", help="all samples, more dtypes")
-    parser.add_argument("--build", default="/tmp/sharded_operators_build")
+    parser.add_argument("folder")
     options = parser.parse_args()
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
-    check = Check(build_extension(options.build))
+    sys.path.insert(0, options.folder)
+    check = Check(importlib.import_module("sharded_operators"))
     dtypes = [torch.float32, torch.int64, torch.bool]
     if options.all:
         dtypes += [torch.bfloat16, torch.float64, torch.uint8]
