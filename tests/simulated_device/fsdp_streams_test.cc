@@ -2,8 +2,10 @@
 // reductions and delivery are ordered, and memory is reused only afterwards.
 
 #include <torch/torch.h>
+#include <unistd.h>
 
 #include <chrono>
+#include <filesystem>
 #include <functional>
 #include <limits>
 #include <memory>
@@ -16,6 +18,7 @@
 #include <tuple>
 #include <vector>
 
+#include "brigade/checkpoint/checkpoint.h"
 #include "brigade/comm/errors/peer_error.h"
 #include "brigade/fsdp/sharded_model.h"
 #include "brigade/fsdp/sharded_tensor.h"
@@ -492,9 +495,14 @@ TEST_P(ShardedRunAheadTest, DestructionReportsALateFailure) {
 }
 
 TEST_P(ShardedRunAheadTest, CallsBetweenStepsAwaitStatuses) {
+  const std::string path = c10::str(::testing::TempDir(), "/await_statuses.",
+                                    getpid(), ".safetensors");
   const std::vector<std::function<void(ShardedTraining&)>> calls = {
       [](ShardedTraining& training) { training.sharded().barrier(); },
       [](ShardedTraining& training) { gather_whole(training.parameter(1, 0)); },
+      [&](ShardedTraining& training) {
+        save_checkpoint(path, checkpoint_model(training.sharded()));
+      },
   };
   for (const auto& call : calls) {
     ShardedTraining training{StreamLayout{},
@@ -517,6 +525,7 @@ TEST_P(ShardedRunAheadTest, CallsBetweenStepsAwaitStatuses) {
       EXPECT_THROW(call(training), c10::Error);
     }
   }
+  EXPECT_FALSE(std::filesystem::exists(path));
 }
 
 // The peer needs a unit that is not in the schedule, and waits for a round.
