@@ -10,9 +10,12 @@
 #include <algorithm>
 #include <chrono>
 #include <map>
+#include <memory>
+#include <optional>
 #include <sstream>
 #include <string>
 #include <thread>
+#include <utility>
 #include <vector>
 
 #include "brigade/comm/process_group.h"
@@ -94,32 +97,78 @@ std::vector<at::Tensor> parameters_of(const torch::nn::Module& module) {
   return parameters;
 }
 
+// Returns the sum of residual and gradient in coarse steps, and sets the
+// residual to the rest.
+at::Tensor compensated(const at::Tensor& gradient, at::Tensor& residual) {
+  if (!residual.defined()) residual = at::zeros_like(gradient);
+  residual = residual + gradient;
+  const at::Tensor sent = (residual * 4).round() / 4;
+  residual = residual - sent;
+  return sent;
+}
+
+struct ErrorFeedbackHook : ReductionHook {
+  FuturePtr reduce(const Reduction& reduction) override {
+    reduction.whole.copy_(
+        compensated(reduction.whole, residuals[reduction.index]));
+    return reduction.sum(reduction.whole, reduction.shard);
+  }
+  std::string hook_name() const override { return "error feedback"; }
+  std::map<size_t, at::Tensor> residuals;  // by unit
+};
+
+struct TrainingOptions {
+  bool makes_optimizer_first = false;  // before fully_shard()
+  bool has_error_feedback = false;     // in one process: by parameter
+};
+
 // Expects the bits of the same module trained unsharded in one process.
 template <typename Make>
 void expect_same_training(const Make& make, int num_ranks,
-                          const UnitSelection& selection = {}) {
+                          const UnitSelection& selection = {},
+                          const TrainingOptions& training = {}) {
   run_ranks(num_ranks, [&](const Group& group) {
     auto plain = make();
     auto net = make();
-    const auto model = fully_shard(*net, group, {}, selection);
-    torch::optim::SGD plain_optimizer(parameters_of(*plain), 0.1);
-    torch::optim::SGD optimizer(parameters_of(*net), 0.1);
+    const auto make_optimizer = [](auto& of) {
+      return torch::optim::SGD(parameters_of(*of),
+                               torch::optim::SGDOptions(0.1).momentum(0.9));
+    };
+    torch::optim::SGD plain_optimizer = make_optimizer(plain);
+    std::optional<torch::optim::SGD> optimizer;
+    if (training.makes_optimizer_first) optimizer = make_optimizer(net);
+    FullyShardOptions options;
+    if (training.has_error_feedback) {
+      options.comm_hook = std::make_shared<ErrorFeedbackHook>();
+    }
+    const auto model = fully_shard(*net, group, options, selection);
+    if (!optimizer) optimizer = make_optimizer(net);
+    const std::vector<at::Tensor> parameters = parameters_of(*plain);
+    std::map<std::pair<int, size_t>, at::Tensor> residuals;
     const auto loss_of = [](auto& module, int rank, int step) {
       return module->forward(random({3, 6}, 100 * step + rank)).square().sum();
     };
     for (int step = 0; step < 4; ++step) {
-      plain_optimizer.zero_grad();
+      std::vector<at::Tensor> sums(parameters.size());
       for (int rank = 0; rank < num_ranks; ++rank) {
+        plain_optimizer.zero_grad();
         loss_of(plain, rank, step).backward();
+        for (size_t i = 0; i < parameters.size(); ++i) {
+          at::Tensor sent = parameters[i].grad();
+          if (training.has_error_feedback) {
+            sent = compensated(sent, residuals[{rank, i}]);
+          }
+          sums[i] = rank == 0 ? sent : sums[i] + sent;
+        }
       }
-      for (const at::Tensor& parameter : parameters_of(*plain)) {
-        parameter.grad().mul_(1.0 / num_ranks);
+      for (size_t i = 0; i < parameters.size(); ++i) {
+        parameters[i].mutable_grad() = sums[i] * (1.0 / num_ranks);
       }
       plain_optimizer.step();
-      optimizer.zero_grad();
+      optimizer->zero_grad();
       model->forward([&] { return loss_of(net, group->getRank(), step); })
           .backward();
-      optimizer.step();
+      optimizer->step();
     }
     const auto unsharded = model->unsharded();
     const auto expected = plain->named_parameters();
@@ -325,6 +374,16 @@ TEST(FullyShardTest, TorchScriptModulesAreSharded) {
       ++other;
     }
   });
+}
+
+TEST(FullyShardTest, OptimizersMadeBeforeItTrainTheShards) {
+  expect_same_training([] { return with_values(Net(), 1); }, 2, {},
+                       {.makes_optimizer_first = true});
+}
+
+TEST(FullyShardTest, ErrorFeedbackHooksTrainAsInOneProcess) {
+  expect_same_training([] { return with_values(Net(), 1); }, 3, {},
+                       {.has_error_feedback = true});
 }
 
 // ---- Programs.
@@ -749,6 +808,16 @@ TEST(FullyShardTest, ErrorsNameTheMistake) {
                 HasSubstr("is sharded already"));
     EXPECT_THAT(error_of([&] { model->set_max_reducing(0); }),
                 HasSubstr("found 0"));
+    torch::optim::LBFGS lbfgs(net->parameters(), 0.1);
+    EXPECT_THAT(error_of([&] {
+                  lbfgs.step([&] {
+                    const auto run = [&] { return net(random({3, 6}, 1)); };
+                    const at::Tensor loss = model->forward(run).sum();
+                    loss.backward();
+                    return loss;
+                  });
+                }),
+                HasSubstr("use an elementwise one"));
     const auto without_model = [&] { net(random({3, 6}, 1)); };
     EXPECT_THAT(error_of(without_model),
                 HasSubstr("needs parameter 'first.lin.weight' unsharded"));
