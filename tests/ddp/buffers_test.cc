@@ -1,5 +1,7 @@
 #include <torch/torch.h>
 
+#include <algorithm>
+#include <iterator>
 #include <stdexcept>
 #include <string>
 #include <vector>
@@ -7,6 +9,7 @@
 #include "brigade/comm/process_group.h"
 #include "brigade/ddp/distributed_data_parallel.h"
 #include "brigade/tests/ddp/toy_module.h"
+#include "brigade/tests/support/failing_allocator.h"
 #include "brigade/tests/support/local_ranks.h"
 #include "gmock/gmock.h"
 #include "gtest/gtest.h"
@@ -18,6 +21,7 @@ using ::testing::AllOf;
 using ::testing::HasSubstr;
 using testing::Order;
 using testing::run_ranks;
+using testing::ToyModel;
 using testing::ToyModule;
 
 using Group = c10::intrusive_ptr<c10d::ProcessGroup>;
@@ -86,6 +90,54 @@ TEST(BuffersTest, AllRanksThrowAndRecoverIfOneFails) {
         }
         module->toy.zero_grad();
       }
+    });
+  }
+}
+
+// Each large allocation of a forward or backward fails on rank 1 in turn.
+TEST(BuffersTest, AllRanksThrowAndRecoverIfAnAllocationFails) {
+  const testing::AllocationFailures failures;
+  constexpr int64_t kNumel = 2048;
+  for (const bool in_forward : {false, true}) {
+    run_ranks(2, [&](const Group& group) {
+      const int rank = group->getRank();
+      ToyModule module(ToyModel::Sizes(kAll.size(), {kNumel}));
+      DistributedDataParallel model(module, group);
+      const auto num_averages = [&](int step) {
+        return std::ranges::count_if(kAll, [&](size_t i) {
+          const at::Tensor& gradient = module->toy.parameters[i].grad();
+          return gradient.defined() &&
+                 at::equal(gradient, module->toy.average(i, 2, step));
+        });
+      };
+      int number = 0;
+      for (bool has_failed = true; has_failed; ++number) {
+        SCOPED_TRACE(number);
+        has_failed = false;
+        try {
+          if (in_forward && rank == 1) failures.fail(number, 4 * kNumel);
+          const at::Tensor loss = model(kAll, rank, number);
+          failures.stop();
+          if (!in_forward && rank == 1) failures.fail(number, 4 * kNumel);
+          loss.backward();
+        } catch (const c10::Error& error) {
+          has_failed = true;
+          EXPECT_THAT(
+              error.what(),
+              HasSubstr(rank == 1 ? "can't allocate memory" : "rank 1"));
+          EXPECT_LT(num_averages(number), std::ssize(kAll));
+          if (in_forward && rank == 1) {  // its peer is in backward
+            EXPECT_THROW(model(kAll, rank, number), c10::Error);
+          }
+        }
+        failures.stop();
+        ASSERT_TRUE(model.reducer().can_continue());
+        module->toy.zero_grad();
+        model(kAll, rank, number).backward();
+        EXPECT_EQ(num_averages(number), std::ssize(kAll));
+        module->toy.zero_grad();
+      }
+      EXPECT_GT(number, 1);
     });
   }
 }

@@ -8,6 +8,7 @@
 #include <torch/torch.h>
 
 #include <algorithm>
+#include <atomic>
 #include <chrono>
 #include <map>
 #include <memory>
@@ -20,6 +21,7 @@
 
 #include "brigade/comm/process_group.h"
 #include "brigade/fsdp/segmented_model.h"
+#include "brigade/tests/support/failing_allocator.h"
 #include "brigade/tests/support/local_ranks.h"
 #include "gmock/gmock.h"
 #include "gtest/gtest.h"
@@ -715,6 +717,69 @@ void expect_planned_buffers(const std::vector<int64_t>& sizes,
     if (has_gain) return;  // used in another order than registered
     EXPECT_EQ(mebibytes_after(before, " = "), found) << before;
   });
+}
+
+// Each large allocation of a forward or backward fails on rank 1 in turn: of
+// buffers, sums and the program's tensors. Returns their number.
+int expect_failed_allocations(bool in_backward, int failing_step) {
+  const testing::AllocationFailures failures;
+  constexpr size_t kBytes = 4096;  // a shard has twice as many
+  std::atomic<int> num_threw = 2;
+  int number = 0;
+  for (; num_threw > 0; ++number) {
+    SCOPED_TRACE(c10::str("step ", failing_step, ", allocation ", number));
+    num_threw = 0;
+    run_ranks(2, [&](const Group& group) {
+      const std::vector<int64_t> sizes = {64, 64, 64, 64};
+      Chain plain = with_values(Chain(sizes, false), 1);
+      Chain net = with_values(Chain(sizes, false), 1);
+      const auto model = fully_shard(*net, group);
+      const auto run = [&](int step, bool fails) {
+        const at::Tensor x = random({32, 64}, step);  // the same on both ranks
+        if (fails && !in_backward) failures.fail(number, kBytes);
+        const at::Tensor loss = model->forward([&] { return net(x); });
+        failures.stop();
+        if (fails && in_backward) failures.fail(number, kBytes);
+        loss.backward();
+      };
+      for (int step = 0; step < failing_step + 2; ++step) {
+        net->zero_grad();
+        if (step == failing_step) {
+          const bool fails = group->getRank() == 1;
+          try {
+            run(step, fails);
+          } catch (const c10::Error& error) {
+            ++num_threw;
+            EXPECT_THAT(error.what(),
+                        HasSubstr(fails ? "can't allocate memory" : "rank 1"));
+            for (const at::Tensor& parameter : net->parameters()) {
+              EXPECT_FALSE(parameter.grad().defined());
+            }
+          }
+          failures.stop();
+          ASSERT_TRUE(model->can_continue());
+          net->zero_grad();
+        }
+        run(step, false);
+        plain->zero_grad();
+        plain(random({32, 64}, step)).backward();
+        for (const auto& item : plain->named_parameters()) {
+          EXPECT_TRUE(at::equal(
+              gather_whole(net->named_parameters()[item.key()].grad()),
+              item.value().grad()));
+        }
+      }
+    });
+    EXPECT_NE(num_threw, 1);
+  }
+  return number - 1;
+}
+
+TEST(FullyShardTest, AnAllocationThatFailsIsAnErrorOnAllRanks) {
+  for (const int step : {0, 2}) {
+    EXPECT_GT(expect_failed_allocations(/*in_backward=*/false, step), 0);
+    EXPECT_GT(expect_failed_allocations(/*in_backward=*/true, step), 0);
+  }
 }
 
 TEST(FullyShardTest, BuffersHaveThePlannedSize) {
