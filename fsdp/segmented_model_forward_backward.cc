@@ -257,7 +257,11 @@ void SegmentedModel::abandon(const std::string& error) noexcept {
   std::fill(used_in_forward_.begin(), used_in_forward_.end(), 0);
   std::fill(used_.begin(), used_.end(), 0);
   if (run_->is_broken() || exchange_.is_broken()) {
-    close_groups();
+    try {
+      throw_peer_failure(error);
+    } catch (...) {
+      close_groups();
+    }
   } else {
     for (size_t i = 0; i < units_.size(); ++i) run_->release(i);
     memory_.shrink_to(0);

@@ -96,6 +96,10 @@ class CpuTransport final : public ShardTransport {
 
   bool scales() const override { return true; }
 
+  void close_groups() noexcept override {
+    for (const auto& scope : scopes_) close_group(*scope->group());
+  }
+
  private:
   FuturePtr launch_all_gather(const at::Tensor& whole, int num_ranks) override {
     return gathers_.at(num_ranks).all_gather(whole);

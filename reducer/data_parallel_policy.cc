@@ -441,30 +441,23 @@ void DataParallelPolicy::on_iteration_over(Outcome outcome, bool is_shadow) {
   context_gradients_.reset();
 }
 
-std::shared_ptr<void> DataParallelPolicy::abandon(
-    std::span<Collective* const> in_flight) {
-  for (const Collective* const entry : in_flight) {
-    if (const auto bucket = entry->unit()) {
-      zero_views(bound_.buckets[*bucket], *bucket);
+void DataParallelPolicy::drop_views() const {
+  for (size_t number = 0; number < table_.num_variables(); ++number) {
+    const VariableIndex variable = table_.variable(number);
+    at::Tensor& gradient = table_[variable].mutable_grad();
+    const auto [bucket, slot] = bound_.plan.locate(variable.parameter);
+    if (gradient.defined() &&
+        bound_.buckets[bucket].is_view_in(variable.replica, slot, gradient)) {
+      gradient.reset();
     }
   }
+}
+
+std::shared_ptr<void> DataParallelPolicy::abandon() {
   BoundPlan fresh = bind(bound_.plan, hook_);  // may throw
   BoundPlan old = std::move(bound_);
   adopt(std::move(fresh));
   return keep(std::move(old));
-}
-
-void DataParallelPolicy::zero_views(const Bucket& bucket, size_t index) const {
-  const std::vector<size_t>& members = bound_.plan.buckets()[index];
-  for (size_t r = 0; r < table_.num_replicas(); ++r) {
-    for (size_t slot = 0; slot < members.size(); ++slot) {
-      const VariableIndex variable = {.replica = r, .parameter = members[slot]};
-      at::Tensor& gradient = table_[variable].mutable_grad();
-      if (gradient.defined() && bucket.is_view_in(r, slot, gradient)) {
-        gradient = at::zeros_like(gradient);
-      }
-    }
-  }
 }
 
 std::shared_ptr<void> DataParallelPolicy::let_go() {

@@ -333,11 +333,14 @@ class DataParallelPolicy {
 
   // ---- Failure.
 
+  // Makes gradients that are views of buckets undefined: some hold averages,
+  // others a rank's own gradient, divided.
+  void drop_views() const;
+
   // Replaces all buckets by new ones, since collectives in flight may still
-  // write to the old memory. Gradients in the buckets of `in_flight` become
-  // zeros. Returns the owner of the old memory, to keep until the collectives
-  // are complete.
-  std::shared_ptr<void> abandon(std::span<Collective* const> in_flight);
+  // write to the old memory. Returns the owner of the old memory, to keep until
+  // the collectives are complete. REQUIRES: drop_views().
+  std::shared_ptr<void> abandon();
 
   // Returns the owner of all buckets, likewise. Call at destruction.
   std::shared_ptr<void> let_go();
@@ -354,7 +357,6 @@ class DataParallelPolicy {
   void predict_unused(std::span<const at::Tensor> outputs);
   Slot ready_slot(VariableIndex variable, size_t number);
   void mark_unused(Mark mark, std::span<const size_t> variables);
-  void zero_views(const Bucket& bucket, size_t index) const;
   bool has_gradient(size_t number) const {
     return !used_ || used_->is_marked(number);
   }

@@ -440,12 +440,10 @@ void IterationEnd::drop_results(Iteration& iteration) {
 
 void IterationEnd::abandon_buffers(Iteration& iteration) {
   iteration.chained.cancel(std::chrono::milliseconds(0));
-  std::vector<Collective*> in_flight;
-  for (const Launch& launch : iteration.launches) {
-    if (is_pending(launch)) in_flight.push_back(launch.collective);
-  }
-  if (in_flight.empty()) return;
-  keep_until_done(policy_.abandon(in_flight), iteration);
+  if (iteration.launches.empty()) return;
+  policy_.drop_views();
+  if (std::ranges::none_of(iteration.launches, is_pending)) return;
+  keep_until_done(policy_.abandon(), iteration);
   adopt_sequence(&iteration);
 }
 
