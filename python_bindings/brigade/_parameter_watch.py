@@ -102,16 +102,6 @@ class ParameterSlots:
         self._ignored = ignored
         self._snapshot = _TableSnapshot()
 
-    def restore_sharded(self, write: Callable[[torch.Tensor, torch.Tensor], None]) -> None:
-        """Writes and puts back a parameter that an init function replaced by a sharded tensor."""
-        for where, name, parameter in self._slots:
-            found = where.get(name)
-            if found is parameter or not isinstance(found, torch.Tensor):
-                continue
-            if _C.is_sharded(found) and found.shape == parameter.shape:
-                write(parameter, found.detach())
-                where[name] = parameter
-
     def require_unchanged(self) -> None:
         """Raises RuntimeError if a parameter was replaced, removed or added."""
         if self._snapshot.is_current():
@@ -128,8 +118,9 @@ class ParameterSlots:
             if found is not parameter:
                 raise RuntimeError(
                     f"fully_shard: parameter '{self._path(where, name)}' was replaced after "
-                    f"fully_shard: found a {type(found).__name__} of {tuple(found.shape)}.\nPut "
-                    "the sharded parameter back and load values with load_state_dict(). "
+                    f"fully_shard: found a {type(found).__name__} of {tuple(found.shape)} "
+                    f"and {found.dtype}.\nPut the sharded parameter back and load values with "
+                    "load_state_dict(), or assign a parameter of its shape and dtype. "
                     "torch.func.functional_call needs whole_parameters() and no_grad()."
                 )
         known = {(id(where), name) for where, name, _ in self._slots}

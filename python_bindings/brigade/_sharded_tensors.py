@@ -321,8 +321,8 @@ def write_shard(parameter: TensorShard, value: torch.Tensor) -> None:
     is_unsharded = root is not None and root.is_unsharded
     if is_unsharded and not root.keeps_writes:
         raise RuntimeError(
-            "fully_shard: load_state_dict() inside of whole_parameters() would be lost.\nUse "
-            "whole_parameters(writes=True), or load outside of it."
+            "fully_shard: values written inside of whole_parameters() would be lost.\nUse "
+            "whole_parameters(writes=True), or write outside of it."
         )
     if is_unsharded and _C.is_sharded(value) and _C.alias_key(value) == _C.alias_key(parameter):
         return

@@ -20,7 +20,7 @@ from torch import nn
 from torch.distributed._composable.contract import REGISTRY_KEY, RegistryItem
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
-from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from brigade import _C
 from brigade._checks import raises_on_all_ranks, require_count, some_of
@@ -36,7 +36,13 @@ from brigade._prepare_parameters import (
     require_read_only,
     require_untied,
 )
-from brigade._sharded_tensors import TensorShard, as_shard, parameter_class, write_shard
+from brigade._sharded_tensors import (
+    ShardedParameter,
+    TensorShard,
+    as_shard,
+    parameter_class,
+    write_shard,
+)
 from brigade._tensor_trees import cast_floating, map_tensors, move_to, return_additions, tensors_in
 
 _UNIT = "_brigade_unit"
@@ -328,6 +334,11 @@ class Unit:
         self.root.manually_unsharded.discard(self)
         self.root.native.reshard([self.index], not writes)
 
+    def drop_unshard(self) -> None:
+        """Ends the effect of unshard(), before shards are written."""
+        if self.root is not None and self in self.root.manually_unsharded:
+            self.reshard(writes=False)
+
     # ---- Forward.
 
     def run(self, method: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Any:
@@ -413,9 +424,7 @@ def _await_statuses(module: nn.Module, *_: Any) -> None:
 
 def _write_shards(module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
     """Load-state-dict pre-hook: writes this rank's shards, and puts the parameters into `state`."""
-    unit = unit_of(module)
-    if unit.root is not None and unit in unit.root.manually_unsharded:
-        unit.reshard(writes=False)
+    unit_of(module).drop_unshard()
     for path, child in own_modules(module):
         for name, parameter in child._parameters.items():
             key = prefix + path + name
@@ -425,6 +434,25 @@ def _write_shards(module: nn.Module, state: dict[str, Any], prefix: str, *_: Any
             if value.shape == parameter.shape:
                 write_shard(parameter, value)
                 state[key] = parameter
+
+
+def keep_sharded(module: nn.Module, name: str, value: nn.Parameter) -> nn.Parameter | None:
+    """Hook of register_parameter(): writes the values of `value` into the sharded parameter.
+
+    The sharded parameter stays registered, so that optimizers hold it. Values that do not fit
+    replace it; the next forward raises.
+    """
+    own = module._parameters.get(name)
+    if not isinstance(own, ShardedParameter) or isinstance(value, (ShardedParameter, DTensor)):
+        return None
+    fits = (value.shape, value.dtype) == (own.shape, own.dtype) and value.is_meta <= own.is_meta
+    unit = own._unit()
+    if not fits or unit.is_in_pass() or (unit.root and unit.root.native.holds_gradients()):
+        return None
+    unit.drop_unshard()
+    write_shard(own, value.detach())
+    own.grad = None
+    return own.requires_grad_(value.requires_grad)
 
 
 # ---- Module.to() and similar methods, which call _apply().
@@ -675,8 +703,6 @@ def make_root(outermost: Unit) -> Root:
             "after they are made."
         )
     names = module_paths(outermost)
-    for unit in with_parameters:
-        unit.slots.restore_sharded(write_shard)
     if any(unit.was_on_meta for unit in with_parameters):
         _require_memory(outermost, with_parameters, names)
     _require_untied(outermost)

@@ -19,11 +19,13 @@ from torch import nn
 from torch.distributed.checkpoint._state_dict_stager import StateDictStager as _StateDictStager
 from torch.distributed.checkpoint.planner import SavePlan
 from torch.distributed.checkpoint.staging import BlockingAsyncStager as _BlockingStager
+from torch.nn.modules.module import register_module_parameter_registration_hook
 from torch.optim.optimizer import _foreach_supported_types as _optimizer_foreach_types
 
 from brigade import _C
 from brigade._full_state_dict import gather_full, leaves, shard_optimizer_state
 from brigade._sharded_tensors import ShardedParameter, TensorShard, as_shard
+from brigade._sharded_units import keep_sharded
 from brigade._tensor_trees import map_tensors
 
 _state_dict = torch.distributed.checkpoint.state_dict
@@ -65,6 +67,8 @@ def patch_torch() -> None:
         # the others.
         (HuggingFaceStorageWriter, "prepare_local_plan", _require_one_chunk_per_tensor),
         (HuggingFaceStorageWriter, "prepare_global_plan", _require_one_writer_per_file),
+        # Module.to_empty() replaces parameters on meta.
+        (nn.Module, "_apply", _apply_in_place),
         # Lightning loads checkpoints only into modules with DTensors.
         *((owner, "_has_dtensor_modules", _has_sharded_tensors) for owner in _lightning()),
     ):
@@ -72,6 +76,17 @@ def patch_torch() -> None:
     # Compiled optimizers would read a shard's memory; this makes their steps graph breaks.
     torch._dynamo.trace_rules.add("torch.optim")
     torch.nn.utils.get_total_norm = clip._get_total_norm
+    register_module_parameter_registration_hook(keep_sharded)
+
+
+def _apply_in_place(original: Callable, self: nn.Module, *args: Any, **options: Any) -> nn.Module:
+    own = [item for item in self._parameters.items() if isinstance(item[1], ShardedParameter)]
+    original(self, *args, **options)
+    for name, parameter in own:
+        if (value := self._parameters[name]) is not parameter:
+            self._parameters[name] = parameter
+            self.register_parameter(name, value)  # calls keep_sharded()
+    return self
 
 
 def _lightning() -> list[Any]:

@@ -40,8 +40,16 @@ def _init(module):
         module.weight = nn.Parameter(torch.full_like(module.weight, 2.0))
 
 
+def _allocate_and_reset(model):
+    """Allocates module by module, as init functions of FSDP1 do."""
+    for module in model.modules():
+        module.to_empty(device="cpu", recurse=False)
+    _reset(model)
+
+
 _WAYS = {
     "reset": _reset,
+    "modules": _allocate_and_reset,
     "apply": lambda model: model.apply(_init),
     "blocks": lambda model: (_reset(model), model.blocks.apply(_init)),
 }
@@ -54,11 +62,13 @@ def test_initial_values_equal_one_process(rank, way, world_size):
     plain, model = make_net(), _on_meta()
     shard_blocks(model, reshard_after_forward=world_size > 1)
     assert all(p.is_meta and isinstance(p, brigade.ShardedParameter) for p in model.parameters())
-    model.to_empty(device="cpu")
+    if way != "modules":
+        model.to_empty(device="cpu")
     torch.manual_seed(7)
     _WAYS[way](plain)
     torch.manual_seed(7)
     _WAYS[way](model)
+    assert all(isinstance(p, brigade.ShardedParameter) for p in model.parameters())
     expect_equal(model, plain)
     _expect_trains_alike(rank, model, plain)
 

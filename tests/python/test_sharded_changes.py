@@ -2,12 +2,22 @@
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.distributed.tensor import distribute_tensor
 
 import brigade
 
 from ranks import on_ranks
-from sharded_training import Pair, batch_of
+from sharded_training import (
+    Pair,
+    batch_of,
+    loss_of,
+    make_net,
+    shard_blocks,
+    step_of_all,
+    train_step,
+)
 
 
 @pytest.mark.parametrize("is_alike", [True, False])
@@ -126,6 +136,82 @@ def test_parameters_replaced_while_unsharded_are_not_overwritten(rank):
         pair.loss(1)
     model.blocks[0].up.bias = own
     pair.step(1)
+    pair.expect_equal()
+
+
+@pytest.mark.parametrize("has_root", [True, False])
+@pytest.mark.parametrize("is_old_optimizer", [True, False])
+@on_ranks()
+def test_optimizers_train_a_parameter_that_was_initialized_again(rank, has_root, is_old_optimizer):
+    plain, model = make_net(), shard_blocks(make_net())
+    if has_root:
+        loss_of(model, rank, 0).backward()
+    pair = Pair(rank, nets=(plain, model)) if is_old_optimizer else None
+    for net in (plain, model):
+        torch.manual_seed(5)
+        net.head.weight = nn.Parameter(torch.randn_like(net.head.weight))
+        net.blocks[1].up.register_parameter("bias", nn.Parameter(torch.ones(15)))
+    assert all(type(p) is brigade.ShardedParameter for p in model.parameters())
+    assert model.head.weight.grad is None
+    pair = pair or Pair(rank, nets=(plain, model))
+    if is_old_optimizer:  # the plain one holds the parameters that were replaced
+        pair.optimizers[0] = torch.optim.SGD(plain.parameters(), lr=0.1, foreach=False)
+    pair.expect_equal()
+    for step in range(2):
+        train_step(model, pair.optimizers[1], step, rank)
+        step_of_all(plain, pair.optimizers[0], step, 2)
+        pair.expect_equal()
+
+
+@on_ranks()
+def test_assigned_values_while_unsharded(rank):
+    pair = Pair(rank)
+    model, bias = pair.model, pair.model.blocks[0].up.bias
+    pair.step(0)
+    with model.whole_parameters(writes=True):
+        model.blocks[0].up.bias = nn.Parameter(torch.ones(15))
+    assert bias.full_tensor().eq(1).all()
+    with pytest.raises(RuntimeError, match=r"would be lost"), model.whole_parameters():
+        model.blocks[0].up.bias = nn.Parameter(torch.zeros(15))
+    model.blocks[0].unshard()
+    model.blocks[0].up.bias = nn.Parameter(torch.full((15,), 3.0))
+    assert model.blocks[0].up.bias is bias
+    pair.plain.blocks[0].up.bias.data.fill_(3)
+    pair.expect_equal()
+    pair.step(1)
+    pair.expect_equal()
+    model.blocks[0].up.bias = nn.Parameter(torch.ones(15), requires_grad=False)
+    pair.loss(2).backward()
+    assert model.blocks[0].up.bias is bias and bias.grad is None and not bias.requires_grad
+
+
+@on_ranks()
+def test_assigned_parameters_that_do_not_fit_are_errors(rank):
+    pair = Pair(rank)
+    model = pair.model
+    own = model.blocks[0].up.bias
+    mesh = dist.init_device_mesh("cpu", (2,))
+    for given, words in (
+        (torch.ones(15, device="meta"), "found a Parameter of"),
+        (torch.ones(15, dtype=torch.float64), "float64"),
+        (distribute_tensor(torch.ones(15), mesh), "found a"),
+        (model.blocks[1].up.bias, "found a ShardedParameter"),  # would tie them
+    ):
+        is_tied = isinstance(given, nn.Parameter)
+        model.blocks[0].up.bias = given if is_tied else nn.Parameter(given)
+        with pytest.raises(RuntimeError, match=rf"'blocks\.0\.up\.bias' was replaced.*{words}"):
+            pair.loss(0)
+        model.blocks[0].up.bias = own
+    model.set_requires_gradient_sync(False)
+    pair.loss(0).backward()
+    model.blocks[0].up.bias = nn.Parameter(torch.ones(15))  # the gradients belong to the other
+    with pytest.raises(RuntimeError, match=r"'blocks\.0\.up\.bias' was replaced"):
+        pair.loss(0)
+    model.blocks[0].up.bias = own
+    model.set_requires_gradient_sync(True)
+    pair.optimizers[1].zero_grad()
+    pair.loss(0).backward()
+    pair.step(0)
     pair.expect_equal()
 
 
