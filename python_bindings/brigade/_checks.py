@@ -18,6 +18,15 @@ import torch.distributed as dist
 
 from brigade import _C
 
+
+class AssertedValueError(ValueError, AssertionError):
+    """ValueError where torch raises AssertionError."""
+
+
+class AssertedNotImplementedError(NotImplementedError, AssertionError):
+    """NotImplementedError where torch raises AssertionError."""
+
+
 _LARGEST_CAP_MIB = 2**40
 _LATE_S = 3.0  # then a rank that waits with its error prints it
 

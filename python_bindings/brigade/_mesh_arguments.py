@@ -15,6 +15,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import Shard
 
+from brigade._checks import AssertedValueError
+
 _GroupAndShards = tuple[dist.ProcessGroup, int]
 
 
@@ -98,7 +100,10 @@ def _group_of_ranks(ranks: tuple[int, ...]) -> dist.ProcessGroup:
 def mesh_of_placements(
     named: list[tuple[str, nn.Parameter]], placement_fn: Callable[[nn.Parameter], Any], mesh: Any
 ) -> Any:
-    """Returns the one mesh of a unit with these parameters; `mesh` if `placement_fn` names none."""
+    """Returns the one mesh of a unit with these parameters; `mesh` if `placement_fn` names none.
+
+    Sets `_brigade_placement` of the parameters.
+    """
     first: tuple[str, Any] | None = None
     for name, parameter in named:
         placement, own = placement_fn(parameter), mesh
@@ -106,6 +111,7 @@ def mesh_of_placements(
             placement, own = placement.placement, _mesh_of_info(placement.mesh_info)
         if placement is not None:
             _require_shard_of(name, parameter, placement)
+            parameter._brigade_placement = Shard(placement.dim % max(parameter.dim(), 1))
         first = first or (name, own)
         if own != first[1]:
             raise NotImplementedError(
@@ -124,7 +130,7 @@ def _require_shard_of(name: str, parameter: nn.Parameter, placement: Any) -> Non
         )
     num_dims = max(parameter.dim(), 1)
     if not -num_dims <= placement.dim < num_dims:
-        raise ValueError(
+        raise AssertedValueError(
             f"fully_shard: shard_placement_fn: expected one of the {parameter.dim()} dimensions of "
             f"'{name}', found Shard({placement.dim}).\nReturn Shard(0) or None."
         )

@@ -6,6 +6,7 @@ methods and the protocol of torch.distributed.checkpoint, which saves a shard as
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import math
 import weakref
@@ -20,7 +21,7 @@ from torch.distributed.checkpoint.metadata import (
     TensorProperties,
 )
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
-from torch.distributed.tensor import Replicate
+from torch.distributed.tensor import Replicate, Shard
 
 from brigade import _C
 
@@ -65,6 +66,14 @@ def _boxes_of(shape: tuple[int, ...], begin: int, end: int) -> tuple[_Box, ...]:
 # ---- Tensors.
 
 
+@dataclasses.dataclass(frozen=True)
+class Origin:
+    """The parameter's unit and requested placement; its gradient and state share them."""
+
+    unit: weakref.ref[Unit]
+    placement: Shard
+
+
 class _FullTensor(torch.autograd.Function):
     """full_tensor() of a sharded tensor, without a gradient: no backward would reduce it."""
 
@@ -99,7 +108,7 @@ class TensorShard(torch.Tensor):
     """
 
     __torch_function__ = torch._C._disabled_torch_function_impl
-    _brigade_unit: weakref.ref[Unit]
+    _brigade_origin: Origin
 
     def to_local(self) -> torch.Tensor:
         """Returns this rank's elements as a 1-D view, in memory order.
@@ -128,15 +137,15 @@ class TensorShard(torch.Tensor):
     def placements(self) -> tuple:
         """DTensor's counterpart: (Shard(0),), or (Replicate(), Shard(0)) on a 2-D mesh.
 
-        Only approximate: shards are cut in memory order, perhaps within a row. A tensor without
-        dimensions has Replicate() instead of Shard(0).
+        Only approximate: shards are cut in memory order, perhaps within a row, even if
+        `shard_placement_fn` returned another Shard. A tensor without dimensions has Replicate().
         """
-        placements = self._unit().placements()
-        return placements if self.dim() > 0 else (Replicate(),) * len(placements)
+        replicas = (Replicate(),) * (self._unit().device_mesh().ndim - 1)
+        return (*replicas, self._brigade_origin.placement if self.dim() > 0 else Replicate())
 
     def _unit(self) -> Unit:
-        reference = getattr(self, "_brigade_unit", None)
-        unit = None if reference is None else reference()
+        origin = getattr(self, "_brigade_origin", None)
+        unit = None if origin is None else origin.unit()
         if unit is None:
             raise RuntimeError(
                 "the module of this sharded tensor was freed.\nKeep a reference to the module."
@@ -300,11 +309,10 @@ class ShardedParameter(TensorShard, nn.Parameter):
 def as_shard(
     tensor: torch.Tensor, like: torch.Tensor, cls: type[TensorShard] = TensorShard
 ) -> TensorShard:
-    """Changes the class of `tensor` to `cls` and its unit to that of `like`; returns `tensor`."""
+    """Changes the class of `tensor` to `cls` and its origin to that of `like`; returns `tensor`."""
     tensor.__class__ = cls
-    reference = getattr(like, "_brigade_unit", None)
-    if reference is not None:
-        tensor._brigade_unit = reference
+    if (origin := getattr(like, "_brigade_origin", None)) is not None:
+        tensor._brigade_origin = origin
     return tensor
 
 

@@ -20,7 +20,7 @@ from torch import nn
 from torch.distributed._composable.contract import REGISTRY_KEY, RegistryItem
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import DTensor, Shard
 
 from brigade import _C
 from brigade._checks import raises_on_all_ranks, require_count, some_of
@@ -37,6 +37,7 @@ from brigade._prepare_parameters import (
     require_untied,
 )
 from brigade._sharded_tensors import (
+    Origin,
     ShardedParameter,
     TensorShard,
     as_shard,
@@ -210,7 +211,8 @@ class Unit:
         self.parameters = parameters
         for parameter in parameters:
             parameter.__class__ = parameter_class(type(parameter))
-            parameter._brigade_unit = reference
+            placement = getattr(parameter, "_brigade_placement", Shard(0))
+            parameter._brigade_origin = Origin(reference, placement)
 
     # ---- Relations to other units.
 
@@ -293,9 +295,6 @@ class Unit:
                 ranks.view(-1, self.num_shards) if self.has_replicas() else ranks,
             )
         return self._mesh
-
-    def placements(self) -> tuple:
-        return (Replicate(), Shard(0)) if self.device_mesh().ndim == 2 else (Shard(0),)
 
     # ---- Settings.
 

@@ -23,7 +23,12 @@ from torch.distributed.fsdp import FSDPModule as _TorchFSDPModule
 from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy, UnshardHandle
 
 from brigade import _C, _compiling, _full_state_dict
-from brigade._checks import raises_on_all_ranks, require_count
+from brigade._checks import (
+    AssertedNotImplementedError,
+    AssertedValueError,
+    raises_on_all_ranks,
+    require_count,
+)
 from brigade._mesh_arguments import group_and_num_shards, mesh_of_placements
 from brigade._sharded_units import Root, Unit, convert, own_modules, split_reshards, unit_of
 from brigade._torch_patches import patch_torch
@@ -71,7 +76,7 @@ class FSDPModule(_TorchFSDPModule):
         return own(*args, **kwargs)
 
     def __deepcopy__(self, memo: dict) -> nn.Module:
-        raise NotImplementedError(
+        raise AssertedNotImplementedError(
             "fully_shard: a sharded module can't be copied.\nCopy it before fully_shard, and load "
             "full_state_dict() into the copy."
         )
@@ -539,7 +544,8 @@ def fully_shard(
             backward all-gathers among them. n = 1 equals False; n = all equals True.
         shard_placement_fn: Function of a parameter. It returns None, a Shard, or a
             ShardPlacementResult, whose mesh becomes the unit's mesh and must be the same for all of
-            the unit's parameters. The dimension of Shard has no effect; see `block_numel_fn`.
+            the unit's parameters. `placements` reports the dimension of Shard, which has no other
+            effect; see `block_numel_fn`.
         mp_policy: dtypes of compute, reductions, inputs and outputs. Parameters keep their dtype.
         offload_policy: None or OffloadPolicy(). CPU offload is not supported.
         ignored_params: Parameters that are neither sharded nor averaged.
@@ -644,7 +650,9 @@ def _require_separate(modules: list[nn.Module]) -> None:
                 "Shard its elements, each as a unit or list(...) as one unit."
             )
         if unit_of(module) is not None:
-            raise ValueError(f"fully_shard: this {type(module).__name__} is sharded already.")
+            raise AssertedValueError(
+                f"fully_shard: this {type(module).__name__} is sharded already."
+            )
         inside = [other for other in module.modules() if any(other is each for each in modules)]
         if len(inside) > 1 or sum(module is each for each in modules) > 1:
             raise ValueError(

@@ -60,8 +60,9 @@ def test_the_module_has_torchs_interface(rank):
         assert torch.equal(model.head.weight, make_net().head.weight)
     whole = model.blocks[1].up.weight
     assert isinstance(whole, brigade.ShardedParameter)
-    with pytest.raises(ValueError, match="sharded already"):
-        brigade.fully_shard(model)
+    for base in (ValueError, AssertionError):  # torch's is an AssertionError
+        with pytest.raises(base, match="sharded already"):
+            brigade.fully_shard(model)
     with pytest.raises(NotImplementedError, match=r"'blocks\.1\.up\.weight'"):
         whole.detach() @ whole.detach().t()
 

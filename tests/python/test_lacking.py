@@ -75,6 +75,8 @@ def test_errors_name_the_unsupported_call_and_change_nothing(rank):
         module = brigade.fully_shard(nn.Conv2d(2, 2, 3)) if name == "memory format" else pair.model
         with pytest.raises(NotImplementedError, match=words):
             call(module)
+    with pytest.raises(AssertionError, match="can't be copied"):
+        copy.deepcopy(pair.model)
     pair.expect_step(0)
 
 

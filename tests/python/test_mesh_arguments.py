@@ -138,9 +138,13 @@ def test_placements(rank):
     ):
         found = _gradient(shard_blocks(make_net(), shard_placement_fn=placement_of), rank)
         assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+    model = shard_blocks(make_net(), shard_placement_fn=lambda p: Shard(-1))
+    _gradient(model, rank)
+    for parameter in model.parameters():
+        assert parameter.placements == parameter.grad.placements == (Shard(parameter.dim() - 1),)
     model = make_net()
     for shape, error, words in (
-        (Shard(2), ValueError, r"the 2 dimensions of 'embed\.weight', found Shard\(2\)"),
+        (Shard(2), AssertionError, r"the 2 dimensions of 'embed\.weight', found Shard\(2\)"),
         (Shard(-3), ValueError, r"the 2 dimensions of 'embed\.weight', found Shard\(-3\)"),
         (Replicate(), ValueError, r"found Replicate\(\) for 'embed\.weight'"),
     ):
