@@ -10,6 +10,7 @@ from __future__ import annotations
 import collections
 import itertools
 import threading
+import types
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
@@ -227,10 +228,36 @@ class Unit:
         parent = self.parent()
         return self if parent is None else parent.outermost()
 
+    # ---- Private names of torch's FSDPState, which other programs read.
+
     @property
     def _comm_ctx(self) -> Unit:
         """Identifies the communication context; torch's pipeline schedules compare it."""
         return self.outermost()
+
+    def _lazy_init(self) -> None:
+        """Makes this unit the outermost one. Collective."""
+        if self.root is None:
+            make_root(self)
+
+    @property
+    def _is_root(self) -> bool | None:
+        return None if self.root is None else self.root.outermost is self
+
+    @property
+    def _state_ctx(self) -> types.SimpleNamespace:
+        return types.SimpleNamespace(all_states=self.outermost().subtree())
+
+    @property
+    def _fsdp_param_group(self) -> types.SimpleNamespace | None:
+        if self.native is None:
+            return None
+        names = self.parameter_names(module_paths(self.outermost()))
+        params = [
+            types.SimpleNamespace(_param_fqn=name, sharded_param=parameter)
+            for name, parameter in zip(names, self.parameters, strict=True)
+        ]
+        return types.SimpleNamespace(_module_fqn=self.path, fsdp_params=params)
 
     def modules(self) -> list[nn.Module]:
         return [module for reference in self._modules if (module := reference()) is not None]

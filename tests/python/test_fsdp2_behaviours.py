@@ -215,3 +215,23 @@ def test_an_averaged_model_is_sharded_after_its_copy(rank):
             average.update_parameters(net)
     x = batch_of(0, 9)
     torch.testing.assert_close(averages[1](x), averages[0](x))
+
+
+@on_ranks()
+def test_private_names_of_torchs_states(rank):
+    model = shard_blocks(make_net())
+    state, inner = brigade.fully_shard.state(model), brigade.fully_shard.state(model.blocks[1])
+    assert state._is_root is None
+    state._lazy_init()
+    state._lazy_init()
+    assert state._is_root and inner._is_root is False
+    assert inner._state_ctx.all_states[0] is state
+    assert inner._state_ctx.all_states[1:] == [b._get_fsdp_state() for b in model.blocks]
+    group = inner._fsdp_param_group
+    assert group._module_fqn == "blocks.1"
+    for param in group.fsdp_params:
+        assert model.get_parameter(param._param_fqn) is param.sharded_param
+    other = shard_blocks(make_net())
+    brigade.fully_shard.state(other.blocks[0])._lazy_init()
+    with pytest.raises(RuntimeError, match="became the outermost"):
+        brigade.fully_shard.state(other)._lazy_init()
