@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from brigade import _C
-from brigade._sharded_tensors import TensorShard, as_shard
+from brigade._sharded_tensors import TensorShard
 from brigade._sharded_units import Unit
 
 # Optimizer state that is one number even if the parameter has the same shape, ().
@@ -29,7 +29,7 @@ def shard_optimizer_state(parameter: TensorShard, values: dict[str, Any]) -> dic
     for key, value in values.items():
         fits = isinstance(value, torch.Tensor) and value.shape == parameter.shape
         if fits and key not in _SCALARS and not _C.is_sharded(value):
-            value = as_shard(_C.shard_like(value.to(parameter.device), parameter), parameter)
+            value = parameter._shard_of(value.to(parameter.device))
         state[key] = value if isinstance(value, TensorShard) else _copy_of(value)
     return state
 
@@ -65,7 +65,9 @@ def gather_full(state: dict[str, Any], rank0_only: bool) -> dict[str, Any]:
             raise RuntimeError(
                 f"{error}\nGive the optimizers of all ranks the same steps."
             ) from None
-    keeps = not rank0_only or root.outermost.group.rank() == 0
+    specs = [shard._brigade_origin.spec for _, shard in shards]
+    is_first = not any(spec and any(spec.mesh.get_coordinate()) for spec in specs)
+    keeps = not rank0_only or (root.outermost.group.rank() == 0 and is_first)
     full_tensors: dict[tuple, torch.Tensor] = {}
     for _, shard in shards:
         key = _alias_key(shard)

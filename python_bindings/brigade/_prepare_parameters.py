@@ -26,12 +26,6 @@ if TYPE_CHECKING:
 
 
 def require_plain(parameter: nn.Parameter, where: str) -> None:
-    if isinstance(parameter, DTensor):
-        raise NotImplementedError(
-            f"fully_shard: expected plain tensors, found that parameter {where} is a DTensor.\n"
-            "Pass this rank's local tensors, and name the mesh's data-parallel dimensions in "
-            "dp_mesh_dims."
-        )
     for extension in ("fsdp_pre_all_gather", "fsdp_post_all_gather"):
         if hasattr(parameter, extension):
             raise NotImplementedError(
@@ -146,6 +140,7 @@ def _former_memory_of(tensor: torch.Tensor) -> _Memory | None:
 
 def _interval_of(tensor: torch.Tensor) -> list[tuple[torch.UntypedStorage, int, int]]:
     """Returns [(storage, begin, end)] in bytes; [] for a tensor without a storage."""
+    tensor = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
     if isinstance(tensor, TensorShard) or nn.parameter.is_lazy(tensor):
         return []
     if tensor.layout != torch.strided or tensor.is_meta or tensor.numel() == 0:

@@ -26,6 +26,8 @@ from torch.distributed.tensor import Replicate, Shard
 from brigade import _C
 
 if TYPE_CHECKING:
+    from torch.distributed.tensor._dtensor_spec import DTensorSpec
+
     from brigade._sharded_units import Unit
 
 
@@ -68,10 +70,14 @@ def _boxes_of(shape: tuple[int, ...], begin: int, end: int) -> tuple[_Box, ...]:
 
 @dataclasses.dataclass(frozen=True)
 class Origin:
-    """The parameter's unit and requested placement; its gradient and state share them."""
+    """The parameter's unit and requested placement; its gradient and state share them.
+
+    `spec`: of the DTensor whose local tensor is sharded; None for a plain tensor.
+    """
 
     unit: weakref.ref[Unit]
     placement: Shard
+    spec: DTensorSpec | None = None
 
 
 class _FullTensor(torch.autograd.Function):
@@ -79,7 +85,7 @@ class _FullTensor(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, shard: TensorShard) -> torch.Tensor:
-        return _C.full_tensor(shard)
+        return shard._gathered() if isinstance(shard, TensorShard) else _C.full_tensor(shard)
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> None:
@@ -109,6 +115,7 @@ class TensorShard(torch.Tensor):
 
     __torch_function__ = torch._C._disabled_torch_function_impl
     _brigade_origin: Origin
+    _shard_class: type[TensorShard]  # of detach() and similar methods
 
     def to_local(self) -> torch.Tensor:
         """Returns this rank's elements as a 1-D view, in memory order.
@@ -123,10 +130,24 @@ class TensorShard(torch.Tensor):
         The copy of a tensor that requires gradients raises RuntimeError in backward.
         """
         if self.is_meta:
-            return torch.empty_strided(
-                self.shape, self.stride(), dtype=self.dtype, device=self.device
-            )
+            return TensorShard._empty(self)  # `self` may be an optimizer's torch.Tensor
         return _FullTensor.apply(self)
+
+    def _empty(self) -> torch.Tensor:
+        """Returns an uninitialized unsharded tensor."""
+        return torch.empty_strided(self.shape, self.stride(), dtype=self.dtype, device=self.device)
+
+    def _gathered(self) -> torch.Tensor:
+        return _C.full_tensor(self)
+
+    def _part_of(self, full: torch.Tensor) -> torch.Tensor:
+        """Returns the part of the full tensor that the ranks of the unit share."""
+        return full
+
+    def _shard_of(self, full: torch.Tensor) -> TensorShard:
+        """Returns a full tensor, perhaps a DTensor, sharded as this one."""
+        full = full.full_tensor() if hasattr(full, "full_tensor") else full
+        return as_shard(_C.shard_like(self._part_of(full), self), self)
 
     @property
     def device_mesh(self) -> Any:
@@ -223,12 +244,13 @@ class TensorShard(torch.Tensor):
     def _boxes(self) -> Iterator[tuple[tuple[int, ...], torch.Tensor]]:
         """Yields (offsets in the unsharded tensor, view of this rank's memory)."""
         local, begin = _C.local_of(self), _C.offset_of(self)
-        if self.numel() == 0:  # so that checkpoints have its name
-            yield (0,) * self.dim(), local.view(self.shape)
+        sizes, strides = torch.Tensor.size(self), torch.Tensor.stride(self)
+        if sizes.numel() == 0:  # so that checkpoints have its name
+            yield (0,) * self.dim(), local.view(sizes)
             return
-        order = sorted(range(self.dim()), key=lambda dim: (-self.stride(dim), -self.size(dim)))
+        order = sorted(range(self.dim()), key=lambda dim: (-strides[dim], -sizes[dim]))
         back = [order.index(dim) for dim in range(self.dim())]
-        shape = tuple(self.size(dim) for dim in order)
+        shape = tuple(sizes[dim] for dim in order)
         start = 0
         for offsets, sizes in _boxes_of(shape, begin, begin + local.numel()):
             numel = math.prod(sizes)
@@ -267,6 +289,8 @@ class TensorShard(torch.Tensor):
         """The shape that checkpoints are compared with."""
         return self.shape
 
+
+TensorShard._shard_class = TensorShard
 
 # torch uses the checkpoint protocol above only for tensors that also have these attributes.
 for _name in ("global_offsets", "local_offsets", "local_sizes"):
@@ -307,10 +331,10 @@ class ShardedParameter(TensorShard, nn.Parameter):
 
 
 def as_shard(
-    tensor: torch.Tensor, like: torch.Tensor, cls: type[TensorShard] = TensorShard
+    tensor: torch.Tensor, like: TensorShard, cls: type[TensorShard] | None = None
 ) -> TensorShard:
-    """Changes the class of `tensor` to `cls` and its origin to that of `like`; returns `tensor`."""
-    tensor.__class__ = cls
+    """Gives `tensor` a class, by default that of tensors like `like`, and the origin of `like`."""
+    tensor.__class__ = cls or like._shard_class
     if (origin := getattr(like, "_brigade_origin", None)) is not None:
         tensor._brigade_origin = origin
     return tensor
@@ -334,9 +358,11 @@ def write_shard(parameter: TensorShard, value: torch.Tensor) -> None:
         )
     if is_unsharded and _C.is_sharded(value) and _C.alias_key(value) == _C.alias_key(parameter):
         return
-    if is_unsharded or not _C.is_sharded(value):
+    if is_unsharded:
         full = value.full_tensor() if hasattr(value, "full_tensor") else value
-        value = full if is_unsharded else _C.shard_like(full, parameter)
+        value = parameter._part_of(full)
+    elif not _C.is_sharded(value):
+        value = parameter._shard_of(value)
     if parameter.is_meta and not value.is_meta:
         _C.set_shard(parameter, value.detach().to(parameter.dtype))
     else:

@@ -12,7 +12,7 @@ import itertools
 import threading
 import types
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -45,6 +45,7 @@ from brigade._sharded_tensors import (
     parameter_class,
     write_shard,
 )
+from brigade._tensor_parallel import TensorParallelParameter, local_parameter, reading_dtensors
 from brigade._tensor_trees import cast_floating, map_tensors, move_to, return_additions, tensors_in
 
 _UNIT = "_brigade_unit"
@@ -77,9 +78,16 @@ def own_modules(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.M
 
 
 def _checked_parameters(
-    modules: list[nn.Module], prefixes: list[str], ignored: set[nn.Parameter]
+    modules: list[nn.Module],
+    prefixes: list[str],
+    ignored: set[nn.Parameter],
+    group: dist.ProcessGroup,
+    device_type: str | None,
 ) -> tuple[dict[nn.Parameter, list[tuple[int, str]]], list[Slot]]:
-    """Returns a new unit's parameters with their (index in modules, path), and their slots."""
+    """Returns a new unit's parameters with their (index in modules, path), and their slots.
+
+    The parameters of DTensors are their local ones.
+    """
     paths: dict[nn.Parameter, list[tuple[int, str]]] = {}
     slots: list[Slot] = []
     for index, module in enumerate(modules):
@@ -89,6 +97,8 @@ def _checked_parameters(
                 if parameter is None or parameter in ignored:
                     continue
                 where = f"'{prefixes[index]}{prefix}{name}' of {type(module).__name__}"
+                if isinstance(parameter, DTensor):
+                    parameter = local_parameter(parameter, where, group, device_type)
                 require_plain(parameter, where)
                 require_in_no_unit(parameter, where)
                 paths.setdefault(parameter, []).append((index, prefix + name))
@@ -165,7 +175,7 @@ class Unit:
         prefixes = [f"[{index}]." if len(modules) > 1 else "" for index in range(len(modules))]
         block_numels = dtypes = None
         with raises_on_all_ranks(self.group):
-            paths, slots = _checked_parameters(modules, prefixes, ignored)
+            paths, slots = _checked_parameters(modules, prefixes, ignored, self.group, device_type)
             parameters, self._paths = list(paths), list(paths.values())
             names = [prefixes[index] + path for (index, path), *_ in self._paths]
             if block_numel_fn is not None:
@@ -211,9 +221,18 @@ class Unit:
         remember_memory(memories)
         self.parameters = parameters
         for parameter in parameters:
-            parameter.__class__ = parameter_class(type(parameter))
+            spec = getattr(parameter, "_brigade_spec", None)
+            parameter.__class__ = (
+                parameter_class(type(parameter)) if spec is None else TensorParallelParameter
+            )
             placement = getattr(parameter, "_brigade_placement", Shard(0))
-            parameter._brigade_origin = Origin(reference, placement)
+            parameter._brigade_origin = Origin(reference, placement, spec)
+        for where, name, parameter in slots:
+            where[name] = parameter
+        for module in modules:
+            for _, child in own_modules(module):
+                if any(isinstance(p, TensorParallelParameter) for p in child._parameters.values()):
+                    child.__class__ = reading_dtensors(type(child))
 
     # ---- Relations to other units.
 
@@ -393,9 +412,7 @@ class Unit:
             output = self._cast_outputs(method(*args, **kwargs))
             return_additions(callers, (args, kwargs))
             output = map_tensors(output, _without_user_hooks)
-            tensors = [tensor for tensor in tensors_in(output) if tensor.grad_fn is not None]
-            self._unshard_before_backward(tensors)
-            native.end_forward(tensors)
+            native.end_forward(self.unshard_before_backward(output))
         except BaseException as error:
             native.forward_failed(f"{type(error).__name__}: {error}")
             raise
@@ -407,10 +424,14 @@ class Unit:
         dtype = self.policy.output_dtype
         return output if dtype is None else cast_floating(output, dtype)
 
-    def _unshard_before_backward(self, outputs: Iterable[torch.Tensor]) -> None:
-        """Unshards the unit when backward reaches its outputs; compiled code needs that."""
+    def unshard_before_backward(self, output: Any) -> list[torch.Tensor]:
+        """Unshards the unit when backward reaches `output`; compiled code needs that.
+
+        Returns the tensors in `output` that backward reaches.
+        """
+        tensors = [tensor for tensor in tensors_in(output) if tensor.grad_fn is not None]
         if self.index < 0 or not self.settings().gathers_in_backward:
-            return
+            return tensors
         reference = weakref.ref(self)
 
         def unshard(*_: Any) -> None:
@@ -418,8 +439,9 @@ class Unit:
                 unit.root.native.use_in_backward(unit.index)
                 unit.root.reshard_due("reshard_after_backward")
 
-        for output in outputs:
-            output.grad_fn.register_prehook(unshard)
+        for tensor in tensors:
+            tensor.grad_fn.register_prehook(unshard)
+        return tensors
 
 
 def _require_no_transform() -> None:

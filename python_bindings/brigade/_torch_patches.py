@@ -26,6 +26,7 @@ from brigade import _C
 from brigade._full_state_dict import gather_full, leaves, shard_optimizer_state
 from brigade._sharded_tensors import ShardedParameter, TensorShard, as_shard
 from brigade._sharded_units import keep_sharded
+from brigade._tensor_parallel import TensorParallelParameter, TensorParallelShard
 from brigade._tensor_trees import map_tensors
 
 _state_dict = torch.distributed.checkpoint.state_dict
@@ -40,9 +41,9 @@ def patch_torch() -> None:
     from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter
 
     # clip_grad_norm_() then computes all norms at once: one all-reduce instead of one per tensor.
-    torch.utils._foreach_utils._foreach_supported_types.append(TensorShard)
+    torch.utils._foreach_utils._foreach_supported_types += (TensorShard, TensorParallelShard)
     # Optimizers then use their foreach implementation where it is the default, on devices.
-    _optimizer_foreach_types.append(ShardedParameter)
+    _optimizer_foreach_types.extend((ShardedParameter, TensorParallelParameter))
     # Compiled code checks exact types in its first run, on torch 2.12 to 2.14.
     if hasattr(runtime_wrappers, "HANDLED_TYPES"):
         runtime_wrappers.HANDLED_TYPES += (ShardedParameter, TensorShard)
@@ -193,7 +194,7 @@ def _shard_copied_values(
         if value is shard or not isinstance(value, torch.Tensor):
             continue
         if value.shape == shard.shape and not _C.is_sharded(value):
-            own[key] = as_shard(_C.shard_like(value, shard), shard)
+            own[key] = shard._shard_of(value)
 
 
 def _require_one_chunk_per_tensor(original: Callable, self: Any, plan: SavePlan) -> SavePlan:

@@ -31,6 +31,7 @@ from brigade._checks import (
 )
 from brigade._mesh_arguments import group_and_num_shards, mesh_of_placements
 from brigade._sharded_units import Root, Unit, convert, own_modules, split_reshards, unit_of
+from brigade._tensor_parallel import TensorParallelParameter
 from brigade._torch_patches import patch_torch
 
 # torch before 2.15 lacks this class.
@@ -379,8 +380,11 @@ class FSDPModule(_TorchFSDPModule):
         Returns:
             The total norm before clipping, on the CPU.
         """
-        norm = self._root().native.clip_grad_norm(max_norm, norm_type)
-        return torch.tensor(norm, device="cpu")
+        root = self._root()
+        parameters = [parameter for unit in root.units for parameter in unit.parameters]
+        if any(isinstance(parameter, TensorParallelParameter) for parameter in parameters):
+            return nn.utils.clip_grad_norm_(parameters, max_norm, norm_type).cpu()
+        return torch.tensor(root.native.clip_grad_norm(max_norm, norm_type), device="cpu")
 
     def full_state_dict(self, *, rank0_only: bool = False) -> dict[str, torch.Tensor]:
         """Returns copies of the unsharded parameters, on the CPU, and of the buffers. Collective.
@@ -550,7 +554,8 @@ def fully_shard(
         offload_policy: None or OffloadPolicy(). CPU offload is not supported.
         ignored_params: Parameters that are neither sharded nor averaged.
         dp_mesh_dims: torch's DataParallelMeshDims: the dimensions `shard` and `replicate` of a
-            larger mesh. Parameters must be plain tensors, which differ along other dimensions.
+            larger mesh. Parameters must be plain tensors, which differ along other dimensions, or
+            DTensors over other dimensions.
         prefetch_depth: The number of units whose all-gathers begin before they are needed.
         broadcast_parameters: Broadcasts rank 0's parameters.
         block_numel_fn: Function of a parameter; returns the number of consecutive elements that

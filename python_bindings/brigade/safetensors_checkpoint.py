@@ -29,6 +29,7 @@ from brigade import _C
 from brigade._checks import raises_on_all_ranks, some_of
 from brigade._sharded_tensors import ShardedParameter, as_shard
 from brigade._sharded_units import unit_of
+from brigade._tensor_parallel import TensorParallelParameter
 
 _ADAM = {"step": None, "exp_avg": None, "exp_avg_sq": None, "max_exp_avg_sq": "amsgrad"}
 
@@ -227,6 +228,11 @@ def _model_maker(model: nn.Module, where: str) -> Callable[[], _C.CheckpointMode
     unit = unit_of(model)
     if unit is not None and unit.outermost() is unit:
         root = unit.require_root()
+        if any(isinstance(p, TensorParallelParameter) for p in model.parameters()):
+            raise ValueError(
+                f"{where}: tensor-parallel parameters are not supported.\nUse "
+                "torch.distributed.checkpoint."
+            )
         return lambda: _C.CheckpointModel(root.native)
     if any(unit_of(module) is not None for module in model.modules()):
         raise ValueError(
