@@ -157,9 +157,11 @@ def test_resumed_training_has_the_bits_of_uninterrupted_training(tmp_path):
     assert [parameters for parameters, _ in resumed] == unbroken
 
 
-def test_the_sharded_program_of_the_start_page_learns(tmp_path):
-    (block,) = [block for block in blocks_of(DOCS / "start/python.md") if block.use == "torchrun"]
-    assert _run(tmp_path, [block], "", _LEARNT).count("has learnt") == 2
+def test_the_programs_of_the_start_page_learn(tmp_path):
+    programs = [block for block in blocks_of(DOCS / "start/python.md") if block.use == "torchrun"]
+    replicated, sharded = programs
+    assert _run(tmp_path, [replicated], "", "").count(": loss 0.0") == 2
+    assert _run(tmp_path, [sharded], "", _LEARNT).count("has learnt") == 2
 
 
 @pytest.mark.slow

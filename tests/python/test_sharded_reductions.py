@@ -40,7 +40,7 @@ _TOTALS = {
     "by its type": lambda t: torch.norm(t, 1) + torch.linalg.vector_norm(t),
     "of a list": lambda t: torch._foreach_norm(torch._foreach_mul([t], 2.0))[0],
     "by row": lambda t: t.sum(0) + t.mean(0),
-    "norm by row": lambda t: torch.linalg.vector_norm(t, dim=0, keepdim=True) + t.norm(dim=-1).sum(),
+    "norm by row": lambda t: torch.linalg.vector_norm(t, dim=0) + t.norm(dim=-1).sum(),
     "spread": lambda t: t.std() + t.var() + t.prod(),
     "places": lambda t: t.argmax() - t.argmin() + t.count_nonzero() + (t > 0).count_nonzero(0),
     "quantiles": lambda t: t.median() + t.max(0).values + t.min(-1).values.sum(),
