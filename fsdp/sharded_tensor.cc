@@ -4,6 +4,7 @@
 #include <ATen/core/grad_mode.h>
 #include <c10/core/StorageImpl.h>
 #include <c10/core/TensorImpl.h>
+#include <c10/core/impl/LocalDispatchKeySet.h>
 #include <c10/util/Exception.h>
 
 #include <algorithm>
@@ -109,8 +110,16 @@ at::Tensor make_sharded_like(const at::Tensor& sharded, at::Tensor local) {
 at::Tensor gather_whole(const at::Tensor& sharded) {
   const Shard& shard = *shard_of(sharded);
   ShardGroup& group = group_of(shard);
-  if (shard.owner != nullptr) shard.owner->await_statuses();
   const at::NoGradGuard no_grad;
+  if (shard.owner != nullptr) {
+    const Shard* const used = &shard;
+    if (shard.owner->use({&used, 1}) == ParameterState::kWritable) {
+      // The shards get the writes when unsharded() ends.
+      const c10::impl::ExcludeDispatchKeyGuard no_key(kShardedKey);
+      return sharded.clone().to(shard.local.scalar_type());
+    }
+    shard.owner->await_statuses();
+  }
   const int64_t numel = sharded.numel();
   if (numel == 0) return at::empty(sharded.sizes(), shard.local.options());
   const int64_t per_rank = shard.flat_per_rank;

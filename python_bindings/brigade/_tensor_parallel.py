@@ -17,6 +17,7 @@ from torch import nn
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from brigade import _C
 from brigade._sharded_tensors import ShardedParameter, TensorShard, as_shard, write_shard
@@ -41,11 +42,27 @@ def local_parameter(
             f"same device type that shares only this rank with it, found ranks {ranks}.\nPass the "
             "data-parallel dimensions of the mesh, for example mesh=mesh['dp']."
         )
+    _watch_optimizers()
     if not hasattr(parameter, "_brigade_local"):  # tied parameters share it
         local = nn.Parameter(parameter._local_tensor.detach(), parameter.requires_grad)
         vars(local).update(vars(parameter), _brigade_spec=spec)
         parameter._brigade_local = local
     return parameter._brigade_local
+
+
+@functools.cache
+def _watch_optimizers() -> None:
+    register_optimizer_step_pre_hook(_require_shards)
+
+
+def _require_shards(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    for group in optimizer.param_groups:
+        locals_of = (getattr(parameter, "_brigade_local", None) for parameter in group["params"])
+        if any(isinstance(local, TensorShard) for local in locals_of):
+            raise RuntimeError(
+                "fully_shard: the optimizer holds a DTensor that fully_shard() has replaced, and "
+                "would not train it.\nMake the optimizer after fully_shard()."
+            )
 
 
 def _awaited(tensor: torch.Tensor) -> torch.Tensor:

@@ -144,8 +144,10 @@ def test_an_unreferenced_model_is_freed(rank):
 def test_the_full_state_has_full_precision(rank):
     model = shard_blocks(make_net(), mp_policy=MixedPrecisionPolicy(torch.bfloat16))
     expect_equal(model, make_net())
-    with model.whole_parameters(writes=True):
-        pass
+    with model.whole_parameters(writes=True), torch.no_grad():
+        model.head.bias.fill_(2)
+        assert torch.equal(model.head.bias.full_tensor(), torch.full((2,), 2.0))
+        model.head.bias.copy_(make_net().head.bias)
     expect_equal(model, make_net())
     torch.manual_seed(5)
     other = Net()

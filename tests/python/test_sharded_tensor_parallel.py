@@ -347,3 +347,8 @@ def test_what_is_not_supported_raises(rank):
             save(model, "/nowhere/x.safetensors")
     with pytest.raises(NotImplementedError, match="indices"), torch.no_grad():
         model.head.weight[0] = 0
+    model = parallelize_module(nn.Linear(4, 4), mesh["tp"], ColwiseParallel())
+    optimizer = torch.optim.SGD(model.parameters())
+    brigade.fully_shard(model, mesh=mesh["dp"])
+    with pytest.raises(RuntimeError, match="Make the optimizer after"):
+        optimizer.step()
