@@ -9,7 +9,8 @@ communicate over loopback sockets. Bandwidth is then not realistic; order and ov
 
 The contenders take turns in random order. Rank 0 prints medians with quartiles: the step, from
 idle device to idle device; the host, until backward returns; the peak of additional device
-memory; and the last loss, which must equal torch's. Ratios are medians of paired ratios. --trace
+memory; the operations of matrix products per second, and their share of the device's peak (MFU);
+and the last loss, which must equal torch's. Ratios are medians of paired ratios. --trace
 writes a profile of a sharded step, which shows all-gathers during computation.
 """
 
@@ -17,6 +18,7 @@ from __future__ import annotations
 
 import argparse
 import gc
+import math
 import os
 import statistics
 import time
@@ -26,12 +28,14 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.utils.flop_counter import FlopCounterMode
 
 from fsdp_against_torch import Gpt
 from turns import CLASSES, DDP_MODES, SHARDS, paired, quartiles, shard, start, take_turns
 
 WARM_UP_STEPS = 5
 LOW = torch.bfloat16
+PEAK_TFLOPS = {"A100": 312, "H100": 989, "H200": 989}  # of LOW, dense: NVIDIA's data sheets
 
 Makers = dict[str, Callable[[], nn.Module]]
 
@@ -111,24 +115,35 @@ def peak_mib(maker: Callable[[], nn.Module], tokens: torch.Tensor, casts: bool) 
     return (torch.cuda.max_memory_allocated() - before) / 2**20
 
 
+def tflop_of_a_step(contender: Contender) -> float:
+    with FlopCounterMode(display=False) as counter:
+        contender.step()
+    return 1e-12 * counter.get_total_flops()
+
+
 def measure(
     title: str, makers: Makers, tokens: torch.Tensor, rounds: int, casts: bool
 ) -> dict[str, Contender]:
     peaks = {key: peak_mib(maker, tokens, casts) for key, maker in makers.items()}
+    tflop = tflop_of_a_step(Contender(makers["alone"](), tokens, casts))
     contenders = {key: Contender(maker(), tokens, casts) for key, maker in makers.items()}
     taken = take_turns({key: c.step for key, c in contenders.items()}, rounds, WARM_UP_STEPS)
     if dist.get_rank() != 0:
         return contenders
+    device = torch.cuda.get_device_name()
+    peak = next((value for key, value in PEAK_TFLOPS.items() if key in device), math.nan)
     print(f"\n{title}: {rounds} rounds")
     print(
-        f"{'':22}{'step ms':24}{'host ms':24}{'peak MiB':>8}{'loss':>11}"
+        f"{'':22}{'step ms':24}{'host ms':24}{'peak MiB':>8}{'TFLOPS':>8}{'MFU':>6}{'loss':>11}"
         "   brigade / torch: step, host"
     )
     columns = {key: [list(part) for part in zip(*rows, strict=True)] for key, rows in taken.items()}
     for key, (host, total) in columns.items():
         total_ms, host_ms = (quartiles(seconds, 1e-3, 2) for seconds in (total, host))
         loss = contenders[key].loss.item()
-        line = f"{key:22}{total_ms:24}{host_ms:24}{peaks[key]:8.0f}{loss:11.6f}"
+        tflops = tflop / statistics.median(total)
+        line = f"{key:22}{total_ms:24}{host_ms:24}{peaks[key]:8.0f}"
+        line += f"{tflops:8.1f}{tflops / peak:6.2f}{loss:11.6f}"
         if key.startswith("brigade"):
             torch_host, torch_total = columns[key.replace("brigade", "torch")]
             total_ratio = statistics.median(paired(total, torch_total))
