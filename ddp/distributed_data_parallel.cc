@@ -17,6 +17,7 @@
 #include "brigade/comm/agreement.h"
 #include "brigade/comm/errors/peer_error.h"
 #include "brigade/comm/group/group_info.h"
+#include "brigade/comm/ordered/host_sums.h"
 #include "brigade/comm_hooks/hook_traits.h"
 #include "brigade/ddp/module_tensors.h"
 #include "brigade/hooks/parameter_casts.h"
@@ -313,7 +314,11 @@ ReplicatedModule::State::State(AnyModule module, Group group, Options options)
   if (connects) ordered->connect_for(values_of(reduced));
   const bool has_fixed_bits =
       averaging_ &&
-      (ordered || group_->getSize() == 2 || averaging_->host_sums());
+      (ordered || group_->getSize() == 2 ||
+       (averaging_->host_sums() &&
+        std::ranges::all_of(reduced, [](const NamedTensor& parameter) {
+          return HostSums::can_reduce(parameter.tensor.detach());
+        })));
   if (group_->getSize() > 1 &&
       options_.auto_plan.value_or(has_fixed_bits &&
                                   !sets_buckets(options_.reducer) &&

@@ -34,6 +34,12 @@ void RecordedSchedule::advance_gathers(size_t prefetch_depth) {
   }
 }
 
+size_t UnitRules::greatest_depth() const {
+  return std::max(prefetch_depth, prefetch_depths.empty()
+                                      ? 0
+                                      : std::ranges::max(prefetch_depths));
+}
+
 SegmentCursor::SegmentCursor(UnitRules rules, const RecordedSchedule* recorded,
                              std::vector<char> unsharded,
                              std::vector<uint32_t> expected)

@@ -75,6 +75,7 @@ struct UnitRules {
   std::vector<size_t> prefetch_depths = {};
 
   size_t num_units() const { return parents.size(); }
+  size_t greatest_depth() const;
 };
 
 struct CursorAction {

@@ -520,31 +520,32 @@ ShardedModelStatistics SegmentedModel::statistics() const {
 
 std::vector<size_t> SegmentedModel::units_to_keep(int64_t max_bytes) {
   const auto lock = lock_between_segments();
-  std::vector<double> bytes(units_.size(), 0);
-  std::vector<int64_t> gather_ns(units_.size(), 0);
   const ShardingTimeline timeline = this->timeline();
+  std::vector<int64_t> gather_ns(units_.size(), 0);
   int64_t previous_ns = 0;  // one all-gather at a time
   for (const GatherTimes& gather : timeline.gathers) {
     const int64_t begin_ns = std::max(gather.launch_ns, previous_ns);
     previous_ns = std::max(previous_ns, gather.complete_ns);
     if (gather.pass != GatheredIn::kBackward) continue;
-    const auto unit =
-        std::ranges::find(units_, gather.unit, &ShardedUnit::name) -
-        units_.begin();
-    bytes[unit] = static_cast<double>(gather.bytes);
-    gather_ns[unit] += previous_ns - begin_ns;
+    for (size_t i = 0; i < units_.size(); ++i) {
+      if (units_[i].name == gather.unit) gather_ns[i] += previous_ns - begin_ns;
+    }
   }
+  const std::string action =
+      absl::StrCat("plans units to keep in ", max_bytes, " bytes");
+  const auto hash = static_cast<uint64_t>(max_bytes);
+  const auto steps = compare(action, hash, timeline.iteration);
+  TORCH_CHECK(std::ranges::min(steps) > 0,
+              "fully_shard: units to keep are chosen by the times of a sampled "
+              "step, and a rank has sampled none.\nRun a step first, and keep "
+              "the timeline's sample rate above 0.");
+  std::vector<double> bytes;
   std::vector<double> gather_s;
-  for (const int64_t own : gather_ns) {
-    const std::vector<int64_t> by_rank =
-        compare(absl::StrCat("plans units to keep in ", max_bytes, " bytes"),
-                static_cast<uint64_t>(max_bytes), own);
+  for (size_t i = 0; i < units_.size(); ++i) {
+    bytes.push_back(static_cast<double>(units_[i].whole_bytes()));
+    const auto by_rank = compare(action, hash, gather_ns[i]);
     gather_s.push_back(1e-9 * static_cast<double>(std::ranges::max(by_rank)));
   }
-  TORCH_CHECK(timeline.iteration > 0,
-              "fully_shard: units to keep are chosen by the times of a sampled "
-              "step, and no step was sampled.\nRun a step first, and keep the "
-              "timeline's sample rate above 0.");
   const std::vector<char> kept =
       brigade::units_to_keep(bytes, gather_s, static_cast<double>(max_bytes));
   std::vector<size_t> chosen;

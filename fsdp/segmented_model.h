@@ -171,6 +171,7 @@ class SegmentedModel final : public ShardedModel, public ParameterOwner {
   void require_equal_settings() const;
   bool stays_unsharded_after(const SegmentRun::Plan& plan, size_t unit) const;
   UnitRules rules_for(const SegmentRun::Plan& plan) const;
+  size_t prefetch_depth_of(const ShardedUnit& unit, SegmentKind kind) const;
   PlannedSegment planned_segment(SegmentKind kind) const;
   OpeningMessage opening_of(SegmentKind kind);
   OpeningMessage exchange_opening(const OpeningMessage& opening);

@@ -90,12 +90,16 @@ UnitRules SegmentedModel::rules_for(const SegmentRun::Plan& plan) const {
     const bool stays = settings.spans_segments || units_[i].is_by_hand ||
                        stays_unsharded_after(plan, i);
     rules.stays.push_back(stays ? 1 : 0);
-    rules.prefetch_depths.push_back((plan.kind == SegmentKind::kForward
-                                         ? settings.forward_prefetch_depth
-                                         : settings.backward_prefetch_depth)
-                                        .value_or(options_.prefetch_depth));
+    rules.prefetch_depths.push_back(prefetch_depth_of(units_[i], plan.kind));
   }
   return rules;
+}
+
+size_t SegmentedModel::prefetch_depth_of(const ShardedUnit& unit,
+                                         SegmentKind kind) const {
+  return (kind == SegmentKind::kForward ? unit.settings.forward_prefetch_depth
+                                        : unit.settings.backward_prefetch_depth)
+      .value_or(options_.prefetch_depth);
 }
 
 OpeningMessage SegmentedModel::opening_of(SegmentKind kind) {
@@ -110,7 +114,7 @@ OpeningMessage SegmentedModel::opening_of(SegmentKind kind) {
     state.push_back(unit.gathered ? 1 : 0);
     const bool holds =
         kind == SegmentKind::kBackward && has_held_gradients(unit);
-    state.push_back(holds ? 1 : 0);
+    state.insert(state.end(), {holds ? 1U : 0U, prefetch_depth_of(unit, kind)});
   }
   const bool has_any = std::ranges::find(has_slices, 1) != has_slices.end();
   OpeningMessage opening = {.kind = kind,
@@ -205,7 +209,7 @@ void SegmentedModel::finish(const std::vector<char>& used, bool has_used_all) {
     schedules_.erase(plan.tag);
   } else if (cursor.is_learning()) {
     RecordedSchedule schedule = cursor.record();
-    schedule.advance_gathers(options_.prefetch_depth);
+    schedule.advance_gathers(plan.rules.greatest_depth());
     for (const uint64_t tag : plan.tags) schedules_[tag] = schedule;
     step_[plan.kind] = cursor.record().entries;
   }

@@ -76,7 +76,7 @@ struct Replay {
     RecordedSchedule recorded = {
         .entries = entries,
         .accumulations = std::vector<uint32_t>(entries.size(), 0)};
-    recorded.advance_gathers(segment.rules.prefetch_depth);
+    recorded.advance_gathers(segment.rules.greatest_depth());
     std::vector<char> held;
     for (const auto& lease : unsharded) held.push_back(lease ? 1 : 0);
     std::vector<uint32_t> expected(units.size(), 0);

@@ -47,7 +47,9 @@ AutoPlan::AutoPlan(Reducer& reducer, std::vector<at::Tensor> parameters,
       profiler_(parameters, std::move(sparse), group),
       is_cpu_(parameters.front().device().is_cpu()),
       is_rank_0_(group->getRank() == 0),
-      watched_steps_(watched_steps) {
+      watched_steps_(watched_steps),
+      hook_(reducer.comm_hook()),
+      buckets_(reducer.plan().buckets()) {
   TORCH_CHECK_VALUE(!reducer.hook_steps_parameters(),
                     "automatic bucket plan: expected a comm hook without "
                     "optimizer steps, found step_in_backward().\nLeave out one "
@@ -67,15 +69,22 @@ std::shared_ptr<const AutoPlan> AutoPlan::attach(
 
 // All ranks change the stage in the same call: their counts are equal.
 void AutoPlan::after_iteration() {
+  if (is_stopped_) return;
   const bool was_done = is_done();
-  const int64_t num_begun = reducer_.statistics().begun;
+  const ReducerStatistics counts = reducer_.statistics();
+  const int64_t num_begun = counts.begun;
   const bool is_last = num_begun >= num_begun_ + num_steps_;
   if (is_last && !is_cpu_) reducer_.await_statuses();
   if (!was_done) note_step();
   if (!is_last) return;
   num_begun_ = num_begun;
+  const bool has_other_buckets =
+      counts.rebuilds == num_rebuilds_ && reducer_.plan().buckets() != buckets_;
+  if (has_other_buckets || reducer_.comm_hook() != hook_) return stop();
   try {
     next_stage();
+    buckets_ = reducer_.plan().buckets();
+    num_rebuilds_ = reducer_.statistics().rebuilds;
   } catch (...) {
     reducer_.abort_group();
     throw_peer_error("automatic bucket plan", std::current_exception());
@@ -85,6 +94,13 @@ void AutoPlan::after_iteration() {
   num_steps_ = watched_steps_;
   if (sample_rate_) reducer_.set_timeline_sample_rate(*sample_rate_);
   sample_rate_.reset();
+}
+
+void AutoPlan::stop() {
+  is_stopped_ = true;
+  stage_ = Stage::kDone;
+  report_ = "stopped: the program has set buckets or a comm hook";
+  if (sample_rate_) reducer_.set_timeline_sample_rate(*sample_rate_);
 }
 
 void AutoPlan::next_stage() {

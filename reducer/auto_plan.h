@@ -8,6 +8,8 @@
 //   each 1,000th      steps that take 1.5 times as long as before, or less than
 //                     1/1.5, twice in a row: all this happens again
 //
+// It stops, on all ranks, if the program sets a bucket plan or a comm hook.
+//
 // On devices a single iteration with one bucket per parameter is recorded.
 // Times are those of timelines: without them, because the sample rate is 0 or
 // iterations failed, the default is kept.
@@ -63,6 +65,7 @@ class AutoPlan {
   static constexpr int64_t kLearnedSteps = 2;
 
   void after_iteration();
+  void stop();
   void note_step();
   void watch_drift();
   void next_stage();
@@ -74,6 +77,10 @@ class AutoPlan {
   const bool is_cpu_;
   const bool is_rank_0_;
   const int64_t watched_steps_;
+  const std::shared_ptr<const c10d::CommHookInterface> hook_;
+  Buckets buckets_;           // after the last stage
+  int64_t num_rebuilds_ = 0;  // then
+  bool is_stopped_ = false;
   Stage stage_ = Stage::kLearn;
   int64_t num_steps_ = kLearnedSteps;  // of the stage
   int64_t num_begun_ = 0;              // iterations before the stage

@@ -127,13 +127,25 @@ void Engine::note_error() {
 }
 
 void Engine::ending_iterations(const std::function<void()>& work) {
-  std::function<void()> after;
-  noting_errors([&] {
-    has_delivered_ = false;
-    work();
-    if (has_delivered_) after = after_iteration_;
-  });
-  if (after) after();
+  const auto num_reduced = [this] {
+    return locked([this] { return end_.num_reduced(); });
+  };
+  const int64_t before = num_reduced();
+  std::exception_ptr error;
+  try {
+    noting_errors(work);
+  } catch (...) {
+    error = std::current_exception();
+  }
+  if (after_iteration_ && num_reduced() > before) {
+    try {
+      after_iteration_();
+    } catch (...) {
+      note_error();
+      if (!error) throw;
+    }
+  }
+  if (error) std::rethrow_exception(error);
 }
 
 void Engine::call_after_iterations(std::function<void()> function) {
@@ -278,7 +290,6 @@ void Engine::finish() {
   // A later backward may run through the graph of this one.
   has_forward_ = iteration->creates_graph;
   end_.finish(iteration);
-  has_delivered_ = true;
 }
 
 void Engine::abort_iteration() {

@@ -92,8 +92,8 @@ class Engine {
   // Records the current exception. REQUIRES: mutex_ is not held.
   void note_error();
 
-  // As noting_errors(); then calls after_iteration_ if `work`, which returns
-  // nothing, has delivered an iteration.
+  // As noting_errors(); also calls after_iteration_ if all ranks have reduced
+  // an iteration, though `work` may throw if this one could not deliver it.
   void ending_iterations(const std::function<void()>& work);
 
   // All methods below REQUIRE: mutex_ is held, unless they say otherwise.
@@ -168,7 +168,6 @@ class Engine {
   // The last iteration in which continuations of the hook are watched.
   int64_t watches_continuations_until_;
   std::function<void()> after_iteration_;  // may be empty
-  bool has_delivered_ = false;             // in ending_iterations()
   bool finalizes_manually_ = false;
   bool expects_forwards_ = false;
   bool has_forward_ = false;  // since the last reduction

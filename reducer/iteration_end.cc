@@ -278,6 +278,7 @@ void IterationEnd::agree(Iteration& iteration, const RankStatus& own) {
 void IterationEnd::record(const Iteration& iteration, Outcome outcome) {
   auto& counts = observations_.counts;
   ++(outcome == Outcome::kDelivered ? counts.reduced : counts.aborted);
+  if (outcome != Outcome::kAborted) ++num_reduced_;
   policy_.on_iteration_over(outcome, iteration.is_shadow);
 }
 

@@ -57,6 +57,10 @@ class IterationEnd {
   // Throws as agree(), and the errors of collectives and deliveries.
   void finish(const std::shared_ptr<Iteration>& iteration);
 
+  // Number of iterations that all ranks have reduced, though this rank may have
+  // failed to deliver some.
+  int64_t num_reduced() const { return num_reduced_; }
+
   // Ends a failed iteration: sends the failure unless peers know it. Does not
   // throw.
   void abort(Iteration& iteration);
@@ -140,6 +144,7 @@ class IterationEnd {
   Observations& observations_;
   std::deque<UnconfirmedEnd> unconfirmed_ends_;  // oldest first
   std::string late_failure_;
+  int64_t num_reduced_ = 0;
 };
 
 }  // namespace brigade

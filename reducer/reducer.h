@@ -46,6 +46,7 @@
 
 namespace brigade {
 
+class AutoPlan;
 class Engine;
 
 class Reducer {
@@ -107,9 +108,9 @@ class Reducer {
   // reaches no output of prepare_for_backward(), if those have a grad_fn.
   void note_local_forward(const std::vector<at::Tensor>& outputs);
 
-  // For wrappers whose forwards all call one of the two methods above. Warns
-  // once about a gradient without such a call since the last reduction; with
-  // one_backward_per_forward that backward throws RuntimeError.
+  // For wrappers whose forwards all call one of the two methods above: a
+  // gradient without such a call is a warning, or with one_backward_per_forward
+  // an error.
   void expect_forwards();
 
   // For a rank without data: launches the collectives of the peers' iteration
@@ -117,9 +118,8 @@ class Reducer {
   // are lost. Errors: those of prepare_for_backward() and of a backward.
   void shadow_iteration();
 
-  // Fails an iteration that has begun and is not complete. Errors: RuntimeError
-  // that names the missing gradients, or if finalize_backward() was not called.
-  // No error after a backward that threw.
+  // Fails an iteration that has begun and is not complete: RuntimeError for
+  // missing gradients or finalize_backward(), not after a backward that threw.
   void end_iteration();
 
   // ---- Between iterations
@@ -138,10 +138,6 @@ class Reducer {
   // Awaits the statuses of all iterations so far; call it before you save a
   // checkpoint. Throws DistBackendError if an iteration has failed.
   void await_statuses();
-
-  // Sets a function that is called, on all ranks, when an iteration is
-  // delivered, at the end of its backward; may be collective.
-  void call_after_iterations(std::function<void()> function);
 
   // Rebuilds the plan if the next prepare_for_backward() would; collective
   // then. Returns whether it did. Throws as prepare_for_backward().
@@ -186,9 +182,9 @@ class Reducer {
   // then finalize_backward() must be called after backward, and not during it.
   bool must_finalize_after_backward() const;
 
-  // Waits for the collectives of the iteration, and delivers. Errors:
-  // RuntimeError without set_manual_finalization(), if there is nothing to
-  // finalize, or if gradients are missing; those of the end of a backward.
+  // Awaits the collectives of the iteration, and delivers. RuntimeError without
+  // set_manual_finalization(), if there is nothing to finalize, or if gradients
+  // are missing; errors of the end of a backward.
   void finalize_backward();
 
   // ---- Failures
@@ -208,7 +204,6 @@ class Reducer {
   std::vector<size_t> missing_gradients() const;
 
   ReducerStatistics statistics() const;
-
   void forward_begins();  // recorded in the timeline
 
   // Returns the timeline of the last iteration that was sampled and reduced.
@@ -240,6 +235,11 @@ class Reducer {
   bool is_graph_static() const;
 
  private:
+  friend class AutoPlan;
+
+  // Calls `function` on all ranks when all have reduced an iteration, at the
+  // end of its backward; it may be collective.
+  void call_after_iterations(std::function<void()> function);
   void prepare(const std::vector<at::Tensor>& outputs);
 
   const std::unique_ptr<Engine> engine_;

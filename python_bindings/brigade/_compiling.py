@@ -46,6 +46,8 @@ def _apply_hook(
     try:
         result = hook(state, pair)
     except AttributeError as error:
+        if not hasattr(torch.distributed.GradBucket, error.name or ""):
+            raise
         raise NotImplementedError(
             'DistributedDataParallel: with torch._dynamo.config.optimize_ddp="python_reducer", a '
             "comm hook gets a gradient and its parameter as a tuple, no GradBucket.\nTake both "

@@ -427,7 +427,7 @@ class FSDPModule(_TorchFSDPModule):
         return self._root().native.timeline()
 
     def keep_unsharded(self, max_bytes: int) -> list[str]:
-        """Keeps units unsharded from forward to backward, in `max_bytes` of memory.
+        """Keeps units unsharded from forward to backward, in `max_bytes` of additional memory.
 
         Calls set_reshard_after_forward(False) for the units whose all-gathers in backward took
         longest per byte in the last sampled step, on the slowest rank. Returns their names.
@@ -437,7 +437,7 @@ class FSDPModule(_TorchFSDPModule):
             model.keep_unsharded(4 * 2**30)
 
         Raises:
-            RuntimeError: No step was sampled.
+            RuntimeError: A rank has sampled no step.
         """
         root = self._root()
         units = [root.units[index] for index in root.native.units_to_keep(max_bytes)]

@@ -55,6 +55,31 @@ def test_training_keeps_torchs_bits(rank, static_graph, views, find_unused, accu
     assert resumed.bucket_plan() == plans[0]
 
 
+@pytest.mark.parametrize("failing", [2, 4, 7, 10])
+@on_ranks()
+def test_a_rank_that_cannot_deliver_takes_part_in_the_plan(rank, failing):
+    """The plan's collectives follow these iterations, on the rank that failed too."""
+    model = _model()
+    wrapped = brigade.DistributedDataParallel(model, bucket_plan="auto", bucket_cap_mb=1e-5)
+    step = 0
+
+    def spoil(parameter):
+        if rank == 0 and step == failing:
+            with torch.inference_mode():
+                parameter.grad = torch.zeros_like(parameter)
+
+    model[6].weight.register_post_accumulate_grad_hook(spoil)
+    for step, x in enumerate(inputs(rank, 12), 1):
+        wrapped.zero_grad()
+        loss = loss_of(wrapped(x))
+        if rank == 0 and step == failing:
+            with pytest.raises(RuntimeError, match=r"[Ii]nference"):
+                loss.backward()
+        else:
+            loss.backward()
+    expect_equal_on_ranks(wrapped.bucket_plan())
+
+
 @pytest.mark.parametrize("longest", [0, 1])
 @on_ranks()
 def test_ranks_may_have_different_numbers_of_batches(rank, longest):

@@ -276,6 +276,27 @@ TEST_F(AutoPlanDecisionTest, ReturnsToTheDefaultIfThePlanIsSlower) {
   EXPECT_EQ(result.buckets.size(), 30U);
 }
 
+TEST_P(AutoPlanTest, StopsWhereTheProgramSetsBuckets) {
+  run_ranks(GetParam(), [](const Group& group) {
+    for (const int at : {1, 3, 5, 9}) {
+      const Sum net(4);
+      Reducer reducer(net.parameters, group, {.bucket_cap_bytes = {1}});
+      const auto plan = AutoPlan::attach(reducer, net.parameters, {}, group);
+      const std::vector<std::vector<size_t>> own = {{3, 0}, {2, 1}};
+      for (int iteration = 1; iteration <= kIterations; ++iteration) {
+        const at::Tensor loss = net.forward(1);
+        reducer.prepare_for_backward(loss);
+        loss.backward();
+        net.expect_gradients(1);
+        net.zero_grad();
+        if (iteration == at) reducer.set_bucket_plan(own);
+      }
+      EXPECT_EQ(reducer.plan().buckets(), own) << at;
+      EXPECT_THAT(plan->report(), StartsWith("stopped")) << at;
+    }
+  });
+}
+
 INSTANTIATE_TEST_SUITE_P(Ranks, AutoPlanTest, ::testing::Values(2, 4));
 
 TEST(SetBucketPlanTest, TakesEffectInTheNextIteration) {
