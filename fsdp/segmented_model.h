@@ -172,6 +172,8 @@ class SegmentedModel final : public ShardedModel, public ParameterOwner {
   bool stays_unsharded_after(const SegmentRun::Plan& plan, size_t unit) const;
   UnitRules rules_for(const SegmentRun::Plan& plan) const;
   size_t prefetch_depth_of(const ShardedUnit& unit, SegmentKind kind) const;
+  // Null: none is recorded. Valid until the next call.
+  const RecordedSchedule* schedule_for(uint64_t tag, SegmentKind kind);
   PlannedSegment planned_segment(SegmentKind kind) const;
   OpeningMessage opening_of(SegmentKind kind);
   OpeningMessage exchange_opening(const OpeningMessage& opening);
@@ -221,7 +223,8 @@ class SegmentedModel final : public ShardedModel, public ParameterOwner {
   std::string broken_reason_;
   int last_backward_ = -1;  // graph task of the last closed segment
 
-  std::map<uint64_t, RecordedSchedule> schedules_;  // by tag
+  std::map<uint64_t, RecordedSchedule> schedules_;  // by tag, as learned
+  RecordedSchedule advanced_;                       // of schedule_for()
   std::map<SegmentKind, Schedule> step_;            // last learned
   std::vector<std::weak_ptr<ForwardRecord>> forwards_;
   std::shared_ptr<ForwardRecord> last_forward_;  // alive until backward ends

@@ -114,7 +114,7 @@ OpeningMessage SegmentedModel::opening_of(SegmentKind kind) {
     state.push_back(unit.gathered ? 1 : 0);
     const bool holds =
         kind == SegmentKind::kBackward && has_held_gradients(unit);
-    state.insert(state.end(), {holds ? 1U : 0U, prefetch_depth_of(unit, kind)});
+    state.push_back(holds ? 1 : 0);
   }
   const bool has_any = std::ranges::find(has_slices, 1) != has_slices.end();
   OpeningMessage opening = {.kind = kind,
@@ -130,11 +130,25 @@ OpeningMessage SegmentedModel::opening_of(SegmentKind kind) {
                              forwards_.size(), opening.slices, mode ? 1U : 0U});
   // The last bit tells the mode to ranks without data.
   opening.tag = (hash_of(state) & ~uint64_t{1}) | (mode ? 1 : 0);
-  const auto known = schedules_.find(opening.tag);
-  if (known != schedules_.end()) {
-    opening.schedule = known->second.fingerprint();
+  if (const auto* const schedule = schedule_for(opening.tag, kind)) {
+    opening.schedule = schedule->fingerprint();
   }
   return opening;
+}
+
+// Depths may change between segments.
+const RecordedSchedule* SegmentedModel::schedule_for(uint64_t tag,
+                                                     SegmentKind kind) {
+  const auto known = schedules_.find(tag);
+  if (known == schedules_.end()) return nullptr;
+  size_t depth = 1;
+  for (const ShardedUnit& unit : units_) {
+    depth = std::max(depth, prefetch_depth_of(unit, kind));
+  }
+  if (depth == 1) return &known->second;
+  advanced_ = known->second;
+  advanced_.advance_gathers(depth);
+  return &advanced_;
 }
 
 OpeningMessage SegmentedModel::exchange_opening(const OpeningMessage& opening) {
@@ -188,10 +202,7 @@ void SegmentedModel::open(SegmentKind kind, const ForwardRecord* reached) {
     if (is_forward) unit.slices.clear();
   }
   plan.rules = rules_for(plan);
-  const auto schedule = schedules_.find(plan.tag);
-  if (opened.schedule != 0 && schedule != schedules_.end()) {
-    plan.schedule = &schedule->second;
-  }
+  if (opened.schedule != 0) plan.schedule = schedule_for(plan.tag, plan.kind);
   run_.emplace(parts(), std::move(plan));
   ++statistics_.segments;
   statistics_.learned_segments += run_->cursor().is_learning() ? 1 : 0;
@@ -208,9 +219,7 @@ void SegmentedModel::finish(const std::vector<char>& used, bool has_used_all) {
   if (cursor.has_deviated()) {
     schedules_.erase(plan.tag);
   } else if (cursor.is_learning()) {
-    RecordedSchedule schedule = cursor.record();
-    schedule.advance_gathers(plan.rules.greatest_depth());
-    for (const uint64_t tag : plan.tags) schedules_[tag] = schedule;
+    for (const uint64_t tag : plan.tags) schedules_[tag] = cursor.record();
     step_[plan.kind] = cursor.record().entries;
   }
 }

@@ -140,7 +140,8 @@ std::string StallWatch::Check::report(Time now) {
   if (late.empty() && silent.empty()) {
     return text +
            "All ranks have made the same progress and wait: the communication "
-           "itself is slow or stuck.";
+           "itself is slow or stuck, or ranks wait in different collectives "
+           "(launched in a hook's then(), or by a forward of one rank).";
   }
   if (!late.empty()) {
     absl::StrAppend(&text, "Late: ",

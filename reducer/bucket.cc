@@ -219,8 +219,11 @@ at::Tensor Bucket::result_of(const c10::IValue& value) {
   TORCH_CHECK_TYPE(
       !c10::isIntegralType(result.scalar_type(), /*includeBool=*/true) ||
           c10::isIntegralType(dtype_, /*includeBool=*/true),
-      brigade::describe(hook_), " must return ", describe_dtype(dtype_),
-      " for bucket ", index_, ", found ", describe_dtype(result.scalar_type()),
+      brigade::describe(hook_),
+      " must return a floating-point tensor for "
+      "bucket ",
+      index_, ", which is cast to ", describe_dtype(dtype_), "; found ",
+      describe_dtype(result.scalar_type()),
       ".\nConvert the result before the hook's future completes.");
   replicas_.front()->check_result(
       result, absl::StrCat(brigade::describe(hook_), " must return for bucket ",

@@ -188,10 +188,9 @@ class DistributedDataParallel(_TorchDistributedDataParallel):
         check_module: Action if forward finds that the module's parameters have changed since
             construction: "error", "warn" or "off" (no check).
         bucket_plan: The result of bucket_plan() in an earlier run. Buckets are not rebuilt then.
-            "auto": plans buckets for this model and its links in the first 12 iterations, and keeps
+            "auto": plans buckets for this model and its links in the first 10 iterations, and keeps
             them if they are faster than those of bucket_cap_mb. More than 2 ranks then get other
-            bits, unless `reproducible` is set. Until then every forward with gradients is
-            collective, also under no_sync().
+            bits, unless `reproducible` is set.
         one_backward_per_forward: Raises at the end of a backward that left parameters without
             gradients. By default the next forward raises.
         max_unconfirmed_iterations: On devices: the number of iterations, 0 to 32, that may deliver

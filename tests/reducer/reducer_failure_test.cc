@@ -119,7 +119,7 @@ TEST_F(BadHookTest, WhoseFutureHoldsATensorOfAnotherSize) {
 TEST_F(BadHookTest, WhoseFutureHoldsIntegers) {
   expect_error<c10::TypeError>(
       [](auto&) { return completed(at::zeros({3}, at::kLong)); },
-      "must return float32 for bucket ");
+      "must return a floating-point tensor for bucket ");
 }
 
 TEST_F(BadHookTest, WhoseFutureFails) {
