@@ -358,6 +358,9 @@ def write_shard(parameter: TensorShard, value: torch.Tensor) -> None:
         )
     if is_unsharded and _C.is_sharded(value) and _C.alias_key(value) == _C.alias_key(parameter):
         return
+    specs = {getattr(getattr(t, "_brigade_origin", None), "spec", None) for t in (value, parameter)}
+    if _C.is_sharded(value) and len(specs) > 1:
+        value = TensorShard.full_tensor(value)
     if is_unsharded:
         full = value.full_tensor() if hasattr(value, "full_tensor") else value
         value = parameter._part_of(full)

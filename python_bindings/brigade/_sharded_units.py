@@ -487,15 +487,18 @@ def _write_shards(module: nn.Module, state: dict[str, Any], prefix: str, *_: Any
 def keep_sharded(module: nn.Module, name: str, value: nn.Parameter) -> nn.Parameter | None:
     """Hook of register_parameter(): writes the values of `value` into the sharded parameter.
 
-    The sharded parameter stays registered, so that optimizers hold it. Values that do not fit
-    replace it; the next forward raises.
+    The sharded parameter stays registered, so that optimizers hold it. Values that do not fit, or
+    are for one of several tied parameters, replace it; the next forward raises.
     """
     own = module._parameters.get(name)
     if not isinstance(own, ShardedParameter) or isinstance(value, (ShardedParameter, DTensor)):
         return None
     fits = (value.shape, value.dtype) == (own.shape, own.dtype) and value.is_meta <= own.is_meta
     unit = own._unit()
-    if not fits or unit.is_in_pass() or (unit.root and unit.root.native.holds_gradients()):
+    children = (child for each in unit.modules() for _, child in own_modules(each))
+    tables = {id(c): c._parameters for c in children}.values()
+    is_tied = sum(each is own for table in tables for each in table.values()) > 1
+    if not fits or is_tied or unit.is_in_pass() or (unit.root and unit.root.native.holds_gradients()):
         return None
     unit.drop_unshard()
     write_shard(own, value.detach())

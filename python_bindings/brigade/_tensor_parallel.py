@@ -7,9 +7,10 @@ DTensors in forward, backward and whole_parameters().
 from __future__ import annotations
 
 import functools
+import itertools
 import operator
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -41,6 +42,11 @@ def local_parameter(
             f"fully_shard: parameter {where} is a DTensor over {spec.mesh}; expected a mesh of the "
             f"same device type that shares only this rank with it, found ranks {ranks}.\nPass the "
             "data-parallel dimensions of the mesh, for example mesh=mesh['dp']."
+        )
+    if parameter._backward_hooks or parameter._post_accumulate_grad_hooks:
+        raise ValueError(
+            f"fully_shard: parameter {where} is a DTensor with hooks, which would not run.\n"
+            "Register them after fully_shard()."
         )
     _watch_optimizers()
     if not hasattr(parameter, "_brigade_local"):  # tied parameters share it
@@ -82,6 +88,83 @@ class _Local(torch.autograd.Function):
         return _awaited(gradient)
 
 
+_DRAWS = "bernoulli_ cauchy_ exponential_ geometric_ log_normal_ normal_ random_ uniform_"
+
+# Names of functions by rule; "local" also has pointwise operators, "refused" all others.
+_RULES = {
+    "method": f"__len__ nelement numel size stride {_DRAWS}",
+    "like": "rand_like randn_like randint_like",
+    "plain": "_foreach_norm grad new new_empty new_full new_ones new_tensor new_zeros",
+    "passive": "alias backward detach detach_ dim element_size get_device is_complex is_contiguous "
+    "is_floating_point is_inference is_signed ndimension register_hook requires_grad_ retain_grad "
+    "register_post_accumulate_grad_hook type __format__",
+    "unsharded": "all allclose amax amin any argmax argmin count_nonzero dot equal histc isclose "
+    "item linalg_norm linalg_vector_norm max mean median min norm prod std sum var __bool__ "
+    "__float__ __int__",
+    "local": "absolute bfloat16 bool clone contiguous copy_ cpu cuda divide double empty_like "
+    "fill_ float full_like half int long multiply ones_like subtract to type_as zero_ zeros_like "
+    "_foreach_copy_ _foreach_zero_ _amp_foreach_non_finite_check_and_unscale_",
+    "refused": "_foreach_max max_ min_",
+}
+
+
+@functools.cache
+def _rule_of(name: str) -> str:
+    for rule, names in _RULES.items():
+        if name in names.split():
+            return rule
+    base = name.removeprefix("_foreach_")
+    base = base.strip("_")[name.startswith("__r") :] if base.startswith("__") else base.rstrip("_")
+    packet = getattr(torch.ops.aten, base, getattr(torch.ops.aten, f"bitwise_{base}", None))
+    tags = [tag for o in packet.overloads() for tag in getattr(packet, o).tags] if packet else []
+    is_pointwise = torch.Tag.pointwise in tags and torch.Tag.nondeterministic_seeded not in tags
+    return "local" if is_pointwise or name.startswith("_fused_") else "refused"
+
+
+def _refuse(name: str, shard: TensorParallelShard) -> NoReturn:
+    raise NotImplementedError(
+        f"{name}: can't use tensor-parallel parameter '{shard._unit().name_of(shard)}' of shape "
+        f"{tuple(shard.shape)} here: this rank holds a shard.\nUse its full_tensor(), or the "
+        "module's attribute inside of whole_parameters(), with writes=True to write."
+    )
+
+
+def _layout(tensor: torch.Tensor) -> Any:
+    spec = tensor._brigade_origin.spec if isinstance(tensor, TensorParallelShard) else None
+    return (spec.mesh, spec.placements, spec.shape) if spec else type(tensor)
+
+
+def _require_same_layout(name: str, args: tuple, kwargs: dict, is_whole: bool) -> None:
+    """Raises NotImplementedError if shards are mixed with other tensors or written into these.
+
+    Numbers are allowed; if `is_whole`, DTensor checks what it is mixed with.
+    """
+    values = [*args, *kwargs.values()]
+    lists = [value for value in values if isinstance(value, (list, tuple))]
+    for group in itertools.zip_longest(*lists) if lists else [()]:
+        tensors = [t for t in (*group, *values) if isinstance(t, torch.Tensor)]
+        writes = name.endswith("_") and (not name.endswith("__") or name.startswith("__i"))
+        written = [kwargs.get("out"), tensors[0] if writes else None]
+        layouts = {
+            _layout(t)
+            for t in tensors
+            if any(t is each for each in written)
+            or (not is_whole and (t.dim() > 0 or _C.is_sharded(t)))
+        }
+        shards = [t for t in tensors if isinstance(t, TensorParallelShard)]
+        if shards and (len(layouts) > 1 or layouts & {torch.Tensor, nn.Parameter}):
+            _refuse(name, shards[0])
+
+
+def _as_shard(name: str, result: Any, like: Any) -> Any:
+    """Returns the result of a local operator as a shard like `like`."""
+    if not isinstance(result, torch.Tensor) or not isinstance(like, TensorParallelShard):
+        return result
+    if not _C.is_sharded(result):
+        _refuse(name, like)
+    return as_shard(result, like) if type(result) is torch.Tensor else result
+
+
 class TensorParallelShard(TensorShard):
     """A shard of a tensor-parallel parameter, its gradient or optimizer state.
 
@@ -95,13 +178,22 @@ class TensorParallelShard(TensorShard):
     ) -> Any:
         kwargs, name = kwargs or {}, func.__name__
         shards = [t for t in tensors_in((args, kwargs)) if isinstance(t, TensorParallelShard)]
-        if name == "__setitem__":
-            raise NotImplementedError(
-                "fully_shard: indices of a tensor-parallel parameter can't be written.\nWrite "
-                "inside of whole_parameters(writes=True), through the module's attribute."
-            )
-        if name in ("rand_like", "randn_like", "randint_like"):
+        of_attribute = hasattr(func, "__self__") and name in ("__get__", "__set__", "__delete__")
+        is_init = getattr(func, "__module__", "") == "torch.nn.init"
+        rule = "passive" if of_attribute or is_init else _rule_of(name)
+        if rule == "method" and args and args[0] is shards[0]:
+            return getattr(args[0], name)(*args[1:], **kwargs)
+        if rule == "like":
             return shards[0]._shard_of(func(shards[0]._empty(), *args[1:], **kwargs))
+        if rule in ("unsharded", "local", "refused"):
+            is_whole = any(map(_is_whole, shards))
+            if rule != "unsharded" or kwargs.get("out") is not None:
+                _require_same_layout(name, args, kwargs, is_whole)
+            if rule == "unsharded" or is_whole:
+                args, kwargs = map_tensors((args, kwargs), _unsharded)
+                return func(*args, **kwargs)
+        if rule in ("refused", "method"):
+            _refuse(name, shards[0])
         with torch._C.DisableTorchFunctionSubclass():
             result = func(*args, **kwargs)
         if name == "_foreach_norm":
@@ -109,17 +201,12 @@ class TensorParallelShard(TensorShard):
         if name == "_amp_foreach_non_finite_check_and_unscale_":
             for group in _groups_of(shards):
                 dist.all_reduce(args[1], dist.ReduceOp.MAX, group=group)
-        first = result[0] if isinstance(result, (list, tuple)) and result else result
-        if not isinstance(first, torch.Tensor):
-            if name not in ("equal", "allclose"):
-                return result
-        elif _C.is_sharded(first):
-            is_plain = type(result) is torch.Tensor
-            return as_shard(result, shards[0]) if is_plain else result
-        elif name == "grad" or name.startswith("new"):
+        if rule == "plain":
             return result
-        args, kwargs = map_tensors((args, kwargs), _unsharded)
-        return func(*args, **kwargs)
+        if isinstance(result, (list, tuple)):
+            first = next(each for each in args if isinstance(each, (list, tuple)))
+            return type(result)(map(functools.partial(_as_shard, name), result, first))
+        return _as_shard(name, result, shards[0])
 
     @property
     def shape(self) -> torch.Size:
@@ -135,14 +222,28 @@ class TensorParallelShard(TensorShard):
     def numel(self) -> int:
         return self.shape.numel()
 
+    def __len__(self) -> int:
+        return len(self._empty())
+
+    @property
+    def nbytes(self) -> int:
+        return self.numel() * self.element_size()
+
     @property
     def device_mesh(self) -> Any:
-        mesh, dp_names = self._brigade_origin.spec.mesh, super().device_mesh.mesh_dim_names
-        return mesh._get_root_mesh()[(*dp_names, *mesh.mesh_dim_names)]
+        return self._brigade_origin.spec.mesh._get_root_mesh()[tuple(self._placed())]
 
     @property
     def placements(self) -> tuple:
-        return (*super().placements, *self._brigade_origin.spec.placements)
+        return tuple(self._placed().values())
+
+    def _placed(self) -> dict[str, Any]:
+        """Returns the placements by mesh dimension, in the order of the root mesh."""
+        spec, dp = self._brigade_origin.spec, super().device_mesh
+        names = (*dp.mesh_dim_names, *spec.mesh.mesh_dim_names)
+        placed = dict(zip(names, (*super().placements, *spec.placements), strict=True))
+        order = spec.mesh._get_root_mesh().mesh_dim_names
+        return dict(sorted(placed.items(), key=lambda item: order.index(item[0])))
 
     def is_unsharded(self) -> bool:
         """Returns True in whole_parameters() and after unshard()."""
@@ -177,7 +278,9 @@ class TensorParallelShard(TensorShard):
 
     def _boxes(self) -> Iterator[tuple[tuple[int, ...], torch.Tensor]]:
         begin = self._place()[1]
-        for offsets, memory in super()._boxes():
+        with torch._C.DisableTorchFunctionSubclass():
+            boxes = list(super()._boxes())
+        for offsets, memory in boxes:
             if memory.numel() > 0 or self.numel() == 0:
                 yield tuple(map(operator.add, begin, offsets)), memory
 
@@ -190,7 +293,7 @@ class TensorParallelShard(TensorShard):
 
 TensorParallelShard._shard_class = TensorParallelShard
 TensorParallelShard.nelement = TensorParallelShard.numel
-for _name in ("normal_", "uniform_", "random_", "exponential_", "cauchy_", "log_normal_"):
+for _name in _DRAWS.split():
     setattr(TensorParallelShard, _name, functools.partialmethod(TensorParallelShard._draw, _name))
 
 
@@ -219,12 +322,19 @@ def _norms_over_groups(
     return norms
 
 
+def _is_whole(shard: TensorParallelShard) -> bool:
+    """Returns True for a parameter in a forward, or in whole_parameters()."""
+    root = shard._unit().root
+    if root is None or not (root.native.is_in_forward or shard.is_unsharded()):
+        return False
+    with torch._C.DisableTorchFunctionSubclass(), torch.no_grad():
+        return not _C.is_sharded(torch.ops.aten.alias(shard))
+
+
 def _unsharded(tensor: torch.Tensor) -> torch.Tensor:
     if not isinstance(tensor, TensorParallelShard):
         return tensor
-    root = tensor._unit().root
-    is_in_forward = root is not None and root.native.is_in_forward
-    return tensor.dtensor() if is_in_forward or tensor.is_unsharded() else tensor.full_tensor()
+    return tensor.dtensor() if _is_whole(tensor) else tensor.full_tensor()
 
 
 def _local_result(tensor: torch.Tensor) -> torch.Tensor:
