@@ -244,7 +244,8 @@ class TensorShard(torch.Tensor):
     def _boxes(self) -> Iterator[tuple[tuple[int, ...], torch.Tensor]]:
         """Yields (offsets in the unsharded tensor, view of this rank's memory)."""
         local, begin = _C.local_of(self), _C.offset_of(self)
-        sizes, strides = torch.Tensor.size(self), torch.Tensor.stride(self)
+        with torch._C.DisableTorchFunctionSubclass():
+            sizes, strides = torch.Tensor.size(self), torch.Tensor.stride(self)
         if sizes.numel() == 0:  # so that checkpoints have its name
             yield (0,) * self.dim(), local.view(sizes)
             return

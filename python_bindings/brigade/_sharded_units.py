@@ -495,10 +495,10 @@ def keep_sharded(module: nn.Module, name: str, value: nn.Parameter) -> nn.Parame
         return None
     fits = (value.shape, value.dtype) == (own.shape, own.dtype) and value.is_meta <= own.is_meta
     unit = own._unit()
-    children = (child for each in unit.modules() for _, child in own_modules(each))
-    tables = {id(c): c._parameters for c in children}.values()
-    is_tied = sum(each is own for table in tables for each in table.values()) > 1
-    if not fits or is_tied or unit.is_in_pass() or (unit.root and unit.root.native.holds_gradients()):
+    children = {child for each in unit.modules() for _, child in own_modules(each)}
+    is_tied = sum(each is own for child in children for each in child._parameters.values()) > 1
+    holds_gradients = unit.root is not None and unit.root.native.holds_gradients()
+    if not fits or is_tied or unit.is_in_pass() or holds_gradients:
         return None
     unit.drop_unshard()
     write_shard(own, value.detach())

@@ -89,10 +89,11 @@ class _Local(torch.autograd.Function):
 
 
 _DRAWS = "bernoulli_ cauchy_ exponential_ geometric_ log_normal_ normal_ random_ uniform_"
+_OF_SHAPE = "__len__ nelement numel size stride"
 
 # Names of functions by rule; "local" also has pointwise operators, "refused" all others.
 _RULES = {
-    "method": f"__len__ nelement numel size stride {_DRAWS}",
+    "method": f"{_OF_SHAPE} {_DRAWS}",
     "like": "rand_like randn_like randint_like",
     "plain": "_foreach_norm grad new new_empty new_full new_ones new_tensor new_zeros",
     "passive": "alias backward detach detach_ dim element_size get_device is_complex is_contiguous "
@@ -104,7 +105,6 @@ _RULES = {
     "local": "absolute bfloat16 bool clone contiguous copy_ cpu cuda divide double empty_like "
     "fill_ float full_like half int long multiply ones_like subtract to type_as zero_ zeros_like "
     "_foreach_copy_ _foreach_zero_ _amp_foreach_non_finite_check_and_unscale_",
-    "refused": "_foreach_max max_ min_",
 }
 
 
@@ -122,41 +122,33 @@ def _rule_of(name: str) -> str:
 
 
 def _refuse(name: str, shard: TensorParallelShard) -> NoReturn:
+    path = shard._unit().name_of(shard)
+    what = f"parameter '{path}'" if path else "tensor"
     raise NotImplementedError(
-        f"{name}: can't use tensor-parallel parameter '{shard._unit().name_of(shard)}' of shape "
-        f"{tuple(shard.shape)} here: this rank holds a shard.\nUse its full_tensor(), or the "
-        "module's attribute inside of whole_parameters(), with writes=True to write."
+        f"{name}: can't use a shard of the tensor-parallel {what} of shape {tuple(shard.shape)} "
+        "here.\nUse its full_tensor(), or the module's attribute inside of whole_parameters(), "
+        "with writes=True to write."
     )
 
 
-def _layout(tensor: torch.Tensor) -> Any:
+def _layout(tensor: torch.Tensor) -> tuple | None:
     spec = tensor._brigade_origin.spec if isinstance(tensor, TensorParallelShard) else None
-    return (spec.mesh, spec.placements, spec.shape) if spec else type(tensor)
+    return spec and (spec.mesh, spec.placements, spec.shape)
 
 
-def _require_same_layout(name: str, args: tuple, kwargs: dict, is_whole: bool) -> None:
-    """Raises NotImplementedError if shards are mixed with other tensors or written into these.
-
-    Numbers are allowed; if `is_whole`, DTensor checks what it is mixed with.
-    """
-    values = [*args, *kwargs.values()]
+def _require_same_layout(name: str, writes: bool, args: tuple, kwargs: dict) -> None:
+    """Raises NotImplementedError if shards are mixed with other tensors, except plain numbers."""
+    values = [kwargs.get("out"), *args, *kwargs.values()]
     lists = [value for value in values if isinstance(value, (list, tuple))]
-    for group in itertools.zip_longest(*lists) if lists else [()]:
+    for group in itertools.zip_longest(*lists) if lists else [()]:  # elements of equal index
         tensors = [t for t in (*group, *values) if isinstance(t, torch.Tensor)]
-        writes = name.endswith("_") and (not name.endswith("__") or name.startswith("__i"))
-        written = [kwargs.get("out"), tensors[0] if writes else None]
-        layouts = {
-            _layout(t)
-            for t in tensors
-            if any(t is each for each in written)
-            or (not is_whole and (t.dim() > 0 or _C.is_sharded(t)))
-        }
         shards = [t for t in tensors if isinstance(t, TensorParallelShard)]
-        if shards and (len(layouts) > 1 or layouts & {torch.Tensor, nn.Parameter}):
+        mixed = [t for t in tensors if t.dim() > 0 or _C.is_sharded(t)] + tensors[: int(writes)]
+        if shards and len(set(map(_layout, mixed))) > 1:
             _refuse(name, shards[0])
 
 
-def _as_shard(name: str, result: Any, like: Any) -> Any:
+def _as_shard(result: Any, like: Any, name: str) -> Any:
     """Returns the result of a local operator as a shard like `like`."""
     if not isinstance(result, torch.Tensor) or not isinstance(like, TensorParallelShard):
         return result
@@ -178,22 +170,25 @@ class TensorParallelShard(TensorShard):
     ) -> Any:
         kwargs, name = kwargs or {}, func.__name__
         shards = [t for t in tensors_in((args, kwargs)) if isinstance(t, TensorParallelShard)]
-        of_attribute = hasattr(func, "__self__") and name in ("__get__", "__set__", "__delete__")
-        is_init = getattr(func, "__module__", "") == "torch.nn.init"
-        rule = "passive" if of_attribute or is_init else _rule_of(name)
+        if name in ("__get__", "__set__", "__delete__"):
+            name = getattr(func.__self__, "__name__", name)
+            rule = "refused" if name in ("T", "mT", "H", "mH", "real", "imag") else "passive"
+        else:
+            is_init = getattr(func, "__module__", "") == "torch.nn.init"
+            rule = "passive" if is_init else _rule_of(name)
         if rule == "method" and args and args[0] is shards[0]:
             return getattr(args[0], name)(*args[1:], **kwargs)
         if rule == "like":
             return shards[0]._shard_of(func(shards[0]._empty(), *args[1:], **kwargs))
-        if rule in ("unsharded", "local", "refused"):
-            is_whole = any(map(_is_whole, shards))
-            if rule != "unsharded" or kwargs.get("out") is not None:
-                _require_same_layout(name, args, kwargs, is_whole)
-            if rule == "unsharded" or is_whole:
+        if rule in ("unsharded", "local", "refused", "method"):
+            in_place = name.endswith("_") and (name[-2] != "_" or name.startswith(("__i", "__set")))
+            writes = in_place or kwargs.get("out") is not None
+            if not writes and (rule == "unsharded" or any(map(_is_whole, shards))):
                 args, kwargs = map_tensors((args, kwargs), _unsharded)
                 return func(*args, **kwargs)
-        if rule in ("refused", "method"):
-            _refuse(name, shards[0])
+            if rule != "local":
+                _refuse(name, shards[0])
+            _require_same_layout(name, writes, args, kwargs)
         with torch._C.DisableTorchFunctionSubclass():
             result = func(*args, **kwargs)
         if name == "_foreach_norm":
@@ -204,26 +199,19 @@ class TensorParallelShard(TensorShard):
         if rule == "plain":
             return result
         if isinstance(result, (list, tuple)):
-            first = next(each for each in args if isinstance(each, (list, tuple)))
-            return type(result)(map(functools.partial(_as_shard, name), result, first))
-        return _as_shard(name, result, shards[0])
+            lists = (each for each in args if isinstance(each, (list, tuple)))
+            likes = next(lists, shards[:1] * len(result))
+            return type(result)(list(map(_as_shard, result, likes, [name] * len(result))))
+        return _as_shard(result, shards[0], name)
 
     @property
     def shape(self) -> torch.Size:
         return self._brigade_origin.spec.shape
 
-    def size(self, dim: int | None = None) -> Any:
-        return self.shape if dim is None else self.shape[dim]
-
-    def stride(self, dim: int | None = None) -> Any:
+    def _of_shape(self, name: str, *args: Any, **options: Any) -> Any:
         stride = self._brigade_origin.spec.stride
-        return stride if dim is None else stride[dim]
-
-    def numel(self) -> int:
-        return self.shape.numel()
-
-    def __len__(self) -> int:
-        return len(self._empty())
+        of_meta = torch.empty_strided(self.shape, stride, dtype=self.dtype, device="meta")
+        return getattr(of_meta, name)(*args, **options)
 
     @property
     def nbytes(self) -> int:
@@ -231,19 +219,17 @@ class TensorParallelShard(TensorShard):
 
     @property
     def device_mesh(self) -> Any:
-        return self._brigade_origin.spec.mesh._get_root_mesh()[tuple(self._placed())]
+        """The dimensions of both meshes, in the order of the root mesh."""
+        mesh, dp = self._brigade_origin.spec.mesh, super().device_mesh
+        root, names = mesh._get_root_mesh(), {*mesh.mesh_dim_names, *dp.mesh_dim_names}
+        return root[tuple(name for name in root.mesh_dim_names if name in names)]
 
     @property
     def placements(self) -> tuple:
-        return tuple(self._placed().values())
-
-    def _placed(self) -> dict[str, Any]:
-        """Returns the placements by mesh dimension, in the order of the root mesh."""
-        spec, dp = self._brigade_origin.spec, super().device_mesh
-        names = (*dp.mesh_dim_names, *spec.mesh.mesh_dim_names)
-        placed = dict(zip(names, (*super().placements, *spec.placements), strict=True))
-        order = spec.mesh._get_root_mesh().mesh_dim_names
-        return dict(sorted(placed.items(), key=lambda item: order.index(item[0])))
+        spec = self._brigade_origin.spec
+        placed = dict(zip(super().device_mesh.mesh_dim_names, super().placements, strict=True))
+        placed |= zip(spec.mesh.mesh_dim_names, spec.placements, strict=True)
+        return tuple(placed[name] for name in self.device_mesh.mesh_dim_names)
 
     def is_unsharded(self) -> bool:
         """Returns True in whole_parameters() and after unshard()."""
@@ -278,9 +264,7 @@ class TensorParallelShard(TensorShard):
 
     def _boxes(self) -> Iterator[tuple[tuple[int, ...], torch.Tensor]]:
         begin = self._place()[1]
-        with torch._C.DisableTorchFunctionSubclass():
-            boxes = list(super()._boxes())
-        for offsets, memory in boxes:
+        for offsets, memory in super()._boxes():
             if memory.numel() > 0 or self.numel() == 0:
                 yield tuple(map(operator.add, begin, offsets)), memory
 
@@ -292,9 +276,10 @@ class TensorParallelShard(TensorShard):
 
 
 TensorParallelShard._shard_class = TensorParallelShard
-TensorParallelShard.nelement = TensorParallelShard.numel
-for _name in _DRAWS.split():
-    setattr(TensorParallelShard, _name, functools.partialmethod(TensorParallelShard._draw, _name))
+for _names, _method in ((_DRAWS, "_draw"), (_OF_SHAPE, "_of_shape")):
+    for _name in _names.split():
+        _bound = functools.partialmethod(getattr(TensorParallelShard, _method), _name)
+        setattr(TensorParallelShard, _name, _bound)
 
 
 class TensorParallelParameter(TensorParallelShard, ShardedParameter):
@@ -324,11 +309,11 @@ def _norms_over_groups(
 
 def _is_whole(shard: TensorParallelShard) -> bool:
     """Returns True for a parameter in a forward, or in whole_parameters()."""
-    root = shard._unit().root
-    if root is None or not (root.native.is_in_forward or shard.is_unsharded()):
+    unit = shard._unit()
+    in_forward = unit.root is not None and unit.root.native.is_in_forward
+    if not in_forward and not shard.is_unsharded():
         return False
-    with torch._C.DisableTorchFunctionSubclass(), torch.no_grad():
-        return not _C.is_sharded(torch.ops.aten.alias(shard))
+    return any(_C.alias_key(shard) == _C.alias_key(each) for each in unit.parameters)
 
 
 def _unsharded(tensor: torch.Tensor) -> torch.Tensor:

@@ -345,10 +345,67 @@ def test_what_is_not_supported_raises(rank):
     for save in (brigade.save_shards, brigade.save_whole, brigade.load_shards, brigade.load_whole):
         with pytest.raises(ValueError, match="tensor-parallel"):
             save(model, "/nowhere/x.safetensors")
-    with pytest.raises(NotImplementedError, match="__setitem__"), torch.no_grad():
-        model.head.weight[0] = 0
+    for register in ("register_hook", "register_post_accumulate_grad_hook"):
+        hooked = parallelize_module(nn.Linear(4, 4), mesh["tp"], ColwiseParallel())
+        getattr(hooked.bias, register)(print)
+        with pytest.raises(ValueError, match="'bias' of Linear is a DTensor with hooks"):
+            brigade.fully_shard(hooked, mesh=mesh["dp"])
     model = parallelize_module(nn.Linear(4, 4), mesh["tp"], ColwiseParallel())
     optimizer = torch.optim.SGD(model.parameters())
     brigade.fully_shard(model, mesh=mesh["dp"])
     with pytest.raises(RuntimeError, match="Make the optimizer after"):
         optimizer.step()
+
+
+# (operator, call): `p` and `q` are shards of different layouts, `b` is plain.
+_REFUSED = [
+    ("add_", lambda p, q, b: b.add_(p)),
+    ("add_", lambda p, q, b: p.add_(b)),
+    ("lerp_", lambda p, q, b: b.lerp_(p, 0.1)),
+    ("copy_", lambda p, q, b: b.copy_(p)),
+    ("add", lambda p, q, b: torch.add(b, p)),
+    ("add", lambda p, q, b: torch.add(p, p, out=b)),
+    ("add", lambda p, q, b: torch.add(p, q)),
+    ("add", lambda p, q, b: b.__iadd__(p)),
+    ("_foreach_add_", lambda p, q, b: torch._foreach_add_([b], [p])),
+    ("_foreach_add_", lambda p, q, b: torch._foreach_add_([p, p], [p, q])),
+    ("sum", lambda p, q, b: torch.sum(p, 0, out=b)),
+    ("cumsum_", lambda p, q, b: p.cumsum_(0)),
+    ("cumsum", lambda p, q, b: p.cumsum(0)),
+    ("T", lambda p, q, b: p.T),
+    ("__setitem__", lambda p, q, b: p.__setitem__(0, 1.0)),
+    ("dropout", lambda p, q, b: nn.functional.dropout(p)),
+    ("bernoulli", lambda p, q, b: torch.bernoulli(p)),
+    ("normalize", lambda p, q, b: nn.functional.normalize(p, dim=0)),
+    ("tolist", lambda p, q, b: p.tolist()),
+]
+
+
+@pytest.mark.parametrize("place", ["outside", "whole_parameters", "forward"])
+@_ON_SIZES
+@on_ranks()
+def test_refused_operators_write_nothing(rank, world_size, dp, place):
+    """In forward and whole_parameters() parameters() have shards; operators see DTensors."""
+    model = _shard(_make(), _mesh(dp))
+    p, q, b = model.blocks[0].up.bias, model.head.bias, torch.zeros(6)
+    before = model.full_state_dict()
+
+    def refuse(*_):
+        refused = _REFUSED if place == "outside" else [c for c in _REFUSED if c[0].endswith("_")]
+        for name, call in refused:
+            with torch.no_grad():
+                state = torch.get_rng_state()
+                with pytest.raises(NotImplementedError, match=name):
+                    call(p, q, b)
+                assert torch.equal(torch.get_rng_state(), state)
+
+    if place == "outside":
+        refuse()
+    elif place == "forward":
+        model.blocks[1].register_forward_pre_hook(refuse)
+        model(_batch(0, 0))
+    else:
+        with model.whole_parameters(writes=True):
+            refuse()
+    assert b.eq(0).all()
+    _expect_close(model.full_state_dict(), before, rtol=0, atol=0)
