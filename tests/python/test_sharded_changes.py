@@ -232,3 +232,15 @@ def test_exchanging_data_is_an_error_and_changes_nothing(rank, is_whole):
             pair.loss(1)
     pair.step(1)
     pair.expect_equal()
+
+
+@on_ranks()
+def test_assigning_one_of_two_tied_parameters_raises(rank):
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    model[1].weight = model[0].weight
+    brigade.fully_shard(model)
+    before = model[0].weight.full_tensor()
+    model[1].weight = nn.Parameter(torch.ones(4, 4))
+    with pytest.raises(RuntimeError, match=r"'1\.weight' was replaced"):
+        model(torch.ones(1, 4))
+    assert torch.equal(model[0].weight.full_tensor(), before)

@@ -279,14 +279,21 @@ def test_values_are_those_of_one_process(rank, world_size, dp):
         net.head.weight = nn.Parameter(torch.randn_like(net.head.weight))
         with torch.no_grad():
             nn.init.trunc_normal_(net.blocks[1].up.weight)
+            torch.Tensor.normal_(net.blocks[1].up.bias)
+            net.blocks[2].up.bias.bernoulli_(0.5)
     _expect_equal_models(model, plain, rtol=0, atol=0)
     _losses_backward(plain, model, mesh, 0)
     for own, expected in zip(model.parameters(), plain.parameters(), strict=True):
         assert own.shape == own.grad.shape == own.size() == expected.shape
-        assert own.numel() == own.nelement() == expected.numel()
+        assert own.numel() == own.nelement() == torch.numel(own) == expected.numel()
+        assert torch.Tensor.size(own) == expected.shape and len(own) == len(expected)
+        assert own.nbytes == expected.nbytes
         for function in (torch.sum, torch.norm, torch.max, torch.mean):
             torch.testing.assert_close(function(own.grad), function(expected.grad))
         assert torch.equal(own.detach(), own.detach().clone())
+    gradients = [[p.grad for p in net.parameters()] for net in (model, plain)]
+    norms, expected = (torch._foreach_norm(torch._foreach_mul(g, 2.0)) for g in gradients)
+    torch.testing.assert_close(list(norms), list(expected))
     weight = model.blocks[0].up.weight
     assert weight.placements == (Shard(0), Shard(0))
     assert weight.device_mesh == mesh
@@ -297,6 +304,31 @@ def test_values_are_those_of_one_process(rank, world_size, dp):
         nn.init.constant_(plain.blocks[0].up.weight, 2)
         torch.testing.assert_close(model(x), plain(x))
     assert weight.full_tensor().eq(2).all()
+
+
+@_ON_SIZES
+@on_ranks()
+def test_states_load_into_other_placements(rank, world_size, dp):
+    """On a mesh whose tensor-parallel dimension comes first."""
+    sizes = world_size // dp, dp
+    mesh = dist.init_device_mesh("cpu", sizes, mesh_dim_names=("tp", "dp"))
+    styles = (ColwiseParallel(), RowwiseParallel(), None)
+    models = []
+    for style in styles:
+        torch.manual_seed(len(models))
+        model = nn.Sequential(nn.Linear(4, 4))
+        if style is not None:
+            parallelize_module(model, mesh["tp"], {"0": style})
+        models.append(brigade.fully_shard(model, mesh=mesh["dp"]))
+    assert models[1][0].weight.device_mesh == mesh
+    assert models[1][0].weight.placements == (Shard(1), Shard(0))
+    for source in models:
+        state = source.full_state_dict()
+        for model in models:
+            model.load_state_dict(source.state_dict())
+            _expect_close(model.full_state_dict(), state, rtol=0, atol=0)
+        with torch.no_grad():
+            models[-1][0].weight.mul_(2)
 
 
 @_ON_SIZES
