@@ -131,21 +131,28 @@ def _refuse(name: str, shard: TensorParallelShard) -> NoReturn:
     )
 
 
-def _layout(tensor: torch.Tensor) -> tuple | None:
-    spec = tensor._brigade_origin.spec if isinstance(tensor, TensorParallelShard) else None
-    return spec and (spec.mesh, spec.placements, spec.shape)
+def _fits(tensor: torch.Tensor, spec: Any) -> bool:
+    """Returns True for a plain number, or a shard of a DTensor like that of `spec`."""
+    if not isinstance(tensor, TensorParallelShard):
+        return tensor.dim() == 0 and not _C.is_sharded(tensor)
+    own = tensor._brigade_origin.spec
+    names = ("mesh", "placements", "shape")
+    return own is spec or all(getattr(own, name) == getattr(spec, name) for name in names)
 
 
 def _require_same_layout(name: str, writes: bool, args: tuple, kwargs: dict) -> None:
-    """Raises NotImplementedError if shards are mixed with other tensors, except plain numbers."""
+    """Raises NotImplementedError if shards are mixed with other tensors or written into these."""
     values = [kwargs.get("out"), *args, *kwargs.values()]
     lists = [value for value in values if isinstance(value, (list, tuple))]
+    singles = [value for value in values if isinstance(value, torch.Tensor)]
     for group in itertools.zip_longest(*lists) if lists else [()]:  # elements of equal index
-        tensors = [t for t in (*group, *values) if isinstance(t, torch.Tensor)]
-        shards = [t for t in tensors if isinstance(t, TensorParallelShard)]
-        mixed = [t for t in tensors if t.dim() > 0 or _C.is_sharded(t)] + tensors[: int(writes)]
-        if shards and len(set(map(_layout, mixed))) > 1:
-            _refuse(name, shards[0])
+        tensors = [t for t in group if isinstance(t, torch.Tensor)] + singles
+        shard = next((t for t in tensors if isinstance(t, TensorParallelShard)), None)
+        if shard is None:
+            continue
+        is_plain_written = writes and not isinstance(tensors[0], TensorParallelShard)
+        if is_plain_written or not all(_fits(t, shard._brigade_origin.spec) for t in tensors):
+            _refuse(name, shard)
 
 
 def _as_shard(result: Any, like: Any, name: str) -> Any:
