@@ -226,17 +226,21 @@ class TensorParallelShard(TensorShard):
 
     @property
     def device_mesh(self) -> Any:
-        """The dimensions of both meshes, in the order of the root mesh."""
-        mesh, dp = self._brigade_origin.spec.mesh, super().device_mesh
-        root, names = mesh._get_root_mesh(), {*mesh.mesh_dim_names, *dp.mesh_dim_names}
-        return root[tuple(name for name in root.mesh_dim_names if name in names)]
+        root = self._brigade_origin.spec.mesh._get_root_mesh()
+        return root[tuple(name for name, _ in self._placed())]
 
     @property
     def placements(self) -> tuple:
+        return tuple(placement for _, placement in self._placed())
+
+    def _placed(self) -> list[tuple]:
+        """Returns (mesh dimension, placement), in the order of the root mesh."""
         spec = self._brigade_origin.spec
-        placed = dict(zip(super().device_mesh.mesh_dim_names, super().placements, strict=True))
-        placed |= zip(spec.mesh.mesh_dim_names, spec.placements, strict=True)
-        return tuple(placed[name] for name in self.device_mesh.mesh_dim_names)
+        meshes = super().device_mesh, spec.mesh
+        names = [name for mesh in meshes for name in mesh.mesh_dim_names or [None] * mesh.ndim]
+        order = spec.mesh._get_root_mesh().mesh_dim_names or ()
+        placed = zip(names, (*super().placements, *spec.placements), strict=True)
+        return sorted(placed, key=lambda pair: order.index(pair[0]) if pair[0] in order else -1)
 
     def is_unsharded(self) -> bool:
         """Returns True in whole_parameters() and after unshard()."""
