@@ -753,8 +753,8 @@ void check_use_of_unsharded(Call& call, ParameterState state) {
   if (!shard.name.empty() && shard.group != nullptr && shard.owner == nullptr) {
     call.refuse(
         "needs " + name_of(named) +
-        " unsharded, but its model has not run a forward, or was destroyed, "
-        "which drops the values. " +
+        " unsharded, but this rank holds only its shard, and the model has not "
+        "run a forward yet. (If it was destroyed, the values are gone.) " +
         kHowToUnshard);
   }
   call.refuse("needs " + name_of(named) +

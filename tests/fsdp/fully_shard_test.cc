@@ -888,7 +888,7 @@ TEST(FullyShardTest, ErrorsNameTheMistake) {
                 HasSubstr("needs parameter 'first.lin.weight' unsharded"));
     model.reset();
     EXPECT_THAT(error_of(without_model),
-                HasSubstr("or was destroyed, which drops the values"));
+                HasSubstr("If it was destroyed, the values are gone"));
   });
 }
 
