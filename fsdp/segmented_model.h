@@ -80,7 +80,8 @@ class SegmentedModel final : public ShardedModel, public ParameterOwner {
   ShardedModelStatistics statistics() const override;
   std::string explain() const override;
   ShardingTimeline timeline() const override;
-  std::vector<size_t> units_to_keep(int64_t max_bytes);  // the function's
+  // As the function in sharded_model.h.
+  std::vector<size_t> units_to_keep(int64_t max_bytes);
   void set_timeline_sample_rate(int64_t rate) override {
     recorder_.set_sample_rate(rate);
   }
@@ -224,8 +225,8 @@ class SegmentedModel final : public ShardedModel, public ParameterOwner {
   int last_backward_ = -1;  // graph task of the last closed segment
 
   std::map<uint64_t, RecordedSchedule> schedules_;  // by tag, as learned
-  RecordedSchedule advanced_;                       // of schedule_for()
-  std::map<SegmentKind, Schedule> step_;            // last learned
+  RecordedSchedule advanced_;             // result of schedule_for(), if a copy
+  std::map<SegmentKind, Schedule> step_;  // last learned
   std::vector<std::weak_ptr<ForwardRecord>> forwards_;
   std::shared_ptr<ForwardRecord> last_forward_;  // alive until backward ends
   std::vector<char> used_in_forward_;            // by parameter number

@@ -361,9 +361,10 @@ class ShardedModel {
 CheckpointModel checkpoint_model(ShardedModel& model);
 
 // Returns the units to keep unsharded from forward to backward in `max_bytes`
-// of additional memory: those whose all-gathers in backward took longest per byte in the
-// last sampled step, on the slowest rank (planning/planners.h). Collective,
-// equal on all ranks. Throws RuntimeError if a rank has sampled no step.
+// of additional memory: those whose all-gathers in backward took longest per
+// byte in the last sampled step, on the slowest rank (planning/planners.h).
+// Collective, equal on all ranks. Throws RuntimeError if a rank has sampled no
+// step.
 //
 //   for (size_t unit : units_to_keep(*model, 1 << 30)) {
 //     model->settings(unit).reshard_after_forward = false;

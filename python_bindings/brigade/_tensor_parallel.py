@@ -91,7 +91,9 @@ class _Local(torch.autograd.Function):
 _DRAWS = "bernoulli_ cauchy_ exponential_ geometric_ log_normal_ normal_ random_ uniform_"
 _OF_SHAPE = "__len__ nelement numel size stride"
 
-# Names of functions by rule; "local" also has pointwise operators, "refused" all others.
+# Names of functions by rule. "method": the class defines it; "like": the values of one process;
+# "plain", "passive": the local function, with a plain or any result; "unsharded": on full tensors;
+# "local": on shards of one layout, also all pointwise operators; "refused": all others.
 _RULES = {
     "method": f"{_OF_SHAPE} {_DRAWS}",
     "like": "rand_like randn_like randint_like",
