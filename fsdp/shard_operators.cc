@@ -242,13 +242,28 @@ const at::Tensor* original_of(const at::Tensor& result,
   return nullptr;
 }
 
+// A sharded tensor among the arguments of a call.
+struct ShardedArgument {
+  const at::Tensor* tensor;
+  Shard* shard;
+  size_t argument;
+  size_t index;  // in a list argument, or 0
+};
+
 // One operator call; its arguments are on top of the stack.
 class Call {
  public:
   Call(const c10::OperatorHandle& op, torch::jit::Stack& stack)
-      : op_(op),
-        stack_(stack),
-        num_arguments_(op.schema().arguments().size()) {}
+      : op_(op), stack_(stack), num_arguments_(op.schema().arguments().size()) {
+    visit([&](const at::Tensor& tensor, size_t argument, size_t index) {
+      if (Shard* const shard = shard_of(tensor)) {
+        sharded_.push_back({&tensor, shard, argument, index});
+      }
+    });
+  }
+
+  // In order. REQUIRES: no argument has been replaced.
+  std::span<const ShardedArgument> sharded() const { return sharded_; }
 
   const c10::OperatorHandle& op() const { return op_; }
   c10::IValue& argument(size_t index) {
@@ -274,13 +289,6 @@ class Call {
         }
       }
     }
-  }
-  template <typename Visit>  // (const at::Tensor&, Shard&, size_t argument)
-  void visit_sharded(const Visit& visit_one) {
-    visit([&](const at::Tensor& tensor, size_t argument, size_t) {
-      Shard* const shard = shard_of(tensor);
-      if (shard != nullptr) visit_one(tensor, *shard, argument);
-    });
   }
 
   // Runs below autograd, on `replace(tensor, argument)` for sharded tensors.
@@ -326,12 +334,10 @@ class Call {
   }
 
   // True if this rank holds all elements of each sharded argument.
-  bool are_whole() {
-    bool are_whole = true;
-    visit_sharded([&](const at::Tensor&, const Shard& shard, size_t) {
-      are_whole &= shard.is_whole;
+  bool are_whole() const {
+    return std::ranges::all_of(sharded_, [](const ShardedArgument& each) {
+      return each.shard->is_whole;
     });
-    return are_whole;
   }
 
   [[noreturn]] void refuse(const std::string& why) const {
@@ -343,6 +349,7 @@ class Call {
   const c10::OperatorHandle& op_;
   torch::jit::Stack& stack_;
   const size_t num_arguments_;
+  c10::SmallVector<ShardedArgument, 4> sharded_;
 };
 
 // ---- Elementwise operators.
@@ -355,16 +362,15 @@ class LocalCall {
 
   // Throws if the arguments don't match, before any is written.
   void check() {
-    call_.visit([&](const at::Tensor& tensor, size_t, size_t index) {
-      if (shard_of(tensor) == nullptr) return;
-      if (index >= references_.size()) references_.resize(index + 1);
-      at::Tensor& reference = references_[index];
+    for (const ShardedArgument& each : call_.sharded()) {
+      if (each.index >= references_.size()) references_.resize(each.index + 1);
+      at::Tensor& reference = references_[each.index];
       if (!reference.defined()) {
-        reference = tensor;
-      } else if (!are_cut_identically(reference, tensor)) {
-        refuse_mismatch(reference, tensor);
+        reference = *each.tensor;
+      } else if (!are_cut_identically(reference, *each.tensor)) {
+        refuse_mismatch(reference, *each.tensor);
       }
-    });
+    }
     call_.visit([&](const at::Tensor& tensor, size_t argument, size_t index) {
       if (tensor.defined() && shard_of(tensor) == nullptr) {
         check_plain(tensor, argument, index);
@@ -590,11 +596,11 @@ void unscale(Call& call, const OperatorFacts& facts) {
   local.check();
   const at::Tensor found_inf = call.argument("found_inf").toTensor();
   std::vector<ShardGroup*> groups;
-  call.visit_sharded([&](const at::Tensor&, const Shard& shard, size_t) {
-    if (std::ranges::find(groups, shard.group.get()) == groups.end()) {
-      groups.push_back(shard.group.get());
+  for (const ShardedArgument& each : call.sharded()) {
+    if (std::ranges::find(groups, each.shard->group.get()) == groups.end()) {
+      groups.push_back(each.shard->group.get());
     }
-  });
+  }
   local.run();
   for (ShardGroup* const group : groups) {
     found_inf.copy_(all_reduce(*group, found_inf.reshape({1}), /*is_max=*/true)
@@ -614,10 +620,10 @@ void reduce(Call& call, const OperatorFacts& facts) {
   const std::string_view name = base_name(call.op().schema());
   const c10::IValue dims = call.argument("dim");
   bool is_total = true;
-  call.visit_sharded([&](const at::Tensor& tensor, const Shard& shard, size_t) {
-    is_total = is_total && covers_all_dims(dims, tensor.dim());
-    group_of(shard).require_all_ranks();
-  });
+  for (const ShardedArgument& each : call.sharded()) {
+    is_total = is_total && covers_all_dims(dims, each.tensor->dim());
+    group_of(*each.shard).require_all_ranks();
+  }
   if (name.starts_with("_amp_foreach_")) return unscale(call, facts);
   double order = 2;
   for (const char* argument : {"ord", "p"}) {
@@ -660,27 +666,28 @@ bool is_transformed_or_traced() {
 }
 
 void refuse_views(Call& call) {
-  call.visit_sharded([&](const at::Tensor& tensor, const Shard&, size_t) {
+  for (const ShardedArgument& each : call.sharded()) {
+    const at::Tensor& tensor = *each.tensor;
     if (tensor.nbytes() == tensor.storage().nbytes() &&
         tensor.is_non_overlapping_and_dense()) {
-      return;
+      continue;
     }
     call.refuse("a view of " + name_of(tensor) +
                 ", made while it was unsharded, shows a part of it. Make the "
                 "view again inside the model's forward.");
-  });
+  }
 }
 
 // Calls `use(owner, parameters)` for each model of the parameters in `call`.
 template <typename Use>
 void for_each_owner(Call& call, const Use& use) {
   c10::SmallVector<const Shard*, 4> used;
-  call.visit_sharded([&](const at::Tensor&, const Shard& shard, size_t) {
-    if (shard.owner != nullptr &&
-        std::find(used.begin(), used.end(), &shard) == used.end()) {
-      used.push_back(&shard);
+  for (const ShardedArgument& each : call.sharded()) {
+    if (each.shard->owner != nullptr &&
+        std::find(used.begin(), used.end(), each.shard) == used.end()) {
+      used.push_back(each.shard);
     }
-  });
+  }
   for (auto* first = used.begin(); first != used.end();) {
     ParameterOwner* const owner = (*first)->owner;
     auto* const last = std::stable_partition(
@@ -705,17 +712,19 @@ std::optional<ParameterState> use_parameters(Call& call) {
 // returns false otherwise.
 bool run_after_forward(Call& call, const OperatorFacts& facts) {
   if (!at::GradMode::is_enabled() || !facts.is_recorded) return false;
+  const bool are_parameters =
+      std::ranges::all_of(call.sharded(), [&](const ShardedArgument& each) {
+        return each.shard->owner != nullptr && facts.writes[each.argument] == 0;
+      });
   bool is_recorded = false;
-  bool are_parameters = true;
-  c10::SmallVector<std::pair<ParameterOwner*, size_t>, 4> units;
-  call.visit([&](const at::Tensor& tensor, size_t argument, size_t) {
+  call.visit([&](const at::Tensor& tensor, size_t, size_t) {
     is_recorded |= tensor.requires_grad();
-    const Shard* const shard = shard_of(tensor);
-    if (shard == nullptr) return;
-    are_parameters &= shard->owner != nullptr && facts.writes[argument] == 0;
-    units.emplace_back(shard->owner, shard->unit);
   });
   if (!is_recorded || !are_parameters) return false;
+  c10::SmallVector<std::pair<ParameterOwner*, size_t>, 4> units;
+  for (const ShardedArgument& each : call.sharded()) {
+    units.emplace_back(each.shard->owner, each.shard->unit);
+  }
   const auto end = c10::make_scope_exit([&units] {
     for (const auto& [owner, unit] : units) owner->end_use_after_forward(unit);
   });
@@ -728,27 +737,26 @@ bool run_after_forward(Call& call, const OperatorFacts& facts) {
 
 void check_use_of_unsharded(Call& call, ParameterState state) {
   const auto& arguments = call.op().schema().arguments();
-  call.visit_sharded([&](const at::Tensor& tensor, const Shard& shard,
-                         size_t argument) {
-    if (shard.owner == nullptr) {
-      call.refuse(name_of(tensor) +
+  for (const auto& [tensor, shard, argument, index] : call.sharded()) {
+    if (shard->owner == nullptr) {
+      call.refuse(name_of(*tensor) +
                   " in a forward, backward or unsharded(): it belongs to no "
                   "unit. Use a copy of its full tensor instead; call an "
                   "optimizer's step() outside.");
     }
     if (state == ParameterState::kUnsharded && writes(arguments[argument])) {
-      call.refuse("writes to " + name_of(tensor) +
+      call.refuse("writes to " + name_of(*tensor) +
                   " in a forward or backward, where it would be lost. Write "
                   "outside of them.");
     }
-  });
+  }
 }
 
 [[noreturn]] void refuse_sharded(Call& call) {
   at::Tensor named;  // a parameter, if there is one
-  call.visit_sharded([&](const at::Tensor& tensor, const Shard& shard, size_t) {
-    if (!named.defined() || !shard.name.empty()) named = tensor;
-  });
+  for (const ShardedArgument& each : call.sharded()) {
+    if (!named.defined() || !each.shard->name.empty()) named = *each.tensor;
+  }
   const Shard& shard = *shard_of(named);
   if (!shard.name.empty() && shard.group != nullptr && shard.owner == nullptr) {
     call.refuse(
@@ -768,10 +776,9 @@ void check_use_of_unsharded(Call& call, ParameterState state) {
 void on_sharded(const c10::OperatorHandle& op, c10::DispatchKeySet keys,
                 torch::jit::Stack* stack) {
   Call call(op, *stack);
-  bool has_shards = false;
-  call.visit_sharded(
-      [&](const at::Tensor&, const Shard&, size_t) { has_shards = true; });
-  if (!has_shards) return call.run_without_key();  // set_() replaced a storage
+  if (call.sharded().empty()) {  // set_() replaced a storage
+    return call.run_without_key();
+  }
   const auto state = use_parameters(call);
   if (state && *state != ParameterState::kSharded) {
     check_use_of_unsharded(call, *state);

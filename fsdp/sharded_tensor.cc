@@ -21,13 +21,17 @@ c10::StorageImpl& storage_of(const at::Tensor& tensor) {
   return *tensor.unsafeGetTensorImpl()->unsafe_storage().unsafeGetStorageImpl();
 }
 
+std::string access_error(const std::string& subject) {
+  return absl::StrCat(subject,
+                      " is sharded: this rank holds only its shard, so the "
+                      "data can't be read. ",
+                      kHowToUnshard);
+}
+
 void refuse_access(c10::StorageImpl& storage, const std::string& name) {
-  storage.release_data_and_set_meta_custom_data_ptr_error_msg_(absl::StrCat(
-      name.empty() ? "This tensor" : "Parameter '", name,
-      name.empty() ? "" : "'",
-      " is sharded: this rank holds only its shard, so the data can't be "
-      "read. ",
-      kHowToUnshard));
+  static const std::string nameless = access_error("This tensor");
+  storage.release_data_and_set_meta_custom_data_ptr_error_msg_(
+      name.empty() ? nameless : access_error("Parameter '" + name + "'"));
 }
 
 void set_data(c10::StorageImpl& storage, void* data) {

@@ -298,6 +298,9 @@ for _name in ("global_offsets", "local_offsets", "local_sizes"):
     setattr(TensorShard, _name, ())
 
 
+_plain_grad = torch.Tensor.grad.__get__
+
+
 class ShardedParameter(TensorShard, nn.Parameter):
     """A sharded parameter. Optimizers of torch update this rank's shard of it.
 
@@ -308,7 +311,7 @@ class ShardedParameter(TensorShard, nn.Parameter):
     @property
     def grad(self) -> TensorShard | None:
         """The averaged gradient, sharded like the parameter, or None."""
-        gradient = torch.Tensor.grad.__get__(self)
+        gradient = _plain_grad(self)
         if type(gradient) is torch.Tensor and _C.is_sharded(gradient):
             return as_shard(gradient, self)
         return gradient
