@@ -20,7 +20,7 @@
 #include <optional>
 #include <string>
 
-#include "brigade/comm/status/rank_status.h"
+#include "brigade/comm/status/status_channel.h"
 #include "brigade/reducer/collective.h"
 #include "brigade/reducer/data_parallel_policy.h"
 #include "brigade/reducer/iteration.h"

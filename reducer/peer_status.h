@@ -17,7 +17,6 @@
 
 #include "absl/status/status.h"
 #include "brigade/comm/errors/peer_error.h"
-#include "brigade/comm/status/rank_status.h"
 #include "brigade/comm/status/status_channel.h"
 
 namespace brigade {

@@ -1,4 +1,4 @@
-#include "brigade/comm/status/rank_status.h"
+#include "brigade/comm/status/status_channel.h"
 
 #include <string>
 #include <string_view>

@@ -13,7 +13,7 @@
 #include <utility>
 #include <vector>
 
-#include "brigade/comm/status/rank_status.h"
+#include "brigade/comm/status/status_channel.h"
 #include "brigade/comm_hooks/comm_hooks.h"
 #include "brigade/comm_hooks/hook_traits.h"
 #include "brigade/reducer/reducer.h"

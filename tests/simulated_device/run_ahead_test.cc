@@ -19,7 +19,7 @@
 #include "absl/cleanup/cleanup.h"
 #include "absl/strings/str_cat.h"
 #include "brigade/comm/errors/peer_error.h"
-#include "brigade/comm/status/rank_status.h"
+#include "brigade/comm/status/status_channel.h"
 #include "brigade/ddp/distributed_data_parallel.h"
 #include "brigade/reducer/reducer.h"
 #include "brigade/tests/reducer/failing.h"

@@ -25,7 +25,7 @@
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 #include <vector>
 
-#include "brigade/comm/status/rank_status.h"
+#include "brigade/comm/status/status_channel.h"
 
 namespace brigade {
 
