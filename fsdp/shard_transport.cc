@@ -17,7 +17,6 @@
 #include "brigade/comm/group/group_collectives.h"
 #include "brigade/comm/group/group_info.h"
 #include "brigade/comm/ordered/ordered_collectives.h"
-#include "brigade/comm/ordered/ordered_sum.h"
 
 namespace brigade {
 namespace {

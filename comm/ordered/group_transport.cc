@@ -14,7 +14,7 @@
 #include <vector>
 
 #include "brigade/comm/backends/gloo_backend.h"
-#include "brigade/comm/ordered/ordered_transport.h"
+#include "brigade/comm/ordered/ordered_collectives.h"
 
 namespace brigade {
 namespace {
@@ -110,8 +110,6 @@ class GroupTransport::Operation final : public OrderedOperation {
         number_(number) {}
 
   ~Operation() override { forget(); }
-
-  int awaited() const override { return awaited_; }
 
   void launch() {
     if (call_.kind == OrderedKind::kAllGather) return gather();
@@ -263,7 +261,6 @@ class GroupTransport::Operation final : public OrderedOperation {
   const OrderedCall call_;
   const uint32_t number_;
   std::vector<at::Tensor> terms_;  // by rank
-  std::atomic<int> awaited_ = -1;
 };
 
 std::unique_ptr<OrderedOperation> GroupTransport::start(

@@ -18,6 +18,7 @@
 // usable.
 //
 // Thread safety: any thread; all ranks make the same calls in the same order.
+// Functions write to their outputs only.
 
 #ifndef BRIGADE_COMM_ORDERED_ORDERED_COLLECTIVES_H_
 #define BRIGADE_COMM_ORDERED_ORDERED_COLLECTIVES_H_
@@ -26,24 +27,153 @@
 #include <ATen/core/ivalue.h>
 #include <sys/types.h>
 
+#include <algorithm>
+#include <array>
+#include <atomic>
+#include <chrono>
 #include <condition_variable>
+#include <cstddef>
 #include <cstdint>
 #include <deque>
 #include <exception>
 #include <memory>
 #include <mutex>
 #include <optional>
+#include <span>
 #include <string>
 #include <string_view>
 #include <thread>
+#include <torch/csrc/distributed/c10d/Backend.hpp>
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 #include <vector>
 
 #include "brigade/comm/group/group_info.h"
-#include "brigade/comm/ordered/ordered_sum.h"
-#include "brigade/comm/ordered/ordered_transport.h"
+#include "brigade/comm/group/shared_segment.h"
 
 namespace brigade {
+
+// ---- Slices and sums.
+//
+// The bits of an element's sum depend on its terms alone, not on its position,
+// the vector's length or threads.
+
+struct RankSlice {
+  int64_t offset;
+  int64_t numel;
+};
+
+// Returns the slice of a rank. Slices are contiguous, in rank order, and differ
+// in length by at most one; the first ranks have the longer ones.
+//
+//   10 elements, 4 ranks: [0, 3) [3, 6) [6, 8) [8, 10)
+constexpr RankSlice slice_of_rank(int64_t numel, int rank, int world_size) {
+  const int64_t shorter = numel / world_size;
+  const int64_t num_longer = numel % world_size;
+  return {.offset = rank * shorter + std::min<int64_t>(rank, num_longer),
+          .numel = shorter + (rank < num_longer ? 1 : 0)};
+}
+
+// Returns true for integers (which wrap around), floating-point and complex
+// numbers; false for bool and quantized types.
+inline bool can_add(at::ScalarType dtype) {
+  constexpr std::array kDtypes = {
+      at::kByte,   at::kChar,         at::kShort,        at::kInt,
+      at::kLong,   at::kHalf,         at::kBFloat16,     at::kFloat,
+      at::kDouble, at::kComplexFloat, at::kComplexDouble};
+  return std::ranges::find(kDtypes, dtype) != kDtypes.end();
+}
+
+// Writes the sum of `terms` ([n] each, at least one) to `out` [n], in order and
+// in one pass, times `scale` if given. float16 and bfloat16 are summed in
+// float32 and rounded once, at the end.
+//
+// `out` may be one of `terms`, and overlaps no other.
+//
+// REQUIRES: contiguous CPU tensors of one dtype that can_add(); no scale for
+// integers.
+void ordered_sum(std::span<const at::Tensor> terms, std::optional<double> scale,
+                 const at::Tensor& out);
+
+// Returns an uninitialized accumulator [numel] for sum_in_order(): in the dtype
+// of `like`, or float32 for float16 and bfloat16.
+at::Tensor empty_sum(int64_t numel, const at::Tensor& like);
+
+// Sums `count` consecutive vectors of `terms` [count * n] in order into `sum`
+// [n], on the current stream of their device. Allocates no memory.
+void sum_in_order(const at::Tensor& terms, int count, const at::Tensor& sum);
+
+// ---- Transports: shared memory, or messages of a c10d backend. Internal to
+// comm/.
+
+enum class OrderedKind { kAllReduce, kReduceScatter, kAllGather };
+
+struct OrderedCall {
+  using FuturePtr = c10::intrusive_ptr<c10::ivalue::Future>;
+
+  OrderedKind kind = OrderedKind::kAllReduce;
+  at::Tensor input;   // [n], n > 0
+  at::Tensor output;  // [n], the input itself; reduce-scatter: the slice
+  std::optional<double> scale;
+  FuturePtr after;  // start after this future; null: at once
+};
+
+struct OrderedRanks {
+  int rank;
+  int size;  // > 1
+  std::chrono::milliseconds timeout;
+  RankNames names = {};  // in errors
+  // Number of ranks on each host, which are consecutive; 1 also if hosts differ
+  // in it or are unknown.
+  int ranks_per_host = 1;
+};
+
+// A call in flight. Its destructor does not block.
+class OrderedOperation {
+ public:
+  virtual ~OrderedOperation() = default;
+
+  // Blocks until the output is complete. Throws RuntimeError, and the backend's
+  // errors.
+  virtual void finish() = 0;
+
+  // Returns the rank that finish() waits for; -1: unknown. Any thread.
+  int awaited() const { return awaited_; }
+
+ protected:
+  std::atomic<int> awaited_ = -1;
+};
+
+// Thread safety: start() is called by one thread at a time, in the same order
+// on all ranks. Several threads call finish(), each for one operation, and
+// begin them in the order of start(). Any thread calls abort().
+class OrderedTransport {
+ public:
+  virtual ~OrderedTransport() = default;
+
+  // Does not wait for peers.
+  virtual std::unique_ptr<OrderedOperation> start(const OrderedCall& call) = 0;
+
+  // Ends all operations with an error, here and on the other ranks.
+  virtual void abort(std::string_view reason) = 0;
+};
+
+// Returns the size of a rank's region in the segment for `room` bytes of posts.
+size_t shared_bytes_per_rank(size_t room);
+
+// Makes the transport through shared memory. Each rank posts its terms in its
+// region, sums its slice, and posts the sum. REQUIRES: `room` fits 4 elements
+// of each rank.
+std::unique_ptr<OrderedTransport> make_shared_transport(
+    std::shared_ptr<SharedSegment> segment, size_t room,
+    const OrderedRanks& ranks);
+
+// Makes the transport by messages: an all-to-all of the terms, a sum, and an
+// all-gather of the sums. REQUIRES: all ranks of `backend` are connected, and
+// it has no other users.
+std::unique_ptr<OrderedTransport> make_group_transport(
+    c10::intrusive_ptr<c10d::Backend> backend, const OrderedRanks& ranks);
+
+// ---- Collectives.
 
 class OrderedCollectives {
  public:

@@ -12,7 +12,7 @@
 #include <utility>
 #include <vector>
 
-#include "brigade/comm/ordered/ordered_transport.h"
+#include "brigade/comm/ordered/ordered_collectives.h"
 
 namespace brigade {
 namespace {
@@ -295,7 +295,6 @@ class SharedTransport::Operation final : public OrderedOperation {
 
   int64_t num_pieces() const { return partition_.num_pieces(); }
   bool is_posted() const { return num_posted_ == partition_.num_pieces(); }
-  int awaited() const override { return awaited_; }
 
   // Posts the next piece. Returns false if there is no room now.
   bool post() {
@@ -440,7 +439,6 @@ class SharedTransport::Operation final : public OrderedOperation {
   const int64_t element_size_;
   SharedSegment::Deadline deadline_;
   std::atomic<int64_t> num_posted_ = 0;  // changes with post_mutex_ held
-  std::atomic<int> awaited_ = -1;
 };
 
 std::unique_ptr<OrderedOperation> SharedTransport::start(

@@ -22,7 +22,6 @@
 #include "brigade/comm/errors/peer_error.h"
 #include "brigade/comm/group/group_collectives.h"
 #include "brigade/comm/ordered/host_sums.h"
-#include "brigade/comm/ordered/ordered_sum.h"
 #include "brigade/comm/process_group.h"
 #include "brigade/tests/support/local_ranks.h"
 #include "brigade/tests/support/process_ranks.h"

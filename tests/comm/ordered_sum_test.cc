@@ -1,4 +1,4 @@
-#include "brigade/comm/ordered/ordered_sum.h"
+#include "brigade/comm/ordered/ordered_collectives.h"
 
 #include <torch/torch.h>
 

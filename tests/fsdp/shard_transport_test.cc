@@ -18,7 +18,7 @@
 
 #include "absl/strings/str_cat.h"
 #include "brigade/comm/errors/peer_error.h"
-#include "brigade/comm/ordered/ordered_sum.h"
+#include "brigade/comm/ordered/ordered_collectives.h"
 #include "brigade/tests/support/local_ranks.h"
 #include "gtest/gtest.h"
 
