@@ -190,21 +190,13 @@ void Bucket::adopt_gradients() {
   }
 }
 
-c10::intrusive_ptr<c10::ivalue::Future> Bucket::launch() {
+c10::intrusive_ptr<c10::ivalue::Future> Bucket::launch(bool on_zeros) {
   // Another stream may have packed this bucket.
-  if (packed_) packed_->block(current_stream(device()));
-  return run_hook(replicas_.front()->buffer());
-}
-
-c10::intrusive_ptr<c10::ivalue::Future> Bucket::launch_substitute() {
-  return run_hook(replicas_.front()->zeros());
-}
-
-c10::intrusive_ptr<c10::ivalue::Future> Bucket::run_hook(
-    const at::Tensor& buffer) {
+  if (packed_ && !on_zeros) packed_->block(current_stream(device()));
   if (!grad_bucket_) make_grad_bucket();
   // The hook may have assigned another buffer in the last iteration.
-  grad_bucket_->getBufferRef() = as_reals(buffer);
+  grad_bucket_->getBufferRef() = as_reals(
+      on_zeros ? replicas_.front()->zeros() : replicas_.front()->buffer());
   c10::intrusive_ptr<c10::ivalue::Future> future =
       hook_.hook->runHook(*grad_bucket_);
   TORCH_CHECK(future, brigade::describe(hook_),

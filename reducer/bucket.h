@@ -63,9 +63,7 @@ class Bucket final : public Collective {
 
   // Calls the comm hook. Errors: RuntimeError if the hook returns no future;
   // those of the hook.
-  c10::intrusive_ptr<c10::ivalue::Future> launch() override;
-
-  c10::intrusive_ptr<c10::ivalue::Future> launch_substitute() override;
+  c10::intrusive_ptr<c10::ivalue::Future> launch(bool on_zeros) override;
 
   // Undefined if `value` is None: the hook has set the gradients itself.
   at::Tensor result_of(const c10::IValue& value) override;
@@ -108,7 +106,6 @@ class Bucket final : public Collective {
   double scale() const;
   void pack_replica(size_t replica);
   void sum_replicas();
-  c10::intrusive_ptr<c10::ivalue::Future> run_hook(const at::Tensor& buffer);
   void make_grad_bucket();
 
   const ParameterTable& table_;

@@ -54,13 +54,10 @@ class Collective {
   // that names a gradient of the wrong shape, dtype, layout or device.
   virtual void pack() = 0;
 
-  // Returns null if there is nothing to wait for. Throws the errors of the
+  // Returns null if there is nothing to wait for. `on_zeros`: for peers that
+  // wait for this rank; gradients stay untouched. Throws the errors of the
   // collective or the comm hook.
-  virtual c10::intrusive_ptr<c10::ivalue::Future> launch() = 0;
-
-  // Launches the collective on zeros, for peers that wait for this rank. Does
-  // not touch gradients. Throws as launch().
-  virtual c10::intrusive_ptr<c10::ivalue::Future> launch_substitute() = 0;
+  virtual c10::intrusive_ptr<c10::ivalue::Future> launch(bool on_zeros) = 0;
 
   // Returns the tensor in the future's value; undefined if there is none.
   // Throws TypeError or RuntimeError if it does not fit the bucket.

@@ -29,8 +29,7 @@ std::optional<Failure> launch(Iteration& iteration, Collective& entry,
           observations.timeline.launch_begins(*unit, entry.buffer_bytes());
         }
         const ChainedCollectives::Scope chaining(iteration.chained);
-        launch.future =
-            iteration.is_shadow ? entry.launch_substitute() : entry.launch();
+        launch.future = entry.launch(/*on_zeros=*/iteration.is_shadow);
       });
     } catch (...) {
       return failure_of(iteration.id, ErrorSource::kHook, entry);
@@ -277,7 +276,7 @@ void launch_rest(Iteration& iteration, PeerStatus& peers,
     Launch launch = {.collective = &next, .future = nullptr};
     peers.count([&] {
       const ChainedCollectives::Scope chaining(iteration.chained);
-      launch.future = next.launch_substitute();
+      launch.future = next.launch(/*on_zeros=*/true);
     });
     if (next.unit()) ++observations.counts.buckets_launched;
     iteration.launches.push_back(std::move(launch));

@@ -300,7 +300,7 @@ std::optional<Failure> launch_ready(Iteration& iteration, PeerStatus& peers,
                                     Observations& observations);
 
 // Launches the remaining entries of a failed iteration on zeros. Throws as
-// Collective::launch_substitute().
+// Collective::launch().
 void launch_rest(Iteration& iteration, PeerStatus& peers,
                  Observations& observations);
 

@@ -94,7 +94,8 @@ at::Tensor UsedParameters::abandon() {
   return std::exchange(sum_, at::empty_like(sum_));
 }
 
-c10::intrusive_ptr<c10::ivalue::Future> UsedParameters::launch() {
+c10::intrusive_ptr<c10::ivalue::Future> UsedParameters::launch(bool on_zeros) {
+  if (on_zeros) clear_marks();
   const at::NoGradGuard no_grad;
   try {
     wait();  // the last all-reduce, if nobody read its result
@@ -119,11 +120,6 @@ c10::intrusive_ptr<c10::ivalue::Future> UsedParameters::launch() {
   std::vector<at::Tensor> tensors = {sum_};
   work_ = group_.allreduce(tensors);
   return future_of(*work_);
-}
-
-c10::intrusive_ptr<c10::ivalue::Future> UsedParameters::launch_substitute() {
-  clear_marks();
-  return launch();
 }
 
 }  // namespace brigade

@@ -33,7 +33,7 @@ TEST(UsedParametersGpuTest, HostDoesNotWaitForTheCopy) {
   at::Tensor product = at::empty_like(matrix);
   // A first launch loads kernels and pins memory, which may wait.
   at::mm_out(product, matrix, matrix);
-  map.launch();
+  map.launch(/*on_zeros=*/false);
   map.counts();
 
   for (int s = 0; s < 2; ++s) {
@@ -44,7 +44,7 @@ TEST(UsedParametersGpuTest, HostDoesNotWaitForTheCopy) {
     // Seconds of work before the copy.
     for (int i = 0; i < 60; ++i) at::mm_out(product, matrix, matrix);
     ASSERT_FALSE(stream.query());
-    map.launch();
+    map.launch(/*on_zeros=*/false);
     EXPECT_FALSE(stream.query()) << "launch() has waited for the device";
     map.clear_marks();
     map.mark(2);  // of the next iteration; not in this all-reduce
