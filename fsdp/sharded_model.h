@@ -265,11 +265,6 @@ class ShardedModel {
       throw;
     }
   }
-  // The steps of forward(). end_forward() or forward_failed() must follow a
-  // begin_forward() that returned.
-  virtual void begin_forward() = 0;
-  virtual void end_forward(const std::vector<at::Tensor>& outputs) = 0;
-  virtual void forward_failed(const std::exception_ptr& error) noexcept = 0;
 
   // ---- Between forwards and backwards. Collective.
 
@@ -350,6 +345,12 @@ class ShardedModel {
  protected:
   explicit ShardedModel(FullyShardOptions options)
       : options_(std::move(options)) {}
+
+  // The steps of forward(). One of the other two follows a begin_forward() that
+  // returned.
+  virtual void begin_forward() = 0;
+  virtual void end_forward(const std::vector<at::Tensor>& outputs) = 0;
+  virtual void forward_failed(const std::exception_ptr& error) noexcept = 0;
 
   const FullyShardOptions options_;
   bool synchronizes_ = true;

@@ -651,7 +651,9 @@ TEST(FullyShardTest, ForwardsOfTwoThreadsAreOneErrorOnAllRanks) {
                     const at::Tensor y = net(x);
                     if (group->getRank() == 0) {
                       std::thread([&] {
-                        EXPECT_THAT(error_of([&] { model->begin_forward(); }),
+                        EXPECT_THAT(error_of([&] {
+                                      model->forward([&] { return x; });
+                                    }),
                                     HasSubstr("in another thread"));
                       }).join();
                     }

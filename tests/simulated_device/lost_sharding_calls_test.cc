@@ -69,9 +69,10 @@ struct Parts {
   // Runs `body` as a forward without backward.
   void evaluate(const std::function<void()>& body) const {
     const at::NoGradGuard no_grad;
-    model->begin_forward();
-    body();
-    model->end_forward({});
+    model->forward([&] {
+      body();
+      return at::Tensor();
+    });
   }
   at::Tensor loss(const std::vector<size_t>& units = {0, 1}) const {
     return model->forward([&] {
@@ -245,10 +246,7 @@ TEST_F(LostGatherCallsTest, GathersWaitForUnusedGathersIntoTheSameBuffer) {
           parts.read(0);
           parts.read(1);
         });
-        const at::NoGradGuard no_grad;
-        parts.model->begin_forward();
-        arm();
-        parts.model->end_forward({});
+        parts.evaluate([&] { arm(); });
       },
       {}, /*some=*/true);
 }
