@@ -212,12 +212,15 @@ at::Tensor gather_elements(const Group& group, const StoredTensor& tensor,
       {most},
       at::TensorOptions(tensor.scalar_type()).device(control_device(*group)));
   if (own != nullptr) sent.narrow(0, 0, own->held.numel()).copy_(flat(*own));
+  // As bytes: backends support few dtypes.
   const std::vector<at::Tensor> by_rank =
-      all_gather_tensors(group, sent, kDoing);
+      all_gather_tensors(group, sent.view(at::kByte), kDoing);
   if (group->getRank() != 0) return {};
   std::vector<at::Tensor> pieces;
   for (const Chunk& chunk : tensor.chunks) {
-    pieces.push_back(by_rank[chunk.file].narrow(0, 0, chunk.numel));
+    pieces.push_back(by_rank[chunk.file]
+                         .view(tensor.scalar_type())
+                         .narrow(0, 0, chunk.numel));
   }
   return at::cat(pieces);
 }

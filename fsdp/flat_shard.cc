@@ -470,6 +470,10 @@ void FlatShard::begin_write() {
 }
 
 void FlatShard::accumulate(size_t parameter, const at::Tensor& gradient) {
+  TORCH_CHECK_NOT_IMPLEMENTED(
+      gradient.layout() == at::kStrided, "fully_shard: expected a dense ",
+      "gradient of parameter '", parameters_[parameter].name,
+      "', found a sparse one.\nMake the embedding with sparse=false.");
   const at::NoGradGuard no_grad;
   const at::Tensor slot = slot_of(gradients_, parameter);
   const Slot before = std::exchange(slots_[parameter], Slot::kWritten);

@@ -362,6 +362,17 @@ class LocalCall {
 
   // Throws if the arguments don't match, before any is written.
   void check() {
+    check_sharded();
+    call_.visit([&](const at::Tensor& tensor, size_t argument, size_t index) {
+      if (tensor.defined() && shard_of(tensor) == nullptr) {
+        check_plain(tensor, argument, index);
+      }
+    });
+    if (facts_.memory_format) check_memory_format();
+  }
+
+  // As check(), without plain arguments.
+  void check_sharded() {
     for (const ShardedArgument& each : call_.sharded()) {
       if (each.index >= references_.size()) references_.resize(each.index + 1);
       at::Tensor& reference = references_[each.index];
@@ -371,12 +382,6 @@ class LocalCall {
         refuse_mismatch(reference, *each.tensor);
       }
     }
-    call_.visit([&](const at::Tensor& tensor, size_t argument, size_t index) {
-      if (tensor.defined() && shard_of(tensor) == nullptr) {
-        check_plain(tensor, argument, index);
-      }
-    });
-    if (facts_.memory_format) check_memory_format();
   }
 
   void run() {
@@ -593,7 +598,7 @@ void reduce_norms(Call& call, double order) {
 // GradScaler: unscales local gradients and all-reduces `found_inf`.
 void unscale(Call& call, const OperatorFacts& facts) {
   LocalCall local(call, facts);
-  local.check();
+  local.check_sharded();  // ShardedGradScaler's other arguments have one dim
   const at::Tensor found_inf = call.argument("found_inf").toTensor();
   std::vector<ShardGroup*> groups;
   for (const ShardedArgument& each : call.sharded()) {
