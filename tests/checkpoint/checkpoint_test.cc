@@ -344,6 +344,38 @@ TEST_F(CheckpointTest, AModuleIsSavedWithItsBuffers) {
   EXPECT_TRUE(at::equal(loaded->weight, saved->weight));
 }
 
+TEST_F(CheckpointTest, ShardsOfAnyDtypeAreSavedInBothLayouts) {
+  const std::vector<at::ScalarType> dtypes = {at::kComplexFloat, at::kBFloat16,
+                                              at::kShort, at::kBool,
+                                              at::kFloat8_e4m3fn};
+  // Rank r of two holds elements 2r to 2r + 2 of 3.
+  const auto make = [&](const Group& group, int seed) {
+    CheckpointModel model(std::vector<CheckpointTensor>(), group);
+    for (const at::ScalarType dtype : dtypes) {
+      const at::Tensor whole = (torch::arange(3.0) + seed).to(dtype);
+      CheckpointTensor tensor =
+          unsharded_tensor(c10::toString(dtype), whole.clone());
+      tensor.begin = 2 * group->getRank();
+      tensor.held = whole.slice(0, tensor.begin, tensor.begin + 2).clone();
+      model.tensors.push_back(std::move(tensor));
+    }
+    return model;
+  };
+  for (const std::string& to : {file(), folder()}) {
+    run_ranks(2, [&](const Group& group) {
+      save_checkpoint(to, make(group, 1));
+      const CheckpointModel loaded = make(group, 7);
+      const CheckpointModel expected = make(group, 1);
+      load_checkpoint(to, loaded);
+      for (size_t i = 0; i < dtypes.size(); ++i) {
+        EXPECT_TRUE(at::equal(loaded.tensors[i].held.to(at::kComplexFloat),
+                              expected.tensors[i].held.to(at::kComplexFloat)))
+            << to << dtypes[i];
+      }
+    });
+  }
+}
+
 // ---- Options.
 
 class OptionsTest : public CheckpointTest {

@@ -287,6 +287,30 @@ TEST(FullyShardTest, TheRootUnitIsGatheredOnceAndReducedOnce) {
   });
 }
 
+TEST(FullyShardTest, ASparseGradientIsAnErrorThatNamesTheParameter) {
+  run_ranks(2, [](const Group& group) {
+    torch::nn::Embedding net(torch::nn::EmbeddingOptions(4, 2).sparse(true));
+    const auto model = fully_shard(*net, group);
+    for (const bool is_sparse : {true, false}) {
+      net->options.sparse(is_sparse);
+      const at::Tensor loss =
+          model->forward([&] { return net(torch::arange(2)); }).sum();
+      if (!is_sparse) {
+        loss.backward();
+        continue;
+      }
+      try {
+        loss.backward();
+        ADD_FAILURE() << "no error";
+      } catch (const c10::Error& error) {
+        EXPECT_THAT(error.what_without_backtrace(),
+                    HasSubstr("a dense gradient of parameter 'weight', found a "
+                              "sparse one"));
+      }
+    }
+  });
+}
+
 TEST(FullyShardTest, IgnoredParametersAreNeitherShardedNorReduced) {
   run_ranks(2, [&](const Group& group) {
     const int rank = group->getRank();

@@ -8,6 +8,7 @@ import copy
 import pytest
 import torch
 from torch import nn
+from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import brigade
@@ -51,11 +52,15 @@ def test_a_forward_and_backward_of_an_inner_unit_alone(rank, reshards):
     expect_equal(model, plain)
 
 
+@pytest.mark.parametrize("scaler_class", [torch.amp.GradScaler, ShardedGradScaler])
 @on_ranks()
-def test_a_scaler_skips_a_step_on_all_ranks(rank):
+def test_a_scaler_skips_a_step_on_all_ranks(rank, scaler_class):
     plain, model = make_net(), shard_blocks(make_net())
     optimizers = [torch.optim.SGD(net.parameters(), lr=0.5) for net in (plain, model)]
-    scalers = [torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=2) for _ in "ab"]
+    scalers = [
+        make("cpu", init_scale=2.0**10, growth_interval=2)
+        for make in (torch.amp.GradScaler, scaler_class)
+    ]
     for step in range(5):
         for net in (plain, model):
             net.zero_grad()
