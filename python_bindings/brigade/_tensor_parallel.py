@@ -123,6 +123,15 @@ def _rule_of(name: str) -> str:
     return "local" if is_pointwise or name.startswith("_fused_") else "refused"
 
 
+def _name_and_rule_of(func: Callable) -> tuple[str, str]:
+    name = func.__name__
+    if name in ("__get__", "__set__", "__delete__"):
+        name = getattr(func.__self__, "__name__", name)
+        return name, "refused" if name in ("T", "mT", "H", "mH", "real", "imag") else "passive"
+    is_init = getattr(func, "__module__", "") == "torch.nn.init"
+    return name, "passive" if is_init else _rule_of(name)
+
+
 def _refuse(name: str, shard: TensorParallelShard) -> NoReturn:
     path = shard._unit().name_of(shard)
     what = f"parameter '{path}'" if path else "tensor"
@@ -157,6 +166,29 @@ def _require_same_layout(name: str, writes: bool, args: tuple, kwargs: dict) -> 
             _refuse(name, shard)
 
 
+def _run_on_local(
+    func: Callable, name: str, shards: list[TensorParallelShard], args: tuple, kwargs: dict
+) -> Any:
+    """Runs a function on local tensors. Reduces norms and `found_inf` over the DTensors' meshes."""
+    with torch._C.DisableTorchFunctionSubclass():
+        result = func(*args, **kwargs)
+    if name == "_foreach_norm":
+        return _norms_over_groups(args[0], result, *args[1:], **kwargs)
+    if name == "_amp_foreach_non_finite_check_and_unscale_":
+        for group in _groups_of(shards):
+            dist.all_reduce(args[1], dist.ReduceOp.MAX, group=group)
+    return result
+
+
+def _as_shards(result: Any, like: TensorParallelShard, name: str, args: tuple) -> Any:
+    """Returns the result of a local operator; its elements as shards like those of a list."""
+    if not isinstance(result, (list, tuple)):
+        return _as_shard(result, like, name)
+    lists = (each for each in args if isinstance(each, (list, tuple)))
+    likes = next(lists, [like] * len(result))
+    return type(result)(list(map(_as_shard, result, likes, [name] * len(result))))
+
+
 def _as_shard(result: Any, like: Any, name: str) -> Any:
     """Returns the result of a local operator as a shard like `like`."""
     if not isinstance(result, torch.Tensor) or not isinstance(like, TensorParallelShard):
@@ -177,14 +209,8 @@ class TensorParallelShard(TensorShard):
     def __torch_function__(
         cls, func: Callable, types: Any, args: tuple = (), kwargs: dict | None = None
     ) -> Any:
-        kwargs, name = kwargs or {}, func.__name__
+        kwargs, (name, rule) = kwargs or {}, _name_and_rule_of(func)
         shards = [t for t in tensors_in((args, kwargs)) if isinstance(t, TensorParallelShard)]
-        if name in ("__get__", "__set__", "__delete__"):
-            name = getattr(func.__self__, "__name__", name)
-            rule = "refused" if name in ("T", "mT", "H", "mH", "real", "imag") else "passive"
-        else:
-            is_init = getattr(func, "__module__", "") == "torch.nn.init"
-            rule = "passive" if is_init else _rule_of(name)
         if rule == "method" and args and args[0] is shards[0]:
             return getattr(args[0], name)(*args[1:], **kwargs)
         if rule == "like":
@@ -198,20 +224,8 @@ class TensorParallelShard(TensorShard):
             if rule != "local":
                 _refuse(name, shards[0])
             _require_same_layout(name, writes, args, kwargs)
-        with torch._C.DisableTorchFunctionSubclass():
-            result = func(*args, **kwargs)
-        if name == "_foreach_norm":
-            return _norms_over_groups(args[0], result, *args[1:], **kwargs)
-        if name == "_amp_foreach_non_finite_check_and_unscale_":
-            for group in _groups_of(shards):
-                dist.all_reduce(args[1], dist.ReduceOp.MAX, group=group)
-        if rule == "plain":
-            return result
-        if isinstance(result, (list, tuple)):
-            lists = (each for each in args if isinstance(each, (list, tuple)))
-            likes = next(lists, shards[:1] * len(result))
-            return type(result)(list(map(_as_shard, result, likes, [name] * len(result))))
-        return _as_shard(result, shards[0], name)
+        result = _run_on_local(func, name, shards, args, kwargs)
+        return result if rule == "plain" else _as_shards(result, shards[0], name, args)
 
     @property
     def shape(self) -> torch.Size:
