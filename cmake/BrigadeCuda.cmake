@@ -11,15 +11,8 @@ set_property(CACHE BRIGADE_CUDA PROPERTY STRINGS AUTO ON OFF)
 
 # Sets `out` to an nvcc of LibTorch's CUDA major version, or to "".
 function(brigade_find_nvcc out)
-  set(candidates ${CMAKE_CUDA_COMPILER} $ENV{CUDACXX})
-  if(DEFINED ENV{CUDA_HOME})
-    list(APPEND candidates $ENV{CUDA_HOME}/bin/nvcc)
-  endif()
-  find_program(from_path nvcc NO_CACHE)
-  if(from_path)
-    list(APPEND candidates ${from_path})
-  endif()
-  list(APPEND candidates /usr/local/cuda/bin/nvcc)
+  set(candidates ${CMAKE_CUDA_COMPILER} $ENV{CUDACXX} $ENV{CUDA_HOME}/bin/nvcc nvcc
+                 /usr/local/cuda/bin/nvcc)
   if(BRIGADE_TORCH_NVIDIA)
     file(GLOB beside_torch ${BRIGADE_TORCH_NVIDIA}/*/bin/nvcc)
     list(APPEND candidates ${beside_torch})
@@ -69,7 +62,7 @@ if(BRIGADE_CUDA STREQUAL "AUTO" OR BRIGADE_CUDA)
     enable_language(CUDA)
     message(
       STATUS
-        "brigade: CUDA files are built by ${brigade_nvcc} (${CMAKE_CUDA_COMPILER_VERSION}) for ${CMAKE_CUDA_ARCHITECTURES}"
+        "brigade: CUDA files are built by ${CMAKE_CUDA_COMPILER} (${CMAKE_CUDA_COMPILER_VERSION}) for ${CMAKE_CUDA_ARCHITECTURES}"
     )
   elseif(BRIGADE_CUDA STREQUAL "AUTO")
     message(STATUS "brigade: CUDA files are not built: ${brigade_no_cuda}")

@@ -28,30 +28,17 @@ endif()
 
 # Minor versions, which differ in their binary interface. Python and the scripts
 # read this file too.
-set(BRIGADE_TORCH_VERSIONS_FILE ${CMAKE_CURRENT_LIST_DIR}/torch_versions.json)
-
-# Sets BRIGADE_TORCH_MINORS, a list, and BRIGADE_TORCH_SUPPORTED.
-function(brigade_read_torch_versions)
-  set_property(
-    DIRECTORY
-    APPEND
-    PROPERTY CMAKE_CONFIGURE_DEPENDS ${BRIGADE_TORCH_VERSIONS_FILE})
-  file(READ ${BRIGADE_TORCH_VERSIONS_FILE} json)
-  string(JSON count LENGTH "${json}" supported)
-  math(EXPR last "${count} - 1")
-  foreach(index RANGE ${last})
-    string(JSON minor GET "${json}" supported ${index})
-    list(APPEND minors ${minor})
-  endforeach()
-  list(GET minors 0 oldest)
-  list(GET minors -1 newest)
-  set(BRIGADE_TORCH_MINORS
-      ${minors}
-      PARENT_SCOPE)
-  set(BRIGADE_TORCH_SUPPORTED
-      "${oldest} to ${newest}"
-      PARENT_SCOPE)
-endfunction()
+set(brigade_versions_file ${CMAKE_CURRENT_LIST_DIR}/torch_versions.json)
+set_property(
+  DIRECTORY
+  APPEND
+  PROPERTY CMAKE_CONFIGURE_DEPENDS ${brigade_versions_file})
+file(READ ${brigade_versions_file} brigade_versions)
+string(JSON brigade_versions GET "${brigade_versions}" supported)
+string(REGEX MATCHALL "[0-9]+\\.[0-9]+" BRIGADE_TORCH_MINORS "${brigade_versions}")
+list(GET BRIGADE_TORCH_MINORS 0 brigade_oldest)
+list(GET BRIGADE_TORCH_MINORS -1 brigade_newest)
+set(BRIGADE_TORCH_SUPPORTED "${brigade_oldest} to ${brigade_newest}")
 
 set(BRIGADE_LIBTORCH
     ""
@@ -186,20 +173,6 @@ function(brigade_check_torch version root out)
       PARENT_SCOPE)
 endfunction()
 
-# Sets `out` to the major version of the CUDA runtime that LibTorch's libraries
-# link, or to "". An unpacked LibTorch has no metadata that says so.
-function(brigade_torch_cuda_major root out)
-  set(major "")
-  if(EXISTS ${root}/lib/libc10_cuda.so)
-    file(STRINGS ${root}/lib/libc10_cuda.so names REGEX "^libcudart[-0-9a-f]*\\.so\\.[0-9]+")
-    string(REGEX MATCH "\\.so\\.([0-9]+)" found "${names}")
-    set(major "${CMAKE_MATCH_1}")
-  endif()
-  set(${out}
-      "${major}"
-      PARENT_SCOPE)
-endfunction()
-
 function(brigade_import_library name file)
   add_library(Torch::${name} SHARED IMPORTED GLOBAL)
   set_target_properties(Torch::${name} PROPERTIES IMPORTED_LOCATION ${file})
@@ -290,7 +263,6 @@ function(brigade_import_torch)
       PARENT_SCOPE)
 endfunction()
 
-brigade_read_torch_versions()
 brigade_locate_torch()
 set(BRIGADE_TORCH_FOUND OFF)
 set(BRIGADE_TORCH_MESSAGE "")
@@ -312,7 +284,13 @@ else()
   brigade_check_torch("${BRIGADE_TORCH_VERSION}" ${BRIGADE_TORCH_ROOT} BRIGADE_TORCH_MESSAGE)
   if(NOT BRIGADE_TORCH_MESSAGE)
     set(BRIGADE_TORCH_FOUND ON)
-    brigade_torch_cuda_major(${BRIGADE_TORCH_ROOT} BRIGADE_TORCH_CUDA_MAJOR)
+    # The CUDA runtime that LibTorch links: an unpacked LibTorch has no metadata.
+    if(EXISTS ${BRIGADE_TORCH_ROOT}/lib/libc10_cuda.so)
+      file(STRINGS ${BRIGADE_TORCH_ROOT}/lib/libc10_cuda.so brigade_cudart
+           REGEX "^libcudart[-0-9a-f]*\\.so\\.[0-9]+")
+      string(REGEX MATCH "\\.so\\.([0-9]+)" brigade_cudart "${brigade_cudart}")
+      set(BRIGADE_TORCH_CUDA_MAJOR "${CMAKE_MATCH_1}")
+    endif()
     if(NOT TARGET Torch::cpu) # another folder may have defined it
       brigade_import_torch()
     endif()
