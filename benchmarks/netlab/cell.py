@@ -7,7 +7,6 @@ Ranks share the clock. A step begins at a time that rank 0 announces and ends on
 
 from __future__ import annotations
 
-import bisect
 import json
 import pathlib
 import statistics
@@ -149,19 +148,8 @@ def all_reduce_costs(total_bytes: int) -> Points:
     return list(zip(sizes, numpy.minimum.accumulate(costs[::-1])[::-1].tolist(), strict=True))
 
 
-def predict(buckets: list[int], sizes: list[int], ready_s: list[float], costs: Points) -> float:
-    """Returns the end of a step. The link runs buckets in order, each after its last gradient."""
-    before = [int(total) for total in numpy.cumsum(sizes)]
-    end_s, sent = 0.0, 0
-    for size in buckets:
-        sent += size
-        last = min(bisect.bisect_left(before, sent), len(sizes) - 1)
-        end_s = max(end_s, ready_s[last]) + float(numpy.interp(size, *zip(*costs, strict=True)))
-    return max(end_s, ready_s[-1])
-
-
 def earliest_end(sizes: list[int], ready_s: list[float], costs: Points) -> float:
-    """Returns a bound from below on predict() of any plan.
+    """Returns a bound from below on the end of a step with any plan.
 
     A gradient and all later ones are sent after it is ready, in any number of collectives: a
     straight line below the costs bounds their time.
@@ -228,9 +216,6 @@ def replicated(cell: dict[str, Any]) -> dict[str, Any]:
         "sizes": sizes,
         "ready_s": ready_s,
         "plans": plans,
-        "predicted_s": {
-            name: beside_s + predict(plan, sizes, ready_s, costs) for name, plan in plans.items()
-        },
         "bound_s": beside_s + earliest_end(sizes, ready_s, costs),
         "seconds": seconds,
     }

@@ -241,15 +241,11 @@ def sharded_rows(cells: dict[str, Cell]) -> list[list[str]]:
 
 def report(data: Cell, writes: bool) -> None:
     cells = data["cells"]
-    rows = [row_of(name, cell) for name, cell in cells.items() if "units_s" not in cell]
+    unsharded = {name: cell for name, cell in cells.items() if "units_s" not in cell}
+    rows = [row_of(name, cell) for name, cell in unsharded.items()]
     table = [cells_of(row) for row in rows]
     mean = statistics.geometric_mean([row["over_best"]["median"] for row in rows] or [1])
-    predictions = [
-        (name, arm, predicted_s, rounds_of(cell)[arm])
-        for name, cell in cells.items()
-        for arm, predicted_s in cell.get("predicted_s", {}).items()
-    ]
-    lines = errors_of(predictions)
+    lines = errors_of(simulations(unsharded))
     sharded = sharded_rows(cells)
     summary = [f"auto / best cap: geometric mean {mean:.3f} of {len(rows)} cells", *lines[-3:]]
     if not writes:
