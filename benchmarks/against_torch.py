@@ -62,33 +62,6 @@ def measure_steps(count: int, rounds: int) -> None:
         print(f"{mode:14}{ours:>24}{theirs:>24}{ratio:>8.3f}")
 
 
-def show(label: str, ours: list[float], theirs: list[float], count: int) -> None:
-    medians = [statistics.median(times) / count * 1e6 for times in (ours, theirs)]
-    print(f"{label:14}{medians[0]:>24.2f}{medians[1]:>24.2f}{medians[0] / medians[1]:>8.3f}")
-
-
-def measure_hook(buckets: int, rounds: int) -> None:
-    """Prints the overhead of a Python comm hook per bucket."""
-
-    def noop(state, bucket):
-        future = torch.futures.Future()
-        future.set_result(bucket.buffer())
-        return future
-
-    models: dict[object, nn.Module] = {"local": Chain(buckets)}
-    for name, wrapper in CLASSES.items():
-        for hooked in (False, True):
-            # The cap equals a parameter's 16 bytes: one parameter per bucket.
-            model = wrapper(Chain(buckets), bucket_cap_mb_list=[16 / 2**20])
-            if hooked:
-                model.register_comm_hook(None, noop)
-            models[name, hooked] = model
-    seconds = time_steps(models, torch.ones(4), rounds)
-    print(f"\n{buckets} buckets of one parameter, us per bucket over local training (median)")
-    for hooked, label in ((False, "no hook"), (True, "Python hook")):
-        show(label, *(over(seconds[name, hooked], seconds["local"]) for name in CLASSES), buckets)
-
-
 def measure_construction(count: int, rounds: int) -> None:
     """Prints the time to construct a reducer with one bucket, and a wrapper."""
 
@@ -112,7 +85,8 @@ def measure_construction(count: int, rounds: int) -> None:
     times = take_turns(steps, rounds, warm_up=0)
     print(f"\nconstruction, {count} parameters in one bucket, us per parameter (median)")
     for label in ("reducer", "wrapper"):
-        show(label, times[label, "brigade"], times[label, "torch"], count)
+        medians = [statistics.median(times[label, name]) / count * 1e6 for name in CLASSES]
+        print(f"{label:14}{medians[0]:>24.2f}{medians[1]:>24.2f}{medians[0] / medians[1]:>8.3f}")
 
 
 def main() -> None:
@@ -122,7 +96,6 @@ def main() -> None:
     start()
     for count in (1000, 5000):
         measure_steps(count, rounds)
-    measure_hook(200, rounds)
     measure_construction(8000, rounds=5)
     dist.destroy_process_group()
 
