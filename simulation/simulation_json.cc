@@ -21,6 +21,20 @@
 #include "brigade/simulation/training_step.h"
 
 namespace brigade {
+
+NLOHMANN_JSON_SERIALIZE_ENUM(Stream, {{Stream::kCompute, "compute"},
+                                      {Stream::kCommunication, "communication"},
+                                      {Stream::kReplication, "replication"}})
+NLOHMANN_DEFINE_TYPE_NON_INTRUSIVE(StepEvent, stream, name, begin_s, end_s)
+NLOHMANN_DEFINE_TYPE_NON_INTRUSIVE(MemoryPoint, time_s, bytes)
+NLOHMANN_DEFINE_TYPE_NON_INTRUSIVE(MemoryPerRank, parameters, gradients,
+                                   optimizer, unsharded, activations)
+NLOHMANN_DEFINE_TYPE_NON_INTRUSIVE(TrainingStep, step_s, forward_s, backward_s,
+                                   optimizer_s, recompute_s, exposed_s,
+                                   communication_s, tflops, mfu, memory,
+                                   checkpointed_layers, kept_units, events,
+                                   memory_over_step)
+
 namespace {
 
 using Json = nlohmann::json;
@@ -402,44 +416,15 @@ absl::Status read_strategy(const Json& json, const ModelShape& model,
 }
 
 Json json_of(const TrainingStep& step, double capacity) {
-  constexpr std::array<const char*, 3> kStreams = {"compute", "communication",
-                                                   "replication"};
-  Json events = Json::array();
-  for (const StepEvent& event : step.events) {
-    events.push_back({{"stream", kStreams[static_cast<size_t>(event.stream)]},
-                      {"name", event.name},
-                      {"begin_s", event.begin_s},
-                      {"end_s", event.end_s}});
-  }
-  Json points = Json::array();
-  for (const MemoryPoint& point : step.memory_over_step) {
-    points.push_back({{"time_s", point.time_s}, {"bytes", point.bytes}});
-  }
-  return {{"step_s", step.step_s},
-          {"forward_s", step.forward_s},
-          {"backward_s", step.backward_s},
-          {"optimizer_s", step.optimizer_s},
-          {"recompute_s", step.recompute_s},
-          {"exposed_s", step.exposed_s},
-          {"communication_s", step.communication_s},
-          {"tflops", step.tflops},
-          {"mfu", step.mfu},
-          {"sent_bytes_per_rank", step.traffic.sent_bytes},
-          {"between_hosts_bytes_per_rank", step.traffic.between_hosts_bytes},
-          {"between_racks_bytes_per_rank", step.traffic.between_racks_bytes},
-          {"memory",
-           {{"parameters", step.memory.parameters},
-            {"gradients", step.memory.gradients},
-            {"optimizer", step.memory.optimizer},
-            {"unsharded", step.memory.unsharded},
-            {"activations", step.memory.activations},
-            {"total", step.memory.total()},
-            {"capacity", capacity},
-            {"fits", step.fits}}},
-          {"checkpointed_layers", step.checkpointed_layers},
-          {"kept_units", step.kept_units},
-          {"events", std::move(events)},
-          {"memory_over_step", std::move(points)}};
+  Json json = step;
+  json["memory"].update({{"total", step.memory.total()},
+                         {"capacity", capacity},
+                         {"fits", step.fits}});
+  json.update(
+      {{"sent_bytes_per_rank", step.traffic.sent_bytes},
+       {"between_hosts_bytes_per_rank", step.traffic.between_hosts_bytes},
+       {"between_racks_bytes_per_rank", step.traffic.between_racks_bytes}});
+  return json;
 }
 
 }  // namespace
