@@ -105,10 +105,17 @@ class Training {
     return quantile(times, 0.5);
   }
 
-  // Adds a round of `num_steps` steps without communication.
-  void run_local_turn(std::vector<std::vector<double>>& rounds_ms,
-                      int64_t num_steps) {
-    time_steps(rounds_ms, num_steps, nullptr);
+  // Adds a round of `num_steps` steps, without communication if `reducer` is
+  // null.
+  void time_steps(std::vector<std::vector<double>>& rounds_ms,
+                  int64_t num_steps, Reducer* reducer) {
+    timed_step(reducer);  // warm-up
+    std::vector<double>& times = rounds_ms.emplace_back();
+    for (int64_t step = 0; step < num_steps; ++step) {
+      times.push_back(timed_step(reducer));
+    }
+    drop_gradients();
+    profiler_->take_slowest(times);
   }
 
   // Adds a round of `num_steps` steps with the plan.
@@ -162,17 +169,6 @@ class Training {
     loss.backward();
     profiler_->synchronize();
     return ms_since(begin);
-  }
-
-  void time_steps(std::vector<std::vector<double>>& rounds_ms,
-                  int64_t num_steps, Reducer* reducer) {
-    timed_step(reducer);  // warm-up
-    std::vector<double>& times = rounds_ms.emplace_back();
-    for (int64_t step = 0; step < num_steps; ++step) {
-      times.push_back(timed_step(reducer));
-    }
-    drop_gradients();
-    profiler_->take_slowest(times);
   }
 
   // Times of the last step's buckets on the slowest rank.
@@ -264,11 +260,10 @@ double step_ms(const SweepSamples& samples, double end_s) {
 }
 
 ArmSummary summary_of(const PlanSamples& plan, const Rounds& local) {
-  std::string label;
-  for (const BucketArm& arm : plan.arms) {
-    label += (label.empty() ? "" : ", ") + arm.label;
-  }
-  return {.label = std::move(label),
+  const auto append_label = [](std::string* text, const BucketArm& arm) {
+    text->append(arm.label);
+  };
+  return {.label = absl::StrJoin(plan.arms, ", ", append_label),
           .caps_bytes = plan.arms.front().caps_bytes,
           .bucket_bytes = plan.bucket_bytes,
           .step_ms = quartiles(flat(plan.rounds_ms)),
@@ -362,14 +357,14 @@ SweepSamples checked(const SweepSamples& resumed, const Training& training,
   std::ranges::sort(found);
   std::ranges::sort(expected);
   const std::vector<ParameterSpec>& known = resumed.model.backward.parameters;
-  bool fits = found == expected && resumed.num_ranks == training.num_ranks() &&
-              resumed.rounds == options.rounds &&
-              resumed.steps == options.steps &&
-              known.size() == training.parameters().size();
-  for (size_t i = 0; fits && i < known.size(); ++i) {
-    fits = known[i].size_bytes ==
-           static_cast<int64_t>(training.parameters()[i].nbytes());
-  }
+  const bool fits =
+      found == expected && resumed.num_ranks == training.num_ranks() &&
+      resumed.rounds == options.rounds && resumed.steps == options.steps &&
+      std::ranges::equal(known, training.parameters(), {},
+                         &ParameterSpec::size_bytes,
+                         [](const at::Tensor& parameter) {
+                           return static_cast<int64_t>(parameter.nbytes());
+                         });
   TORCH_CHECK_VALUE(fits,
                     "bucket sweep: expected the ranks, parameters, sizes, "
                     "rounds and steps of "
@@ -470,12 +465,12 @@ SweepSamples measure(const std::vector<at::Tensor>& parameters,
   while (round < rounds_to_take(samples)) {
     // Every second round is in reverse order.
     const bool forth = round % 2 == 0;
-    if (forth) training.run_local_turn(samples.local_ms, options.steps);
+    if (forth) training.time_steps(samples.local_ms, options.steps, nullptr);
     for (size_t i = 0; i < samples.plans.size(); ++i) {
       training.run_turn(samples.plans[forth ? i : samples.plans.size() - 1 - i],
                         options.steps);
     }
-    if (!forth) training.run_local_turn(samples.local_ms, options.steps);
+    if (!forth) training.time_steps(samples.local_ms, options.steps, nullptr);
     ++round;
     if (options.after_round) options.after_round(samples);
   }
