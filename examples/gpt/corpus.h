@@ -5,11 +5,11 @@
 
 #include <torch/torch.h>
 
-#include <algorithm>
 #include <cstdint>
 #include <fstream>
 #include <iterator>
 #include <random>
+#include <set>
 #include <string>
 #include <vector>
 
@@ -29,10 +29,8 @@ class Corpus {
     std::ifstream file(path, std::ios::binary);
     const std::string text(std::istreambuf_iterator<char>(file), {});
     TORCH_CHECK_VALUE(!text.empty(), path, ": the text is missing or empty");
-    vocabulary_ = text;
-    std::ranges::sort(vocabulary_);
-    const auto rest = std::ranges::unique(vocabulary_);
-    vocabulary_.erase(rest.begin(), rest.end());
+    const std::set<char> distinct(text.begin(), text.end());
+    vocabulary_.assign(distinct.begin(), distinct.end());
     tokens_ = encode(text);
   }
 

@@ -23,16 +23,19 @@ class BlockImpl : public torch::nn::Module {
  public:
   explicit BlockImpl(const GptShape& shape)
       : num_heads_(shape.num_heads),
-        attention_norm_(register_module("attention_norm", norm(shape))),
-        heads_(register_module(
-            "heads", torch::nn::Linear(shape.width, 3 * shape.width))),
-        projection_(register_module(
-            "projection", torch::nn::Linear(shape.width, shape.width))),
-        hidden_norm_(register_module("hidden_norm", norm(shape))),
-        hidden_(register_module(
-            "hidden", torch::nn::Linear(shape.width, 4 * shape.width))),
-        output_(register_module(
-            "output", torch::nn::Linear(4 * shape.width, shape.width))) {}
+        attention_norm_(torch::nn::LayerNormOptions({shape.width})),
+        heads_(shape.width, 3 * shape.width),
+        projection_(shape.width, shape.width),
+        hidden_norm_(torch::nn::LayerNormOptions({shape.width})),
+        hidden_(shape.width, 4 * shape.width),
+        output_(4 * shape.width, shape.width) {
+    register_module("attention_norm", attention_norm_);
+    register_module("heads", heads_);
+    register_module("projection", projection_);
+    register_module("hidden_norm", hidden_norm_);
+    register_module("hidden", hidden_);
+    register_module("output", output_);
+  }
 
   // x: [n, t, width]. Returns the same shape.
   at::Tensor forward(at::Tensor x) {
@@ -41,10 +44,6 @@ class BlockImpl : public torch::nn::Module {
   }
 
  private:
-  static torch::nn::LayerNorm norm(const GptShape& shape) {
-    return torch::nn::LayerNorm(torch::nn::LayerNormOptions({shape.width}));
-  }
-
   at::Tensor attend(const at::Tensor& x) {
     const int64_t n = x.size(0);
     const int64_t t = x.size(1);
@@ -72,21 +71,18 @@ TORCH_MODULE(Block);
 class GptImpl : public torch::nn::Module {
  public:
   GptImpl(const GptShape& shape, uint64_t seed)
-      : characters_(register_module(
-            "characters",
-            torch::nn::Embedding(shape.vocabulary_size, shape.width))),
-        positions_(register_module(
-            "positions", torch::nn::Embedding(shape.context, shape.width))),
-        norm_(register_module(
-            "norm",
-            torch::nn::LayerNorm(torch::nn::LayerNormOptions({shape.width})))),
-        scores_(register_module(
-            "scores", torch::nn::Linear(torch::nn::LinearOptions(
-                                            shape.width, shape.vocabulary_size)
-                                            .bias(false)))) {
+      : characters_(shape.vocabulary_size, shape.width),
+        positions_(shape.context, shape.width),
+        norm_(torch::nn::LayerNormOptions({shape.width})),
+        scores_(torch::nn::LinearOptions(shape.width, shape.vocabulary_size)
+                    .bias(false)) {
     for (int64_t i = 0; i < shape.num_blocks; ++i) {
       blocks_->push_back(Block(shape));
     }
+    register_module("characters", characters_);
+    register_module("positions", positions_);
+    register_module("norm", norm_);
+    register_module("scores", scores_);
     register_module("blocks", blocks_);
     draw_weights(seed);
   }
