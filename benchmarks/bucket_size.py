@@ -10,7 +10,7 @@ with real overlap.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 from torch import nn
@@ -22,29 +22,58 @@ Workload = tuple[nn.Module, Callable[[nn.Module], torch.Tensor]]
 
 
 class _Sleep(torch.autograd.Function):
+    """Sleeps in forward and backward; gradients are ones."""
+
     @staticmethod
-    def forward(ctx, x, parameter, seconds):
-        ctx.shape, ctx.seconds = parameter.shape, seconds
+    def forward(ctx, x, unit, *parameters):
+        ctx.shapes, ctx.unit = [p.shape for p in parameters], unit
+        _ = [p[:1] for p in parameters]  # without an operator, a sharded unit expects no gradient
+        time.sleep(unit.forward_s)
         return x.clone()
 
     @staticmethod
     def backward(ctx, grad):
-        time.sleep(ctx.seconds)
-        return grad, torch.ones(ctx.shape), None  # written, as by computation
+        ctx.unit.sleep_in_backward()
+        return grad, None, *[torch.ones(shape) for shape in ctx.shapes]
 
 
-class Shapes(nn.Module):
-    """One parameter per shape, in registration order."""
+class Unit(nn.Module):
+    """Parameters whose forward and backward are slept, as if a GPU computed.
 
-    def __init__(self, shapes: list[Shape]) -> None:
+    `backward_s` counts from the begin of `first`'s backward, if that is set.
+    """
+
+    def __init__(self, tensors: Iterable[torch.Tensor]) -> None:
         super().__init__()
-        self.shapes = nn.ParameterList(nn.Parameter(torch.empty(shape)) for shape in shapes)
+        self.weights = nn.ParameterList(nn.Parameter(tensor) for tensor in tensors)
+        self.first: list[Unit] = []
+        self.forward_s = self.backward_s = self.begin_s = self.ready_s = 0.0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return _Sleep.apply(x, self, *self.weights)
+
+    def sleep_in_backward(self) -> None:
+        self.begin_s = time.monotonic()
+        begin_s = self.first[0].begin_s if self.first else self.begin_s
+        time.sleep(max(0.0, begin_s + self.backward_s - time.monotonic()))
+        self.ready_s = time.monotonic() - begin_s
+
+
+class Stack(nn.Module):
+    def __init__(self, units: Iterable[Iterable[torch.Tensor]]) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Unit(tensors) for tensors in units)
 
     def forward(self) -> torch.Tensor:
         x = torch.zeros((), requires_grad=True)
-        for parameter in self.shapes:
-            x = _Sleep.apply(x, parameter, parameter.nbytes * SECONDS_PER_BYTE)
+        for block in self.blocks:
+            x = block(x)
         return x
+
+    def set_ends(self, ends_s: Sequence[float]) -> None:
+        """Makes gradients ready at given times after the begin of backward."""
+        for unit, end_s in zip(self.blocks, ends_s, strict=True):
+            unit.first, unit.backward_s = [self.blocks[-1]], end_s
 
 
 def _linear(out: int, width: int) -> list[Shape]:
@@ -94,4 +123,7 @@ def gpt2() -> Workload:
 
 
 def _workload(shapes: list[Shape]) -> Workload:
-    return Shapes(shapes), lambda model: model()
+    stack = Stack([torch.empty(shape)] for shape in shapes)
+    for unit in stack.blocks:
+        unit.backward_s = unit.weights[0].nbytes * SECONDS_PER_BYTE
+    return stack, lambda model: model()

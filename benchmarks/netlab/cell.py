@@ -12,7 +12,7 @@ import pathlib
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable
 from functools import partial
 from itertools import chain
 from typing import Any
@@ -50,61 +50,6 @@ def shape_of(name: str, megabytes: int) -> tuple[list[int], list[float]]:
     numels = [max(1, round(shape.numel() * scale)) for shape in shapes]
     weights = [float(len(s) > 1) if name == "resnet" else s.numel() for s in shapes]
     return numels, [weight / sum(weights) for weight in weights]
-
-
-class _Sleep(torch.autograd.Function):
-    """Sleeps in forward and backward; gradients are ones."""
-
-    @staticmethod
-    def forward(ctx, x, unit, *parameters):
-        ctx.shapes, ctx.unit = [p.shape for p in parameters], unit
-        _ = [p[:1] for p in parameters]  # without an operator, a sharded unit expects no gradient
-        time.sleep(unit.forward_s)
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx, grad):
-        ctx.unit.sleep_in_backward()
-        return grad, None, *[torch.ones(shape) for shape in ctx.shapes]
-
-
-class Unit(nn.Module):
-    """Parameters whose forward and backward are slept, as if a GPU computed.
-
-    `backward_s` counts from the begin of `first`'s backward, if that is set.
-    """
-
-    def __init__(self, tensors: Iterable[torch.Tensor]) -> None:
-        super().__init__()
-        self.weights = nn.ParameterList(nn.Parameter(tensor) for tensor in tensors)
-        self.first: list[Unit] = []
-        self.forward_s = self.backward_s = self.begin_s = self.ready_s = 0.0
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return _Sleep.apply(x, self, *self.weights)
-
-    def sleep_in_backward(self) -> None:
-        self.begin_s = time.monotonic()
-        begin_s = self.first[0].begin_s if self.first else self.begin_s
-        time.sleep(max(0.0, begin_s + self.backward_s - time.monotonic()))
-        self.ready_s = time.monotonic() - begin_s
-
-
-class Stack(nn.Module):
-    def __init__(self, units: Iterable[Iterable[torch.Tensor]]) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(Unit(tensors) for tensors in units)
-
-    def forward(self) -> torch.Tensor:
-        x = torch.zeros((), requires_grad=True)
-        for block in self.blocks:
-            x = block(x)
-        return x
-
-    def set_ends(self, ends_s: Sequence[float]) -> None:
-        """Makes gradients ready at given times after the begin of backward."""
-        for unit, end_s in zip(self.blocks, ends_s, strict=True):
-            unit.first, unit.backward_s = [self.blocks[-1]], end_s
 
 
 def timed(run: Callable[[], Any], steps: int = 1) -> list[float]:
@@ -184,11 +129,11 @@ def replicated(cell: dict[str, Any]) -> dict[str, Any]:
     options |= {f"torch, {cap} MiB": {"bucket_cap_mb": cap} for cap in CAPS_MIB}
     options[AUTO] = {"bucket_plan": "auto"}
     ends_s = backward_s * numpy.cumsum(shares[::-1])[::-1]
-    alone = Stack([tensor] for tensor in storage)
+    alone = bucket_size.Stack([tensor] for tensor in storage)
     alone.set_ends(ends_s)
     arms: dict[str, Any] = {"alone": alone}
     for name, of in options.items():
-        net = Stack([tensor] for tensor in storage)
+        net = bucket_size.Stack([tensor] for tensor in storage)
         arms[name] = CLASSES[name.split(",")[0]](net, init_sync=False, **of)
         if name == AUTO:
             net.set_ends(ends_s)
@@ -223,7 +168,7 @@ def replicated(cell: dict[str, Any]) -> dict[str, Any]:
 
 def sharded_costs(size: int) -> dict[str, dict[str, list[float]]]:
     """Times collectives of one unit of `size` bytes, by library."""
-    model = shard(Stack([[torch.zeros(size // 4)]]), brigade.fully_shard)
+    model = shard(bucket_size.Stack([[torch.zeros(size // 4)]]), brigade.fully_shard)
     found: dict[str, list[float]] = {"all_gather": [], "reduce_scatter": []}
     for _ in range(6):
         timed(partial(step, model))
@@ -250,8 +195,8 @@ def sharded(cell: dict[str, Any]) -> dict[str, Any]:
     gather_s, reduce_s = (costs["brigade"][n][2][1] for n in ("all_gather", "reduce_scatter"))
     numels = [unit_bytes // 4 // TENSORS_PER_UNIT] * TENSORS_PER_UNIT
 
-    def make() -> Stack:
-        return Stack(map(torch.zeros, numels) for _ in range(UNITS))
+    def make() -> bucket_size.Stack:
+        return bucket_size.Stack(map(torch.zeros, numels) for _ in range(UNITS))
 
     arms: dict[str, Any] = {"alone": make()}
     for reshards in (True, False):
