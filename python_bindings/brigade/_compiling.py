@@ -9,11 +9,6 @@ from typing import Any
 import torch
 
 
-def reduces_in_compiled_backward() -> bool:
-    """Returns True if torch._dynamo.config.optimize_ddp is "python_reducer"."""
-    return torch._dynamo.utils.get_optimize_ddp_mode() == "python_reducer"
-
-
 @functools.cache
 def leave_to_interpreter() -> None:
     """Excludes this package's functions from tracing; the wrapped module is still compiled.

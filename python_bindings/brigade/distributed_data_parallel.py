@@ -14,7 +14,7 @@ import warnings
 import weakref
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from typing import Any, Literal
 
 import torch
@@ -39,8 +39,6 @@ from brigade._parameter_watch import ParameterWatch
 from brigade._sharded_tensors import TensorShard
 
 _MIB = 1024 * 1024
-_DEFAULT_BUCKET_CAP_MB = 25
-_BROADCAST_BYTES = 250 * _MIB
 _TRACED = ("forward", "_pre_forward", "_post_forward")
 _TorchDistributedDataParallel = torch_ddp.DistributedDataParallel
 
@@ -50,13 +48,6 @@ def _descriptions(named: dict[str, torch.Tensor]) -> list[str]:
         describe_tensor(name, tensor) + (", requires_grad" if tensor.requires_grad else "")
         for name, tensor in named.items()
     ]
-
-
-def _profiler_range(name: str) -> AbstractContextManager[Any]:
-    """Returns a null context without a profiler: record_function() slows down the code inside."""
-    if torch.autograd._profiler_enabled():
-        return torch.autograd.profiler.record_function(name)
-    return nullcontext()
 
 
 def _through_sink(output: Any, copies: bool) -> Any:
@@ -504,11 +495,11 @@ class DistributedDataParallel(_TorchDistributedDataParallel):
             _checks.cap_in_bytes("bucket_cap_mb_list", cap) for cap in bucket_cap_mb_list or []
         ]
         self.bucket_bytes_cap_default = bucket_cap_mb is None and not self.bucket_bytes_cap_list
-        cap = _DEFAULT_BUCKET_CAP_MB if bucket_cap_mb is None else bucket_cap_mb
+        cap = 25 if bucket_cap_mb is None else bucket_cap_mb
         self.bucket_bytes_cap = _checks.cap_in_bytes("bucket_cap_mb", cap)
         if self.bucket_bytes_cap_list:
             self.bucket_bytes_cap = max(self.bucket_bytes_cap_list)
-        self.broadcast_bucket_size = _BROADCAST_BYTES
+        self.broadcast_bucket_size = 250 * _MIB
         if hasattr(torch_ddp, "_BucketCapacityConfig"):  # an attribute of torch's wrapper
             self._bucket_config = torch_ddp._BucketCapacityConfig.create(
                 bucket_cap_mb, bucket_cap_mb_list, self._use_python_reducer
@@ -516,7 +507,7 @@ class DistributedDataParallel(_TorchDistributedDataParallel):
 
     def _set_up_state(self) -> None:
         """Sets the attributes that torch's inherited methods use."""
-        self._use_python_reducer = _compiling.reduces_in_compiled_backward()
+        self._use_python_reducer = torch._dynamo.utils.get_optimize_ddp_mode() == "python_reducer"
         self._require_manual_backward_finalization = False
         self.static_graph = False
         self.require_backward_grad_sync = True
@@ -685,7 +676,10 @@ class DistributedDataParallel(_TorchDistributedDataParallel):
         Under no_grad() it also awaits the statuses of all iterations, which raises
         DistBackendError if a rank has failed (`max_unconfirmed_iterations`).
         """
-        with _profiler_range("DistributedDataParallel.forward"):
+        # Without a profiler, record_function() would slow down the code inside.
+        is_profiled = torch.autograd._profiler_enabled()
+        range_type = torch.autograd.profiler.record_function if is_profiled else nullcontext
+        with range_type("DistributedDataParallel.forward"):
             if not torch.is_grad_enabled():
                 self._await_statuses()
             if self._join_config.enable and not torch.is_grad_enabled():
@@ -748,25 +742,17 @@ class DistributedDataParallel(_TorchDistributedDataParallel):
         return output
 
     def _sync_buffers(self) -> None:
-        if self._lets_reducer_broadcast() and self._broadcast_buffers():
-            return
+        # In join(), the source may not be rank 0; a user's hook broadcasts by itself.
+        is_of_rank_0 = not self._join_config.enable and not hasattr(self, "buffer_hook")
+        if torch.is_grad_enabled() and is_of_rank_0:
+            self._assign_modules_buffers()
+            buffers = tuple(self.modules_buffers)
+            with torch.no_grad(), torch.autograd._unsafe_preserve_version_counter(buffers):
+                if buffers and self.reducer._send_buffers(buffers):
+                    return
         # A rank that has failed must not receive a peer's bucket as a buffer.
         self.reducer._meet_peers()
         super()._sync_buffers()
-
-    def _lets_reducer_broadcast(self) -> bool:
-        """Returns False if the source may not be rank 0, or if a user's hook broadcasts."""
-        return (
-            torch.is_grad_enabled()
-            and not self._join_config.enable
-            and not hasattr(self, "buffer_hook")
-        )
-
-    def _broadcast_buffers(self) -> bool:
-        self._assign_modules_buffers()
-        buffers = tuple(self.modules_buffers)
-        with torch.no_grad(), torch.autograd._unsafe_preserve_version_counter(buffers):
-            return bool(buffers) and self.reducer._send_buffers(buffers)
 
     def _default_broadcast_coalesced(self, *args: Any, **kwargs: Any) -> None:
         try:
