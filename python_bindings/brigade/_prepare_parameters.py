@@ -164,11 +164,6 @@ def device_of(group: dist.ProcessGroup) -> torch.device:
     return bound if bound is not None and bound.type == device.type else device
 
 
-def serves(group: dist.ProcessGroup, device: torch.device) -> bool:
-    """Returns False if the group declares its device types and the tensor's is not among them."""
-    return not group._device_types or device.type in {d.type for d in group._device_types}
-
-
 def destinations(
     tensors: Iterable[torch.Tensor], group: dist.ProcessGroup, device_type: str | None
 ) -> list[tuple[torch.Tensor, torch.device]]:
@@ -202,7 +197,8 @@ def _device_for(
     found: torch.device, group: dist.ProcessGroup, device_type: str | None
 ) -> torch.device:
     if device_type is None:
-        stays = found.type != "cpu" or serves(group, found)
+        served = {device.type for device in group._device_types}  # empty: undeclared
+        stays = found.type != "cpu" or not served or "cpu" in served
         return found if stays else device_of(group)
     if found.type == device_type:
         return found

@@ -106,11 +106,6 @@ def _checked_parameters(
     return paths, slots
 
 
-def _own_buffers(modules: list[nn.Module]) -> list[torch.Tensor]:
-    children = (child for module in modules for _, child in own_modules(module))
-    return [b for child in children for b in child._buffers.values() if b is not None]
-
-
 class Unit:
     """Modules (usually one) whose parameters are sharded and unsharded together."""
 
@@ -186,7 +181,9 @@ class Unit:
             if (override := getattr(self.policy, "param_dtype_override_fn", None)) is not None:
                 dtypes = [override(parameter) for parameter in parameters]
             memories = memory_of(self, names, parameters)
-            moves = destinations([*parameters, *_own_buffers(modules)], self.group, device_type)
+            children = [child for module in modules for _, child in own_modules(module)]
+            buffers = [b for child in children for b in child._buffers.values() if b is not None]
+            moves = destinations([*parameters, *buffers], self.group, device_type)
             if moves:
                 require_no_overlap(memories)
             for tensor, device in moves:
@@ -229,10 +226,9 @@ class Unit:
             parameter._brigade_origin = Origin(reference, placement, spec)
         for where, name, parameter in slots:
             where[name] = parameter
-        for module in modules:
-            for _, child in own_modules(module):
-                if any(isinstance(p, TensorParallelParameter) for p in child._parameters.values()):
-                    child.__class__ = reading_dtensors(type(child))
+        for child in children:
+            if any(isinstance(p, TensorParallelParameter) for p in child._parameters.values()):
+                child.__class__ = reading_dtensors(type(child))
 
     # ---- Relations to other units.
 
@@ -283,12 +279,8 @@ class Unit:
 
     def subtree(self) -> list[Unit]:
         """Returns this unit and the units inside of it, outermost first."""
-        units: dict[Unit, None] = {}
-        for module in self.modules():
-            for child in module.modules():
-                if (unit := unit_of(child)) is not None:
-                    units[unit] = None
-        return list(units)
+        units = (unit_of(child) for module in self.modules() for child in module.modules())
+        return list(dict.fromkeys(unit for unit in units if unit is not None))
 
     def require_root(self) -> Root:
         """Returns the root. Makes it, collectively, if there is none."""
@@ -403,7 +395,9 @@ class Unit:
             return_additions(callers, (args, kwargs))
             return output
         native = root.native
-        root.await_optimizer()
+        event, root.outermost.post_optim_event = root.outermost.post_optim_event, None
+        if event is not None:  # the current stream waits once
+            event.wait()
         native.begin_forward()
         try:
             self.slots.require_unchanged()
@@ -604,10 +598,6 @@ class Root:
         if caps:
             self.native.set_max_reducing(min(caps))
 
-    def set_manual_finalization(self, value: bool) -> None:
-        self.outermost.manual_finalization = value
-        self.native.set_synchronizes(not value)
-
     def finalize(self) -> None:
         """Collective: reduces accumulated gradients of the units that synchronize."""
         is_due = any(unit.settings().synchronizes for unit in self.units)
@@ -617,12 +607,6 @@ class Root:
                 self.native.reduce()
             finally:
                 self.native.set_synchronizes(False)
-
-    def await_optimizer(self) -> None:
-        """Makes the current stream wait, once, for the event of set_post_optim_event()."""
-        event, self.outermost.post_optim_event = self.outermost.post_optim_event, None
-        if event is not None:
-            event.wait()
 
     def reshard_due(self, setting: str) -> None:
         """Reshards manually unsharded units with `setting`; a running backward when it ends."""

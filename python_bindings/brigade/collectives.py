@@ -14,7 +14,6 @@ from brigade import _C, bench
 
 _SIZES = [1 << power for power in range(10, 27, 2)]  # bytes: 1 KiB to 64 MiB
 _PIECES = [4, 16, 64]  # of the largest size
-_SLOWEST = dist.ReduceOp.MAX
 
 # Launches one collective of a number of float32 elements.
 Launch = Callable[[], list[Any]]
@@ -86,7 +85,7 @@ def measure(
                     times.setdefault((operation, 4 * numel * pieces, pieces), []).append(found)
         show(done, rounds)
     slowest = torch.tensor(list(times.values()), dtype=torch.float64, device=device)
-    dist.all_reduce(slowest, _SLOWEST)
+    dist.all_reduce(slowest, dist.ReduceOp.MAX)
     return [
         {"operation": operation, "bytes": size, "pieces": pieces, "seconds": bench.quartiles(row)}
         for (operation, size, pieces), row in zip(times, slowest.tolist(), strict=True)

@@ -230,7 +230,9 @@ class FSDPModule(_TorchFSDPModule):
             RuntimeError: This is not the outermost module.
         """
         self._require_outermost("set_manual_backward_finalization")
-        self._root().set_manual_finalization(enabled)
+        root = self._root()
+        root.outermost.manual_finalization = enabled
+        root.native.set_synchronizes(not enabled)
 
     def _require_outermost(self, name: str) -> None:
         own, outermost = unit_of(self), unit_of(self).outermost()
