@@ -56,9 +56,11 @@ class BasicBlock(nn.Module):
         return torch.relu(self.body(x) + self.shortcut(x))
 
 
-def make_mlp() -> tuple[nn.Module, torch.Tensor]:
-    layers = [layer for _ in range(7) for layer in (nn.Linear(925, 925), nn.ReLU())]
-    return nn.Sequential(*layers), torch.randn(128, 925)
+def make_mlp(
+    depth: int, width: int, batch: int, after_linear: Callable[[], nn.Module] = nn.ReLU
+) -> tuple[nn.Module, torch.Tensor]:
+    layers = [layer for _ in range(depth) for layer in (nn.Linear(width, width), after_linear())]
+    return nn.Sequential(*layers), torch.randn(batch, width)
 
 
 def make_resnet18() -> tuple[nn.Module, torch.Tensor]:
@@ -79,21 +81,16 @@ def make_transformer() -> tuple[nn.Module, torch.Tensor]:
     return model, torch.randn(2, 48, 512)
 
 
-MODELS = {"MLP": make_mlp, "ResNet-18": make_resnet18, "transformer": make_transformer}
-
-
-def make_tiny(after_linear: Callable[[], nn.Module]) -> tuple[nn.Module, torch.Tensor]:
-    layers = [layer for _ in range(4) for layer in (nn.Linear(64, 64), after_linear())]
-    return nn.Sequential(*layers), torch.randn(32, 64)
-
-
+MODELS = {
+    "MLP": partial(make_mlp, 7, 925, 128),
+    "ResNet-18": make_resnet18,
+    "transformer": make_transformer,
+}
 # Models of one small bucket.
 TINY_MODELS = {
-    "MLP": partial(make_tiny, nn.ReLU),
-    "MLP with batch norm": partial(make_tiny, partial(nn.BatchNorm1d, 64)),
+    "MLP": partial(make_mlp, 4, 64, 32),
+    "MLP with batch norm": partial(make_mlp, 4, 64, 32, partial(nn.BatchNorm1d, 64)),
 }
-
-
 Rows = list[dict[str, Any]]
 
 
