@@ -154,23 +154,16 @@ class JoinSession {
   // data, so that this rank must shadow the iteration. Errors: PeerError.
   bool begin_shadow() {
     count(/*has_data=*/false);
-    wait_for_count();
-    return !with_data_.empty();
+    return !ranks_with_data().empty();
   }
 
-  // For the current iteration. The first call waits for the count.
-  int num_ranks_with_data() {
-    wait_for_count();
-    return static_cast<int>(with_data_.size());
-  }
-  int first_rank_with_data() {
-    wait_for_count();
-    return with_data_.front();
-  }
+  // Returns the current iteration's ranks, ascending. The first call waits for
+  // the count.
+  const std::vector<int>& ranks_with_data();
 
   // Returns the lowest of the ranks that had data last; -1 if none ever had.
   int last_rank_with_data() {
-    wait_for_count();
+    ranks_with_data();
     return last_rank_with_data_;
   }
 
@@ -182,14 +175,13 @@ class JoinSession {
 
   void count(bool has_data);
   std::vector<int> read(const Count& count) const;
-  void wait_for_count();
 
   const Group group_;
   int64_t iteration_ = 0;
   Count current_;
   Count previous_;
-  bool is_read_ = false;        // whether with_data_ holds current_'s ranks
-  std::vector<int> with_data_;  // ranks, ascending
+  bool is_read_ = false;  // whether with_data_ holds current_'s ranks
+  std::vector<int> with_data_;
   int last_rank_with_data_ = -1;
 };
 
@@ -204,15 +196,16 @@ void JoinSession::count(bool has_data) {
                                        .work = group_->allreduce(tensors)});
 }
 
-void JoinSession::wait_for_count() {
+const std::vector<int>& JoinSession::ranks_with_data() {
   TORCH_CHECK(iteration_ > 0,
               "join: a model was used before the first model of the list.\nUse "
               "the models in the list's order.");
-  if (std::exchange(is_read_, true)) return;
+  if (std::exchange(is_read_, true)) return with_data_;
   with_data_ = read(current_);
   const std::vector<int> had_data =
       with_data_.empty() && previous_.work ? read(previous_) : with_data_;
   if (!had_data.empty()) last_rank_with_data_ = had_data.front();
+  return with_data_;
 }
 
 std::vector<int> JoinSession::read(const Count& count) const {
@@ -268,9 +261,6 @@ class ReplicatedModule::State {
   std::vector<at::Tensor> in_low_precision(
       c10::function_ref<std::vector<at::Tensor>()> forward) const;
   void apply_divisor();
-  bool will_reduce() const {
-    return requires_gradient_sync_ && at::GradMode::is_enabled();
-  }
 
   const AnyModule module_;
   const ModuleTensors tensors_;  // without ignored ones
@@ -340,8 +330,8 @@ ReplicatedModule::State::State(AnyModule module, Group group, Options options)
 
 void ReplicatedModule::State::before_forward() {
   // A failed step must not be evaluated.
-  if (!at::GradMode::is_enabled()) reducer_->await_statuses();
-  if (!will_reduce()) return;
+  if (!at::GradMode::is_enabled()) return reducer_->await_statuses();
+  if (!requires_gradient_sync_) return;
   watch_.check();
   reducer_->forward_begins();
   begin_iteration();
@@ -411,8 +401,9 @@ void ReplicatedModule::State::sync_buffers() {
 
 void ReplicatedModule::State::broadcast_buffers() {
   try {
-    broadcast_from(session_ == nullptr ? 0 : session_->first_rank_with_data(),
-                   buffers(), "buffers", group_);
+    broadcast_from(
+        session_ == nullptr ? 0 : session_->ranks_with_data().front(),
+        buffers(), "buffers", group_);
   } catch (const c10::DistBackendError&) {
     reducer_->abort_group();
     throw;
@@ -444,7 +435,7 @@ void ReplicatedModule::State::leave() noexcept {
 void ReplicatedModule::State::apply_divisor() {
   if (divisor_ != JoinDivisor::kRanksWithData) return;
   averaging_->divide_by([session = session_] {
-    return static_cast<double>(session->num_ranks_with_data());
+    return static_cast<double>(session->ranks_with_data().size());
   });
 }
 
