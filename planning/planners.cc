@@ -578,10 +578,8 @@ absl::StatusOr<BucketPlan> plan_one(const Backward& backward) {
   if (absl::Status status = check_backward(backward); !status.ok()) {
     return status;
   }
-  const std::vector<Gradients> kinds = kinds_of(backward);
-  Cuts cuts;
-  for (const Gradients& kind : kinds) cuts.push_back({kind.size()});
-  return plan_of(kinds, cuts, backward);
+  const int64_t no_cap = std::numeric_limits<int64_t>::max();
+  return plan_by_size(backward.parameters, backward.order, {&no_cap, 1});
 }
 
 std::vector<char> units_to_keep(std::span<const double> unit_bytes,
