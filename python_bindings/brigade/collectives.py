@@ -100,12 +100,8 @@ def table(collectives: list[dict[str, Any]]) -> str:
         row = rows.setdefault(found["operation"], {})
         row[found["pieces"], found["bytes"]] = 1e3 * found["seconds"]["median"]
     titles = [
-        f"{size / 2**20:g} MiB" if size >= 2**20 else f"{size / 2**10:.3g} KiB"
-        for _, size in columns
-    ]
-    titles = [
-        title if pieces == 1 else f"in {pieces}"
-        for title, (pieces, _) in zip(titles, columns, strict=True)
+        f"in {n}" if n > 1 else f"{b / 2**20:g} MiB" if b >= 2**20 else f"{b / 2**10:.3g} KiB"
+        for n, b in columns
     ]
     lines = ["ms by bytes of the whole; 'in 4': the largest, in 4 pieces at once"]
     lines.append(f"{'':27}" + "".join(f"{title:>9}" for title in titles))
