@@ -238,9 +238,11 @@ OptimizerState state_of(const optim::Optimizer& optimizer) {
                                   const std::string& type) {
     OptimizerState state = {.type = type, .options = {}, .parameters = {}};
     const State none;
+    std::set<const void*> seen;  // parameters() lists tied ones several times
     for (const optim::OptimizerParamGroup& group : optimizer.param_groups()) {
       const auto& options = static_cast<const Options&>(group.options());
       for (const at::Tensor& parameter : group.params()) {
+        if (!seen.insert(parameter.unsafeGetTensorImpl()).second) continue;
         OptimizerState::Parameter& stepped = state.parameters.emplace_back();
         stepped.parameter = parameter;
         stepped.group = state.options.size();

@@ -19,6 +19,12 @@
 namespace brigade {
 namespace {
 
+std::vector<size_t> all_units(const ShardedModel& model) {
+  std::vector<size_t> units(model.unit_names().size());
+  std::iota(units.begin(), units.end(), size_t{0});
+  return units;
+}
+
 std::string describe_bytes(int64_t bytes) {
   const double mebibytes = static_cast<double>(bytes) / (1 << 20);
   return mebibytes < 0.1 ? absl::StrFormat("%.2f KiB", mebibytes * 1024)
@@ -331,18 +337,33 @@ std::vector<int64_t> SegmentedModel::compare(const std::string& text,
   return run_exchange([&] { return exchange_.compare(text, hash, number); });
 }
 
-void SegmentedModel::unshard(const std::vector<size_t>& units, bool may_write) {
+std::vector<size_t> SegmentedModel::unshard(const std::vector<size_t>& units,
+                                            bool may_write) {
   const auto lock = lock_between_segments();
+  require_units(units);
   if (is_open()) {
     run_->use(units);
-    return;
+    return {};
+  }
+  const auto held = std::ranges::find_if(units_, &ShardedUnit::is_by_hand);
+  if (held == units_.end()) {
+    may_write_ = may_write;
+  } else {
+    TORCH_CHECK(
+        may_write_ || !may_write,
+        "fully_shard: expected no unit unsharded without writes, found ",
+        describe_unit(held->name),
+        ".\nEnd its unsharded() or unshard() first, or begin it with "
+        "may_write.");
   }
   prepare();
   std::vector<size_t> missing;
+  std::vector<size_t> begun;
   std::vector<uint64_t> state = {may_write ? 1U : 0U};
   for (const size_t unit : units) {
-    state.insert(state.end(), {unit, units_.at(unit).gathered ? 1U : 0U});
+    state.insert(state.end(), {unit, units_[unit].gathered ? 1U : 0U});
     if (!units_[unit].gathered) missing.push_back(unit);
+    if (!units_[unit].is_by_hand) begun.push_back(unit);
   }
   compare(units.size() == 1
               ? absl::StrCat("unshards ", describe_unit(units_[units[0]].name))
@@ -356,16 +377,25 @@ void SegmentedModel::unshard(const std::vector<size_t>& units, bool may_write) {
     run.wait_for(unit);
     units_[unit].is_by_hand = true;
   }
-  may_write_ = may_write;
+  return begun;
+}
+
+void SegmentedModel::require_units(const std::vector<size_t>& units) const {
+  for (const size_t unit : units) {
+    TORCH_CHECK_VALUE(unit < units_.size(),
+                      "fully_shard: expected a unit below ", units_.size(),
+                      ", found ", unit, ".\nGive indices into unit_names().");
+  }
 }
 
 void SegmentedModel::reshard(const std::vector<size_t>& units,
                              bool drop_writes) {
   const std::lock_guard lock(mutex_);
+  require_units(units);
   SegmentRun run(parts(), {});
   std::exception_ptr error;
   for (const size_t number : units) {
-    ShardedUnit& unit = units_.at(number);
+    ShardedUnit& unit = units_[number];
     const bool was_by_hand = std::exchange(unit.is_by_hand, false);
     if (was_by_hand && may_write_ && !drop_writes) {
       unit.uses->add_current();
@@ -383,11 +413,8 @@ void SegmentedModel::reshard(const std::vector<size_t>& units,
 
 ShardedModel::Unsharded::Unsharded(ShardedModel& model, bool may_write)
     : model_(model),
-      units_(model.unit_names().size()),
-      num_exceptions_(std::uncaught_exceptions()) {
-  std::iota(units_.begin(), units_.end(), size_t{0});
-  model_.unshard(units_, may_write);
-}
+      units_(model.unshard(all_units(model), may_write)),
+      num_exceptions_(std::uncaught_exceptions()) {}
 
 ShardedModel::Unsharded::~Unsharded() noexcept(false) {
   model_.reshard(units_, std::uncaught_exceptions() > num_exceptions_);

@@ -61,8 +61,8 @@ class SegmentedModel final : public ShardedModel, public ParameterOwner {
   void begin_forward() override;
   void end_forward(const std::vector<at::Tensor>& outputs) override;
   void forward_failed(const std::exception_ptr& error) noexcept override;
-  void unshard(const std::vector<size_t>& units,
-               bool may_write = false) override;
+  std::vector<size_t> unshard(const std::vector<size_t>& units,
+                              bool may_write = false) override;
   void reshard(const std::vector<size_t>& units,
                bool drop_writes = false) override;
   void reduce() override;
@@ -72,7 +72,8 @@ class SegmentedModel final : public ShardedModel, public ParameterOwner {
   void barrier() override;
   void set_max_reducing(size_t value) override;
   UnitSettings& settings(size_t unit) override {
-    return units_.at(unit).settings;
+    require_units({unit});
+    return units_[unit].settings;
   }
   std::vector<std::string> unit_names() const override;
   at::Tensor gradient_slot(const at::Tensor& parameter) override;
@@ -131,6 +132,8 @@ class SegmentedModel final : public ShardedModel, public ParameterOwner {
     }
   }
   void check_usable() const;
+  // Throws ValueError unless all units exist.
+  void require_units(const std::vector<size_t>& units) const;
   // Closes the groups if `call` breaks exchange_.
   template <typename F>
   auto run_exchange(F call) {

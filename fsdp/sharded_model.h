@@ -268,15 +268,18 @@ class ShardedModel {
 
   // ---- Between forwards and backwards. Collective.
 
-  // Unshards units (indices into unit_names()) until reshard(). `may_write`:
-  // reshard() keeps values, written identically on all ranks; otherwise a write
-  // is an error.
-  virtual void unshard(const std::vector<size_t>& units,
-                       bool may_write = false) = 0;
+  // Unshards units (indices into unit_names()) until reshard(). Returns those
+  // that were not unsharded so before. `may_write`: reshard() keeps values,
+  // written identically on all ranks; otherwise a write is an error. Throws
+  // ValueError for an unknown unit, and RuntimeError if `may_write` is given
+  // while units are unsharded without it.
+  virtual std::vector<size_t> unshard(const std::vector<size_t>& units,
+                                      bool may_write = false) = 0;
   virtual void reshard(const std::vector<size_t>& units,
                        bool drop_writes = false) = 0;
 
   // Unshards all units until the scope ends; an exception drops the writes.
+  // Units that were unsharded before, as by an outer scope, remain so.
   class Unsharded {
    public:
     Unsharded(ShardedModel& model, bool may_write);
@@ -286,7 +289,7 @@ class ShardedModel {
 
    private:
     ShardedModel& model_;
-    std::vector<size_t> units_;
+    const std::vector<size_t> units_;
     const int num_exceptions_;
   };
   [[nodiscard]] Unsharded unsharded(bool may_write = false) {

@@ -543,7 +543,7 @@ class Simulation {
     step_.step_s = end_s();
     step_.exposed_s = step_.step_s - (step_.forward_s + step_.backward_s +
                                       step_.recompute_s + step_.optimizer_s);
-    step_.exposed_s = std::max(step_.exposed_s, 0.0);  // rounding
+    if (step_.exposed_s < 1e-9 * step_.step_s) step_.exposed_s = 0;  // rounding
     double flops = 0;
     for (const ModelLayer& layer : model_.layers) {
       flops += 3 * layer.forward_flops * batch_ * strategy_.micro_batches;

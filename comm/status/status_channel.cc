@@ -247,7 +247,7 @@ class GatheringStatusTransport final : public StatusTransport {
 // ---- Channel.
 
 // Survivors on one host notice a death within milliseconds of each other.
-constexpr milliseconds kProbeTimeout{3000};
+constexpr milliseconds kProbeTimeout{1000};
 
 std::string end_key(const std::string& prefix) { return prefix + "end"; }
 

@@ -188,7 +188,7 @@ class StatusChannel {
   // it once per exchange. `timeout`: the group's, if that is shorter.
   //
   // Throws PeerError that names a rank that left, died or timed out; a liveness
-  // probe may take 3 s more. The channel is unusable then.
+  // probe may take 1 s more. The channel is unusable then.
   std::vector<RankStatus> await(
       const RankStatus& own,
       std::optional<std::chrono::milliseconds> timeout = std::nullopt);
@@ -205,7 +205,7 @@ class StatusChannel {
 
   // Probes through the group's store which ranks still answer after the group
   // has failed; nullopt without peers. `key`: unique, equal on all ranks.
-  // Blocks for at most 3 s.
+  // Blocks for at most 1 s.
   std::optional<LivenessProbe> find_survivors(const std::string& key);
 
   // Prefix of the channel's keys in the group's store; equal on all ranks.

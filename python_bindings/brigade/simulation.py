@@ -38,6 +38,7 @@ def _curve(requests: Iterable[tuple[dict[str, int], dict[str, Any]]]) -> list[di
             continue
         curve.append(point | {key: step[key] for key in ("step_s", "exposed_s", "tflops", "mfu")})
         curve[-1]["memory_bytes"] = step["memory"]["total"]
+        curve[-1]["fits"] = step["memory"]["fits"]
         curve[-1]["between_hosts_bytes"] = step["between_hosts_bytes_per_rank"]
     return curve
 
@@ -45,7 +46,8 @@ def _curve(requests: Iterable[tuple[dict[str, int], dict[str, Any]]]) -> list[di
 def scaling_curve(request: dict[str, Any], most: int = 512) -> list[dict[str, Any]]:
     """Returns the steps of 1, 2, 4, ... `most` GPUs, as many per host as in the request.
 
-    Numbers of GPUs that the strategy does not allow, such as a part of a shard group, are left out.
+    Leaves out numbers of GPUs that the strategy does not allow, such as a part of a shard group, or
+    whose memory is too small.
     """
     cluster = request.get("cluster", {})
     per_host = cluster.get("gpus_per_host", 8)
@@ -54,7 +56,7 @@ def scaling_curve(request: dict[str, Any], most: int = 512) -> list[dict[str, An
     for gpus in sorted(n for n in counts if n <= most and (n <= per_host or n % per_host == 0)):
         size = {"hosts": max(1, gpus // per_host), "gpus_per_host": min(gpus, per_host)}
         requests.append(({"gpus": gpus}, request | {"cluster": cluster | size}))
-    return _curve(requests)
+    return [point for point in _curve(requests) if point["fits"]]
 
 
 def sharding_curve(request: dict[str, Any]) -> list[dict[str, Any]]:
@@ -220,6 +222,7 @@ def table(
         lines += [
             f"{row['shard_ranks']:14} {1e3 * row['step_s']:9.4g}  {1e3 * row['exposed_s']:9.4g} "
             f"{_gib(row['memory_bytes']):>9}    {_gib(row['between_hosts_bytes'])}"
+            f"{'' if row['fits'] else ', does not fit'}"
             for row in curves["shard_ranks_curve"]
         ]
     return "\n".join(lines) + "\n"

@@ -339,9 +339,13 @@ TEST_F(CheckpointTest, AModuleIsSavedWithItsBuffers) {
   saved->weight.set_data(torch::ones({3, 2}).t());
   saved->register_parameter("tied", saved->weight);
   loaded->register_parameter("tied", loaded->weight);
-  save_checkpoint(path("alone.safetensors"), *saved);
-  load_checkpoint(path("alone.safetensors"), *loaded);
+  optim::Adam of_saved(saved->parameters()), of_loaded(loaded->parameters());
+  saved->forward(torch::ones({1, 3})).sum().backward();
+  of_saved.step();
+  save_checkpoint(path("alone.safetensors"), *saved, of_saved);
+  load_checkpoint(path("alone.safetensors"), *loaded, of_loaded);
   EXPECT_TRUE(at::equal(loaded->weight, saved->weight));
+  EXPECT_EQ(of_loaded.state().size(), of_saved.state().size());
 }
 
 TEST_F(CheckpointTest, ShardsOfAnyDtypeAreSavedInBothLayouts) {

@@ -193,6 +193,15 @@ std::vector<std::string> units_of(const torch::nn::Module& module,
   return names;
 }
 
+std::string error_of(const std::function<void()>& call) {
+  try {
+    call();
+  } catch (const c10::Error& error) {
+    return error.what_without_backtrace();
+  }
+  return "no error";
+}
+
 TEST(FullyShardTest, ChildrenAreUnits) {
   EXPECT_THAT(units_of(*Net()), ElementsAre("first", "second", "head"));
   for (const int num_ranks : {1, 2, 3}) {
@@ -445,6 +454,37 @@ TEST(FullyShardTest, WritesCountIfTheirScopeEndsWithoutAnError) {
   });
 }
 
+TEST(FullyShardTest, ScopesOfUnshardedParametersNest) {
+  run_ranks(2, [](const Group& group) {
+    const torch::NoGradGuard no_grad;
+    torch::nn::Linear net(4, 2);
+    const auto model = fully_shard(*net, group);
+    const at::Tensor first = model->forward([&] { return net(torch::eye(4)); });
+    {
+      const auto outer = model->unsharded(/*may_write=*/true);
+      net->weight.mul_(2);
+      try {
+        const auto inner = model->unsharded();
+        throw std::logic_error("evaluation failed");
+      } catch (const std::logic_error&) {
+      }
+      net->bias.mul_(2);
+    }
+    EXPECT_TRUE(at::equal(model->forward([&] { return net(torch::eye(4)); }),
+                          2 * first));
+    EXPECT_EQ(model->unshard({0}), std::vector<size_t>({0}));
+    { const auto scope = model->unsharded(); }
+    EXPECT_EQ(net->weight.sum().item<float>(), net->weight.sum().item<float>());
+    EXPECT_THAT(error_of([&] { model->unsharded(/*may_write=*/true); }),
+                HasSubstr("no unit unsharded without writes, found"));
+    model->reshard({0});
+    EXPECT_THAT(error_of([&] { model->reshard({7}); }),
+                HasSubstr("a unit below 1, found 7"));
+    EXPECT_THAT(error_of([&] { model->settings(7); }),
+                HasSubstr("a unit below 1, found 7"));
+  });
+}
+
 TEST(FullyShardTest, AModuleIsSavedAndLoadedWhileUnsharded) {
   run_ranks(2, [](const Group& group) {
     Net net = with_values(Net(), 1);
@@ -536,15 +576,6 @@ TEST(FullyShardTest, ModulesAreConvertedBetweenSteps) {
       EXPECT_TRUE(at::equal(found, plain->head->weight.grad()));
     }
   });
-}
-
-std::string error_of(const std::function<void()>& call) {
-  try {
-    call();
-  } catch (const c10::Error& error) {
-    return error.what_without_backtrace();
-  }
-  return "no error";
 }
 
 TEST(FullyShardTest, NormsAndClippingAreGlobal) {

@@ -43,6 +43,17 @@ def test_a_request_and_the_command_give_the_same_step(tmp_path, monkeypatch, cap
     assert written["curve"][4]["step_s"] == written["result"]["step_s"] == sharded[-1]["step_s"]
 
 
+def test_numbers_of_gpus_whose_memory_is_too_small_are_left_out(tmp_path, monkeypatch, capsys):
+    file = tmp_path / "step.json"
+    run(monkeypatch, "llama-7b", "--hosts", "4", "--device", "h100", "--json", str(file))
+    written = json.loads(file.read_text())
+    assert written["curve"][0]["gpus"] > 1
+    printed = capsys.readouterr().out.splitlines()
+    too_large = [row["shard_ranks"] for row in written["shard_ranks_curve"] if not row["fits"]]
+    assert too_large[0] == 1
+    assert [int(line.split()[0]) for line in printed if line.endswith("does not fit")] == too_large
+
+
 def test_a_recorded_sweep_is_predicted_with_its_own_all_reduces(tmp_path, monkeypatch, capsys):
     file = tmp_path / "sweep.json"
     ready = [
