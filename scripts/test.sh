@@ -5,7 +5,7 @@
 # and with --all:
 #   tsan      comm/ and reducer/ under ThreadSanitizer
 #   cpp       C++ tests of the release build, long ones included
-#   oldest    the library's syntax against the headers of the oldest supported torch
+#   oldest    sharding with the oldest supported torch: fsdp_test, and torch's samples of operators
 #   suites    torch's own tests with brigade's classes
 #   slow      slow tests of the Python package
 # --stage NAME: runs only this stage; may be repeated.
@@ -85,10 +85,13 @@ run_stage() {
       ;;
     cpp) BRIGADE_ALL_TESTS=ON build release && run_tests release -L '^(cpp|gpu)$' ;;
     oldest)
-      if [[ -n $build_prefix ]]; then # --torch: the other stages compile its headers
-        echo 0 0 1 >"$stamps/numbers"
+      if [[ -z $build_prefix ]]; then
+        local oldest=${supported%% *}
+        scripts/test.sh --torch "$oldest" --stage oldest &&
+          cp "build/stamps/$oldest-/numbers" "$stamps/numbers"
       else
-        "$venv/bin/python" scripts/check_headers.py && echo 1 0 0 >"$stamps/numbers"
+        build release fsdp_test sharded_operators brigade_python &&
+          run_tests release -R '^(fsdp_test|ShardedOperators\..*)$'
       fi
       ;;
     suites) build release "${programs[@]}" && run_tests release -L '^suites$' ;;

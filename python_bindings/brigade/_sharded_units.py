@@ -426,16 +426,21 @@ class Unit:
         tensors = [tensor for tensor in tensors_in(output) if tensor.grad_fn is not None]
         if self.index < 0 or not self.settings().gathers_in_backward:
             return tensors
-        reference = weakref.ref(self)
-
-        def unshard(*_: Any) -> None:
-            if (unit := reference()) is not None:
-                unit.root.native.use_in_backward(unit.index)
-                unit.root.reshard_due("reshard_after_backward")
-
-        for tensor in tensors:
-            tensor.grad_fn.register_prehook(unshard)
+        for node in {tensor.grad_fn for tensor in tensors}:
+            units = node.metadata.get("brigade")
+            if units is None:
+                units = node.metadata["brigade"] = []
+                node.register_prehook(partial(_unshard_in_backward, units))
+            units.append(weakref.ref(self))
         return tensors
+
+
+def _unshard_in_backward(units: list[weakref.ref[Unit]], *_: Any) -> None:
+    """Unshards units with the same output. Outer ones, the last, first: they release inner ones."""
+    for reference in reversed(units):
+        if (unit := reference()) is not None:
+            unit.root.native.use_in_backward(unit.index)
+            unit.root.reshard_due("reshard_after_backward")
 
 
 def _require_no_transform() -> None:

@@ -475,7 +475,7 @@ TEST(FullyShardTest, ScopesOfUnshardedParametersNest) {
     EXPECT_EQ(model->unshard({0}), std::vector<size_t>({0}));
     { const auto scope = model->unsharded(); }
     EXPECT_EQ(net->weight.sum().item<float>(), net->weight.sum().item<float>());
-    EXPECT_THAT(error_of([&] { model->unsharded(/*may_write=*/true); }),
+    EXPECT_THAT(error_of([&] { model->unshard({0}, /*may_write=*/true); }),
                 HasSubstr("no unit unsharded without writes, found"));
     model->reshard({0});
     EXPECT_THAT(error_of([&] { model->reshard({7}); }),
