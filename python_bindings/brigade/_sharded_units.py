@@ -13,6 +13,7 @@ import threading
 import types
 import weakref
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
