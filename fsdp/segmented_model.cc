@@ -589,6 +589,11 @@ std::vector<size_t> units_to_keep(ShardedModel& model, int64_t max_bytes) {
 CheckpointModel checkpoint_model(ShardedModel& of) {
   auto& model = dynamic_cast<SegmentedModel&>(of);
   model.barrier();
+  TORCH_CHECK(
+      std::ranges::none_of(model.units(), &ShardedUnit::is_by_hand),
+      "fully_shard: expected a checkpoint of sharded parameters, found them "
+      "unsharded.\nEnd unsharded() (Python: whole_parameters()) or unshard() "
+      "first.");
   std::vector<CheckpointTensor> tensors;
   for (size_t unit = 0; unit < model.units().size(); ++unit) {
     model.written(unit);  // loading writes to the shards themselves

@@ -361,7 +361,7 @@ class ShardedModel {
 
 // Returns the parameters for save_checkpoint() and load_checkpoint()
 // (checkpoint/checkpoint.h), valid until the next forward or backward.
-// Collective.
+// Collective. Throws RuntimeError in an unsharded() scope.
 CheckpointModel checkpoint_model(ShardedModel& model);
 
 // Returns the units to keep unsharded from forward to backward in `max_bytes`

@@ -97,8 +97,9 @@ std::string describe_gradient_of_unused(const ParameterTable& table,
       table.name_of(parameter), " in ", describe(id),
       ", which the outputs of the last forward do not depend on; its bucket "
       "may already have been reduced.\nRun one backward after each forward, "
-      "and all but the last under no_sync(). If a reentrant checkpoint hides "
-      "the parameter from find_unused_parameters, set static_graph.");
+      "and all but the last under no_sync(). If only the loss uses the "
+      "parameter, use it in forward or clear find_unused_parameters. If a "
+      "reentrant checkpoint hides it, set static_graph.");
 }
 
 std::string describe_unexpected_gradient(const ParameterTable& table,

@@ -17,6 +17,27 @@
 
 namespace brigade {
 
+namespace {
+
+bool is_sent_by_all_backends(at::ScalarType dtype) {
+  switch (dtype) {
+    case at::kFloat:
+    case at::kDouble:
+    case at::kHalf:
+    case at::kBFloat16:
+    case at::kByte:
+    case at::kChar:
+    case at::kInt:
+    case at::kLong:
+    case at::kBool:
+      return true;
+    default:
+      return false;
+  }
+}
+
+}  // namespace
+
 std::vector<at::Tensor> all_gather_tensors(
     const c10::intrusive_ptr<c10d::ProcessGroup>& group, const at::Tensor& own,
     const std::string& failure) {
@@ -63,11 +84,21 @@ void broadcast_tensors(const c10::intrusive_ptr<c10d::ProcessGroup>& group,
   if (tensors.empty()) return;
   const at::NoGradGuard no_grad;
   std::vector<at::Tensor> sent;
-  sent.reserve(tensors.size());
+  std::vector<std::pair<at::Tensor, at::Tensor>> copies;
   for (const at::Tensor& tensor : tensors) {
-    sent.push_back(tensor.is_complex() ? at::view_as_real(tensor) : tensor);
+    if (is_sent_by_all_backends(tensor.scalar_type())) {
+      sent.push_back(tensor);
+    } else if (tensor.is_complex()) {
+      sent.push_back(at::view_as_real(tensor));
+    } else {
+      copies.emplace_back(tensor, tensor.reshape(-1).contiguous());
+      sent.push_back(copies.back().second.view(at::kByte));
+    }
   }
   c10d::broadcast_coalesced(group, sent, kPieceBytes, source);
+  for (const auto& [tensor, copy] : copies) {
+    tensor.copy_(copy.view(tensor.sizes()));
+  }
 }
 
 void throw_if_not_supported(const c10::Error& error, c10::Device device) {

@@ -35,7 +35,7 @@ std::vector<int64_t> all_gather_ints(
 // group, for keys in its store. Throws PeerError.
 int64_t channel_number(const c10::intrusive_ptr<c10d::ProcessGroup>& group);
 
-// Collective. Copies the tensors of rank `source`, complex ones too, into every
+// Collective. Copies the tensors of rank `source`, of any dtype, into every
 // rank's, in pieces of at most 250 MiB. If the backend does not block the host,
 // the copies are ordered on the current streams.
 //

@@ -31,6 +31,15 @@ _LARGEST_CAP_MIB = 2**40
 _LATE_S = 3.0  # then a rank that waits with its error prints it
 
 
+def describe_error(error: BaseException) -> str:
+    """Returns "ValueError: text", which UTF-8 can encode, also if str(error) raises."""
+    try:
+        text = f"{type(error).__name__}: {error}"
+    except Exception:
+        text = type(error).__name__
+    return text.encode(errors="backslashreplace").decode()
+
+
 def require(holds: object, error: type[Exception], text: str) -> None:
     """Raises `error` with the text "DistributedDataParallel: {text}" unless `holds`."""
     if not holds:
@@ -127,7 +136,7 @@ def raises_on_all_ranks(
         yield
     except Exception as error:
         if group is not None:
-            failure = f"{type(error).__name__}: {error}"
+            failure = describe_error(error)
             text = f"brigade: waiting to send an error to the other ranks: {failure}"
             late = threading.Timer(_LATE_S, print, [text], {"file": sys.stderr, "flush": True})
             late.daemon = True

@@ -25,7 +25,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor, Shard
 
 from brigade import _C
-from brigade._checks import raises_on_all_ranks, require_count, some_of
+from brigade._checks import describe_error, raises_on_all_ranks, require_count, some_of
 from brigade._parameter_watch import ParameterSlots, Slot
 from brigade._prepare_parameters import (
     destinations,
@@ -409,7 +409,7 @@ class Unit:
             output = map_tensors(output, _without_user_hooks)
             native.end_forward(self.unshard_before_backward(output))
         except BaseException as error:
-            native.forward_failed(f"{type(error).__name__}: {error}")
+            native.forward_failed(describe_error(error))
             raise
         if root.manually_unsharded and not native.is_in_forward:
             root.reshard_due("reshard_after_forward")

@@ -33,7 +33,7 @@ from brigade._C import (
     require_agreement,
     suggest_control_device,
 )
-from brigade._checks import require
+from brigade._checks import describe_error, require
 from brigade._logger import Logger
 from brigade._parameter_watch import ParameterWatch
 from brigade._sharded_tensors import TensorShard
@@ -939,5 +939,5 @@ class DistributedDataParallel(_TorchDistributedDataParallel):
             yield
         except Exception as error:
             if self.logger is not None:
-                self.logger.set_error_and_log(f"{type(error).__name__}: {error}")
+                self.logger.set_error_and_log(describe_error(error))
             raise

@@ -54,6 +54,27 @@ TEST(BuffersTest, SyncBuffersFailsWhileAPeerIsInBackward) {
 
 // A rank whose loss or forward has thrown starts its next forward. At the
 // barrier before the broadcast of buffers, its peers are in backward.
+TEST(BuffersTest, AnyDtypeIsBroadcast) {
+  run_ranks(2, [](const Group& group) {
+    torch::nn::Linear net(2, 2);
+    std::vector<at::Tensor> buffers;
+    for (const at::ScalarType dtype :
+         {at::kFloat, at::kShort, at::kUInt16, at::kFloat8_e4m3fn, at::kBool,
+          at::kComplexDouble}) {
+      const at::Tensor values = torch::full({2, 3}, 1 - group->getRank());
+      buffers.push_back(
+          net->register_buffer(c10::toString(dtype), values.to(dtype).t()));
+    }
+    buffers.push_back(net->register_buffer(
+        "scalar", torch::tensor(1 - group->getRank(), at::kShort)));
+    const DistributedDataParallel model(net, group);
+    for (const at::Tensor& buffer : buffers) {
+      EXPECT_TRUE(buffer.to(at::kDouble).eq(1).all().item<bool>())
+          << buffer.dtype();
+    }
+  });
+}
+
 TEST(BuffersTest, AllRanksThrowAndRecoverIfOneFails) {
   for (const bool in_forward : {false, true}) {
     run_ranks(3, [&](const Group& group) {

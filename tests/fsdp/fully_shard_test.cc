@@ -493,7 +493,11 @@ TEST(FullyShardTest, AModuleIsSavedAndLoadedWhileUnsharded) {
     {
       const auto unsharded = model->unsharded();
       torch::save(net, archive);
+      EXPECT_THAT(error_of([&] { checkpoint_model(*model); }),
+                  HasSubstr("of sharded parameters, found them unsharded"));
     }
+    EXPECT_EQ(checkpoint_model(*model).tensors.size(),
+              net->parameters().size());
     Net loaded;
     torch::load(loaded, archive);
     const at::Tensor x = random({3, 6}, 9);

@@ -108,6 +108,27 @@ def test_an_interrupt_of_one_rank():
     _expect_failures(["forward, whole", "backward, in the middle"], KeyboardInterrupt, 2, {})
 
 
+class _WithoutText(Exception):
+    def __str__(self):
+        raise AttributeError("no text")
+
+
+@on_ranks()
+def test_errors_whose_text_cannot_be_sent(rank):
+    pair = _Pair(rank, torch.optim.AdamW)
+    expected = {r"ValueError: caf\\udce9": ValueError("caf\udce9"), "_WithoutText": _WithoutText()}
+    for step, (text, error) in enumerate(expected.items()):
+        if rank == 1:
+            handle = PLACES["forward, whole"](pair.model, error)
+        with pytest.raises(type(error) if rank == 1 else RuntimeError) as caught:
+            pair.loss(step)
+        if rank == 1:
+            handle.remove()
+        else:
+            assert text in str(caught.value)
+        pair.expect_step(step)
+
+
 @pytest.mark.parametrize("world_size", [2, 3])
 @on_ranks()
 def test_a_backward_that_one_rank_skips(rank, world_size):
