@@ -108,7 +108,7 @@ def test_an_interrupt_of_one_rank():
     _expect_failures(["forward, whole", "backward, in the middle"], KeyboardInterrupt, 2, {})
 
 
-class _WithoutText(Exception):
+class _WithoutTextError(Exception):
     def __str__(self):
         raise AttributeError("no text")
 
@@ -116,7 +116,10 @@ class _WithoutText(Exception):
 @on_ranks()
 def test_errors_whose_text_cannot_be_sent(rank):
     pair = _Pair(rank, torch.optim.AdamW)
-    expected = {r"ValueError: caf\\udce9": ValueError("caf\udce9"), "_WithoutText": _WithoutText()}
+    expected = {
+        r"ValueError: caf\\udce9": ValueError("caf\udce9"),
+        "_WithoutTextError": _WithoutTextError(),
+    }
     for step, (text, error) in enumerate(expected.items()):
         if rank == 1:
             handle = PLACES["forward, whole"](pair.model, error)

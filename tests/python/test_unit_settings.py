@@ -46,6 +46,21 @@ class _Offset(torch.nn.Module):
 
 
 @on_ranks()
+def test_a_last_unit_that_makes_the_output_is_gathered_once_in_backward(rank):
+    layers = (torch.nn.Linear(4, 4) for _ in range(3))
+    model = torch.nn.Sequential(*layers)
+    for layer in list(model)[1:]:
+        brigade.fully_shard(layer)
+    brigade.fully_shard(model)
+    for keeps, expected in ((False, ["2", "1"]), (True, ["1"])):
+        model[2].set_reshard_after_forward(not keeps)
+        for _ in range(2):
+            model(torch.ones(2, 4)).sum().backward()
+        gathers = model.sharding_timeline().gathers
+        assert [gather.unit for gather in gathers if not gather.is_in_forward] == expected
+
+
+@on_ranks()
 def test_backward_without_a_gather(rank):
     model = torch.nn.Sequential(_Offset(), torch.nn.Linear(4, 1))
     first = model[0]
