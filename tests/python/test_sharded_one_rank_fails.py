@@ -117,7 +117,7 @@ class _WithoutTextError(Exception):
 def test_errors_whose_text_cannot_be_sent(rank):
     pair = _Pair(rank, torch.optim.AdamW)
     expected = {
-        r"ValueError: caf\\udce9": ValueError("caf\udce9"),
+        r"ValueError: caf\udce9": ValueError("caf\udce9"),
         "_WithoutTextError": _WithoutTextError(),
     }
     for step, (text, error) in enumerate(expected.items()):
