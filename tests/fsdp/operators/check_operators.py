@@ -34,6 +34,7 @@ RANKS = 2
 # Random fills: the ranks run one after the other, each from the same seed.
 DRAWS = {"bernoulli", "cauchy", "exponential", "geometric", "log_normal", "normal", "uniform"}
 DRAWS |= {"rand_like", "randint_like", "randn_like"}
+DRAWS |= {"nn.functional.alpha_dropout", "nn.functional.dropout"}
 UNDEFINED = {"empty_like", "new_empty", "new_empty_strided"}  # undefined elements
 
 
