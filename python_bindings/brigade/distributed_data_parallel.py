@@ -341,7 +341,7 @@ class DistributedDataParallel(_TorchDistributedDataParallel):
         parameters, expect_sparse = self._build_params_for_reducer()
         names = self._build_debug_param_to_name_mapping(parameters)
         self._ddp_init_helper(parameters, expect_sparse, names, static_graph, init_sync)
-        if compares_ranks:
+        if init_sync:  # also for a group of one, whose works may count the waits
             _sync_module_states(
                 module=self.module,
                 process_group=self.process_group,

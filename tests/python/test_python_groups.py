@@ -17,13 +17,13 @@ def _train(rank, kind, mode, futures, with_hook=False):
     for future in futures:
         group = GroupInPython(dist.group.WORLD, future)
         training = Training(rank, {**MODES[mode], "process_group": group}, CLASSES[kind])
+        assert group.num_waited > 0  # also with world size 1, as with torch's class
         if with_hook:
             training.wrapped.register_comm_hook(group, default_hooks.allreduce_hook)
         # With world size 1 no rank uses p1 if rank 0 does not.
         nobody = mode == "find_unused" and dist.get_world_size() == 1
         training.expect_steps(4, without=1 if nobody else None)
         assert group.num_reduced >= 4
-        assert group.num_waited > 0  # also with world size 1, as with torch's class
 
 
 @WORLD_SIZES
