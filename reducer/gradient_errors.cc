@@ -129,8 +129,10 @@ std::string describe_gradient_without_forward(const ParameterTable& table,
       "Reducer: backward ran without a forward of the DistributedDataParallel "
       "(first gradient: ",
       table.name_of(parameter), ", after ", describe(last),
-      "). These gradients are not averaged, so the ranks diverge.\nCall the "
-      "DistributedDataParallel, not its module; or use no_sync().");
+      "). It does not average these gradients; the ranks diverge unless "
+      "another wrapper does.\nCall the DistributedDataParallel, not its "
+      "module; "
+      "or use no_sync().");
 }
 
 }  // namespace brigade
