@@ -263,7 +263,10 @@ ParameterState SegmentedModel::use(std::span<const Shard* const> parameters) {
       if (!unit.uses->add_current()) continue;
       for (const auto& future : unit.gathered->futures) future->wait();
     }
-    return may_write_ ? ParameterState::kWritable : ParameterState::kUnsharded;
+    const bool may_write = std::ranges::all_of(
+        parameters,
+        [&](const Shard* shard) { return units_[shard->unit].may_write; });
+    return may_write ? ParameterState::kWritable : ParameterState::kUnsharded;
   }
   c10::SmallVector<size_t, 4> units;
   for (const Shard* const shard : parameters) {
@@ -345,37 +348,38 @@ std::vector<size_t> SegmentedModel::unshard(const std::vector<size_t>& units,
     run_->use(units);
     return {};
   }
-  const auto held = std::ranges::find_if(units_, &ShardedUnit::is_by_hand);
-  if (held == units_.end()) {
-    may_write_ = may_write;
-  } else {
-    TORCH_CHECK(
-        may_write_ || !may_write,
-        "fully_shard: expected no unit unsharded without writes, found ",
-        describe_unit(held->name),
-        ".\nEnd its unsharded() or unshard() first, or begin it with "
-        "may_write.");
-  }
   prepare();
   std::vector<size_t> missing;
   std::vector<size_t> begun;
   std::vector<uint64_t> state = {may_write ? 1U : 0U};
-  for (const size_t unit : units) {
-    state.insert(state.end(), {unit, units_[unit].gathered ? 1U : 0U});
-    if (!units_[unit].gathered) missing.push_back(unit);
-    if (!units_[unit].is_by_hand) begun.push_back(unit);
+  const ShardedUnit* read_only = nullptr;
+  for (const size_t number : units) {
+    const ShardedUnit& unit = units_[number];
+    state.insert(state.end(),
+                 {number, unit.gathered ? 1U : 0U, unit.is_by_hand ? 1U : 0U});
+    if (!unit.gathered) missing.push_back(number);
+    if (!unit.is_by_hand) {
+      begun.push_back(number);
+    } else if (may_write && !unit.may_write) {
+      read_only = &unit;
+    }
   }
   compare(units.size() == 1
               ? absl::StrCat("unshards ", describe_unit(units_[units[0]].name))
               : absl::StrCat("unshards ", units.size(), " units"),
           hash_of(state));
+  TORCH_CHECK(read_only == nullptr, "fully_shard: expected ",
+              describe_unit(read_only->name),
+              " unsharded with writes, found it unsharded without.\nBegin the "
+              "outer scope with may_write (Python: writes=True).");
   SegmentRun run(parts(), {});
   run.begin();
   for (const size_t unit : missing) run.all_gather(unit);
   run.throw_recorded_error();
-  for (const size_t unit : units) {
+  for (const size_t unit : begun) {
     run.wait_for(unit);
     units_[unit].is_by_hand = true;
+    units_[unit].may_write = may_write;
   }
   return begun;
 }
@@ -397,7 +401,7 @@ void SegmentedModel::reshard(const std::vector<size_t>& units,
   for (const size_t number : units) {
     ShardedUnit& unit = units_[number];
     const bool was_by_hand = std::exchange(unit.is_by_hand, false);
-    if (was_by_hand && may_write_ && !drop_writes) {
+    if (was_by_hand && unit.may_write && !drop_writes) {
       unit.uses->add_current();
       try {
         for (const auto& flat : unit.flats) flat->read_own_slice();

@@ -234,7 +234,6 @@ class SegmentedModel final : public ShardedModel, public ParameterOwner {
   std::shared_ptr<ForwardRecord> last_forward_;  // alive until backward ends
   std::vector<char> used_in_forward_;            // by parameter number
   std::vector<char> used_;  // by parameter number: has an unreduced gradient
-  bool may_write_ = false;  // to the units of unshard()
   ShardedModelStatistics statistics_;
   std::shared_ptr<char> alive_ = std::make_shared<char>();
 };

@@ -272,14 +272,15 @@ class ShardedModel {
   // that were not unsharded so before. `may_write`: reshard() keeps values,
   // written identically on all ranks; otherwise a write is an error. Throws
   // ValueError for an unknown unit, and RuntimeError if `may_write` is given
-  // while units are unsharded without it.
+  // and one of the units is unsharded without it.
   virtual std::vector<size_t> unshard(const std::vector<size_t>& units,
                                       bool may_write = false) = 0;
   virtual void reshard(const std::vector<size_t>& units,
                        bool drop_writes = false) = 0;
 
   // Unshards all units until the scope ends; an exception drops the writes.
-  // Units that were unsharded before, as by an outer scope, remain so.
+  // Units that were unsharded before, as by an outer scope, remain so, with
+  // their writes.
   class Unsharded {
    public:
     Unsharded(ShardedModel& model, bool may_write);
@@ -361,7 +362,8 @@ class ShardedModel {
 
 // Returns the parameters for save_checkpoint() and load_checkpoint()
 // (checkpoint/checkpoint.h), valid until the next forward or backward.
-// Collective. Throws RuntimeError in an unsharded() scope.
+// Collective. Throws RuntimeError while a unit is unsharded by unshard() or
+// unsharded().
 CheckpointModel checkpoint_model(ShardedModel& model);
 
 // Returns the units to keep unsharded from forward to backward in `max_bytes`

@@ -65,6 +65,7 @@ struct ShardedUnit {
   bool is_bound = false;    // parameters are views into it
   bool is_stale = false;    // shards were written after the all-gather
   bool is_by_hand = false;  // by ShardedModel::unshard()
+  bool may_write = false;   // while it is_by_hand
   std::optional<StreamUses> uses = std::nullopt;
   Lease kept = {};  // with settings.keeps_storage, while it is sharded
 

@@ -97,7 +97,7 @@ void broadcast_tensors(const c10::intrusive_ptr<c10d::ProcessGroup>& group,
   }
   c10d::broadcast_coalesced(group, sent, kPieceBytes, source);
   for (const auto& [tensor, copy] : copies) {
-    tensor.copy_(copy.view(tensor.sizes()));
+    if (!copy.is_alias_of(tensor)) tensor.copy_(copy.view(tensor.sizes()));
   }
 }
 

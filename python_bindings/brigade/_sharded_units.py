@@ -13,6 +13,7 @@ import threading
 import types
 import weakref
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -620,15 +621,21 @@ class Root:
         self.manually_unsharded.difference_update(due)
         self.native.reshard([unit.index for unit in due], True)
 
-    def unshard(self, writes: bool) -> None:
+    @contextmanager
+    def unsharded(self, writes: bool) -> Iterator[None]:
+        """Unshards all units in a scope. Units that were unsharded before remain so."""
         for unit in self.units:
             unit.slots.require_unchanged()
-        self.native.unshard(range(len(self.units)), writes)
-        self.is_unsharded, self.keeps_writes = True, writes
-
-    def reshard(self, drops_writes: bool) -> None:
-        self.is_unsharded = False
-        self.native.reshard(range(len(self.units)), drops_writes)
+        begun = self.native.unshard(range(len(self.units)), writes)
+        before = self.is_unsharded, self.keeps_writes
+        self.is_unsharded, self.keeps_writes = True, writes or self.keeps_writes
+        drops_writes = True
+        try:
+            yield
+            drops_writes = False
+        finally:
+            self.is_unsharded, self.keeps_writes = before
+            self.native.reshard(begun, drops_writes)
 
 
 def _broadcast_to_replicas(unit: Unit) -> None:

@@ -365,14 +365,8 @@ class FSDPModule(_TorchFSDPModule):
             with model.whole_parameters(writes=True), torch.no_grad():
                 model.head.weight.zero_()
         """
-        root = self._root()
-        root.unshard(writes)
-        try:
+        with self._root().unsharded(writes):
             yield
-        except BaseException:
-            root.reshard(drops_writes=True)
-            raise
-        root.reshard(drops_writes=False)
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
         """Clips the gradients of all units to a total norm over all ranks. Collective.

@@ -1,5 +1,3 @@
-#include "brigade/comm/ordered/ordered_collectives.h"
-
 #include <torch/torch.h>
 
 #include <cmath>
@@ -7,6 +5,7 @@
 #include <optional>
 #include <vector>
 
+#include "brigade/comm/ordered/ordered_collectives.h"
 #include "gtest/gtest.h"
 
 namespace brigade {

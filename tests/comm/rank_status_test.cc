@@ -1,10 +1,9 @@
-#include "brigade/comm/status/status_channel.h"
-
 #include <string>
 #include <string_view>
 #include <vector>
 
 #include "brigade/comm/errors/error_texts.h"
+#include "brigade/comm/status/status_channel.h"
 #include "gmock/gmock.h"
 #include "gtest/gtest.h"
 

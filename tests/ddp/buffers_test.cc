@@ -52,8 +52,6 @@ TEST(BuffersTest, SyncBuffersFailsWhileAPeerIsInBackward) {
   });
 }
 
-// A rank whose loss or forward has thrown starts its next forward. At the
-// barrier before the broadcast of buffers, its peers are in backward.
 TEST(BuffersTest, AnyDtypeIsBroadcast) {
   run_ranks(2, [](const Group& group) {
     torch::nn::Linear net(2, 2);
@@ -75,6 +73,8 @@ TEST(BuffersTest, AnyDtypeIsBroadcast) {
   });
 }
 
+// A rank whose loss or forward has thrown starts its next forward. At the
+// barrier before the broadcast of buffers, its peers are in backward.
 TEST(BuffersTest, AllRanksThrowAndRecoverIfOneFails) {
   for (const bool in_forward : {false, true}) {
     run_ranks(3, [&](const Group& group) {

@@ -244,3 +244,27 @@ def test_assigning_one_of_two_tied_parameters_raises(rank):
     with pytest.raises(RuntimeError, match=r"'1\.weight' was replaced"):
         model(torch.ones(1, 4))
     assert torch.equal(model[0].weight.full_tensor(), before)
+
+
+@on_ranks()
+def test_scopes_of_unsharded_parameters_nest(rank):
+    model = shard_blocks(make_net())
+    weight, inner = model.head.weight, model.blocks[0].up.weight
+    with torch.no_grad():
+        with model.whole_parameters(writes=True):
+            weight.fill_(3)
+            with pytest.raises(ValueError, match="evaluation"), model.whole_parameters():
+                raise ValueError("evaluation")
+            assert weight[0, 0] == 3  # still unsharded
+            inner.fill_(4)
+        assert weight.full_tensor().eq(3).all() and inner.full_tensor().eq(4).all()
+        model.blocks[0].unshard()
+        with pytest.raises(NotImplementedError, match="would be lost"), model.whole_parameters():
+            weight.add_(1)
+        outer = model.whole_parameters()
+        writing = model.whole_parameters(writes=True)
+        with pytest.raises(RuntimeError, match="unsharded without"), outer, writing:
+            pass
+        assert inner[0, 0] == 4  # until reshard()
+        model.blocks[0].reshard()
+        assert weight.full_tensor().eq(3).all()
