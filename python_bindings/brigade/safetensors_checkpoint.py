@@ -83,6 +83,7 @@ def save_whole(
         ValueError: Rank 0 can't write the file, a parameter is a DTensor or on meta, or the
             optimizer's class is not supported; on all ranks.
         TypeError: Metadata are not strings; the other ranks raise ValueError.
+        RuntimeError: A unit is unsharded by unshard() or whole_parameters().
     """
     _save(model, path, optimizer, metadata, in_shards=False)
 
@@ -110,6 +111,7 @@ def load_whole(
     Raises:
         ValueError: The file is missing or damaged, does not fit the model or optimizer, or differs
             between ranks; on all ranks, and nothing is changed.
+        RuntimeError: As save_whole().
     """
     return _load(model, path, optimizer, "load_whole")
 
@@ -131,7 +133,7 @@ def save_shards(
         metadata: As for save_whole().
 
     Raises:
-        ValueError, TypeError: As save_whole(), for any rank.
+        ValueError, TypeError, RuntimeError: As save_whole(), for any rank.
     """
     _save(model, folder, optimizer, metadata, in_shards=True)
 
