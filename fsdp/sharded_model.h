@@ -269,7 +269,7 @@ class ShardedModel {
   // ---- Between forwards and backwards. Collective.
 
   // Unshards units (indices into unit_names()) until reshard(). Returns those
-  // that were not unsharded so before. `may_write`: reshard() keeps values,
+  // that no earlier call holds. `may_write`: reshard() keeps values,
   // written identically on all ranks; otherwise a write is an error. Throws
   // ValueError for an unknown unit, and RuntimeError if `may_write` is given
   // and one of the units is unsharded without it.

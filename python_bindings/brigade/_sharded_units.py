@@ -438,7 +438,10 @@ class Unit:
 
 
 def _unshard_in_backward(units: list[weakref.ref[Unit]], *_: Any) -> None:
-    """Unshards units with the same output. Outer ones, the last, first: they release inner ones."""
+    """Unshards units whose forwards returned the same tensor; `units` are in the order they ended.
+
+    Outer units come first: using one reshards its inner units.
+    """
     for reference in reversed(units):
         if (unit := reference()) is not None:
             unit.root.native.use_in_backward(unit.index)
