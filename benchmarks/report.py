@@ -3,13 +3,14 @@
     PYTHONPATH=build/release/python .venv/bin/python benchmarks/report.py
 
 Needs less than 8 minutes on an idle machine. Stores the figures in docs/benchmarks/*.json,
-draws docs/pictures/against_torch.svg and bucket_sizes.svg, and rewrites the tables between their
-markers in README.md and docs/benchmarks.md. --draw measures nothing and uses the stored figures.
+draws docs/pictures/against_torch.svg and bucket_sizes.svg, and writes the tables: in README.md, and
+docs/benchmarks/*.csv, which docs/benchmarks.md shows. --draw uses the stored figures.
 """
 
 from __future__ import annotations
 
 import argparse
+import csv
 import datetime
 import json
 import os
@@ -24,7 +25,6 @@ from matplotlib import pyplot
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 STORE = ROOT / "docs/benchmarks"
-PAGE = "docs/benchmarks.md"
 SHAPES = {"resnet50": "ResNet-50", "bert_base": "BERT-base", "gpt2": "GPT-2 small"}
 SWEEP = "-m brigade bench --caps each,1,4,25,100,one --rounds 4 --steps 2"
 # Name of the JSON file, and arguments of torchrun.
@@ -129,16 +129,21 @@ def shown(time: Figures) -> str:
     return f"{middle} [{low}, {high}]"
 
 
-def rewrite(page: str, name: str, header: list[str], rows: list[Any]) -> None:
-    """Replaces the table between the markers of this name."""
-    text = (ROOT / page).read_text()
+def write_table(name: str, header: list[str], rows: list[Any]) -> None:
+    with (STORE / f"{name}.csv").open("w", newline="") as file:
+        csv.writer(file, lineterminator="\n").writerows([header, *rows])
+
+
+def rewrite_readme(header: list[str], rows: list[Any]) -> None:
+    """Replaces the table between README's markers."""
     lines = [f"| {' | '.join(cells)} |" for cells in (header, ["---"] * len(header), *rows)]
     table = "\n".join(["", *lines, "", ""])
-    between = rf"(?<=<!-- begin {name} -->\n).*(?=<!-- end {name} -->)"
-    text, count = re.subn(between, lambda _: table, text, flags=re.DOTALL)
+    between = r"(?<=<!-- begin against_torch -->\n).*(?=<!-- end against_torch -->)"
+    readme = ROOT / "README.md"
+    text, count = re.subn(between, lambda _: table, readme.read_text(), flags=re.DOTALL)
     if count != 1:
-        raise ValueError(f"{page} needs <!-- begin {name} --> and <!-- end {name} -->, once")
-    (ROOT / page).write_text(text)
+        raise ValueError("README.md needs the markers of against_torch, once")
+    readme.write_text(text)
 
 
 def main() -> None:
@@ -158,12 +163,12 @@ def main() -> None:
     draw_bucket_sizes(models)
     header = ["model", "brigade", "compared with", "ms", "ms, compared", "ratio"]
     names, times = ("model", "ours", "theirs"), ("ours_ms", "theirs_ms", "ratio")
-    for page, chosen in (("README.md", main_rows), (PAGE, rows)):
-        cells = [[r[k] for k in names] + [shown(r[k]) for k in times] for r in chosen]
-        rewrite(page, "against_torch", header, cells)
+    cells = [[r[k] for k in names] + [shown(r[k]) for k in times] for r in rows]
+    write_table("against_torch", header, cells)
+    rewrite_readme(header, [c for c, r in zip(cells, rows, strict=True) if r in main_rows])
     table = [[cap, *(shown(added_ms(m, cap)) for m in models.values())] for cap in CAPS]
-    rewrite(PAGE, "bucket_sizes", ["bucket cap", *models], table)
-    rewrite(PAGE, "machine", ["", ""], list(found["real_steps"]["machine"].items()))
+    write_table("bucket_sizes", ["bucket cap", *models], table)
+    write_table("machine", ["condition", "value"], list(found["real_steps"]["machine"].items()))
 
 
 if __name__ == "__main__":

@@ -5,17 +5,20 @@
 
 Each of 26 linear layers is an FSDP unit: 51 parameters. Calls are timed on rank 0 after a barrier.
 `plain` are tensors of the shards' sizes. Memory is the growth of the resident memory over four
-steps of an MLP, in new processes. Contenders take turns. Prints medians and paired ratios.
+steps of an MLP, in new processes. Contenders take turns. Prints medians and paired ratios as CSV,
+the form of docs/benchmarks/sharded_calls.csv.
 """
 
 from __future__ import annotations
 
 import argparse
+import csv
 import multiprocessing
 import os
 import pathlib
 import re
 import statistics
+import sys
 import time
 from collections.abc import Callable
 from functools import partial
@@ -99,10 +102,13 @@ def main() -> None:
             turns = {n: partial(microseconds, call(models[n])) for n in ("brigade", *others)}
             taken = take_turns(turns, rounds)
             rows += [(f"us, {label}, width {width}", taken, theirs) for theirs in others]
-    for label, taken, theirs in rows if is_first else ():
+    table = [["call", "compared with", "brigade", "compared", "ratio"]]
+    for label, taken, theirs in rows:
         medians = [f"{statistics.median(taken[name]):.0f}" for name in ("brigade", theirs)]
         ratio = quartiles(paired(taken["brigade"], taken[theirs]), digits=2).strip()
-        print(f"| {label} | {theirs} | {medians[0]} | {medians[1]} | {ratio} |")
+        table.append([label, theirs, *medians, ratio])
+    if is_first:
+        csv.writer(sys.stdout, lineterminator="\n").writerows(table)
     dist.destroy_process_group()
 
 

@@ -1,5 +1,6 @@
-"""Hooks of mkdocs: the C++ reference, and fences that name test programs."""
+"""Hooks of mkdocs: the C++ reference, tables of benchmarks, and fences that name test programs."""
 
+import csv
 import pathlib
 import re
 import subprocess
@@ -66,6 +67,15 @@ def on_files(files, config):
     return files
 
 
+def shown_table(name: str) -> str:
+    with (ROOT / "docs" / name).open(newline="") as file:
+        header, *rows = csv.reader(file)
+    return "\n".join(f"| {' | '.join(cells)} |" for cells in (header, ["---"] * len(header), *rows))
+
+
 def on_page_markdown(markdown, page, config, files):
-    """Drops the second word of a fence, such as "python late", which names a test program."""
+    """Shows linked tables, and drops the names of test programs in fences ("python late")."""
+    markdown = re.sub(
+        r"^\[Table\]\((.+\.csv)\)$", lambda m: shown_table(m[1]), markdown, flags=re.M
+    )
     return re.sub(r"^```(\w+) [\w-]+$", r"```\1", markdown, flags=re.M)

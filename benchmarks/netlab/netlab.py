@@ -253,9 +253,9 @@ def report(data: Cell, writes: bool) -> None:
         return print("\n".join([*rows_of_text, *lines[:-3], *summary]))
     figures = {"set_up": data["set_up"], "rows": rows, "sharded": sharded, "summary": summary}
     (documents.STORE / "netlab.json").write_text(json.dumps(figures, indent=1) + "\n")
-    documents.rewrite(documents.PAGE, "netlab", HEADER, table)
-    documents.rewrite(documents.PAGE, "netlab_sharded", SHARDED, sharded)
-    documents.rewrite(documents.PAGE, "netlab_summary", ["summary"], [[line] for line in summary])
+    documents.write_table("netlab", HEADER, table)
+    documents.write_table("netlab_sharded", SHARDED, sharded)
+    documents.write_table("netlab_summary", ["summary"], [[line] for line in summary])
     draw(rows)
 
 
