@@ -20,7 +20,6 @@
 // mode with a sharded argument that requires a gradient is a RuntimeError.
 
 #include <ATen/ATen.h>
-#include <ATen/TracerMode.h>
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/core/enum_tag.h>
@@ -213,42 +212,32 @@ std::string name_of(const at::Tensor& sharded) {
              : "parameter '" + shard->name + "'";
 }
 
-// True if both hold the same elements, perhaps of two models.
-bool are_cut_identically(const at::Tensor& a, const at::Tensor& b) {
-  const Shard& of_a = *shard_of(a);
-  const Shard& of_b = *shard_of(b);
-  return of_a.offset == of_b.offset && of_a.flat_offset == of_b.flat_offset &&
-         of_a.flat_per_rank == of_b.flat_per_rank &&
-         of_a.local.numel() == of_b.local.numel() && a.sizes() == b.sizes() &&
-         a.strides() == b.strides();
-}
-
-void note_written(const at::Tensor& sharded, bool bumps_version = true) {
-  if (bumps_version && !sharded.is_inference()) {
-    sharded.unsafeGetTensorImpl()->bump_version();
-  }
-  const Shard& shard = *shard_of(sharded);
-  if (shard.owner != nullptr) shard.owner->written(shard.unit);
-}
-
-// Pairs: argument of a call, sharded tensor that it replaces.
-using Replaced = c10::SmallVector<std::pair<at::Tensor, at::Tensor>, 4>;
-
-const at::Tensor* original_of(const at::Tensor& result,
-                              const Replaced& replaced) {
-  for (const auto& [argument, original] : replaced) {
-    if (result.is_same(argument)) return &original;
-  }
-  return nullptr;
-}
-
 // A sharded tensor among the arguments of a call.
 struct ShardedArgument {
-  const at::Tensor* tensor;
+  at::Tensor tensor;
   Shard* shard;
   size_t argument;
-  size_t index;  // in a list argument, or 0
+  size_t index;                 // in a list argument, or 0
+  at::Tensor replacement = {};  // the argument of the kernel
 };
+
+// True if both hold the same elements, perhaps of two models.
+bool are_cut_identically(const ShardedArgument& a, const ShardedArgument& b) {
+  return a.shard->offset == b.shard->offset &&
+         a.shard->flat_offset == b.shard->flat_offset &&
+         a.shard->flat_per_rank == b.shard->flat_per_rank &&
+         a.shard->local.numel() == b.shard->local.numel() &&
+         a.tensor.sizes() == b.tensor.sizes() &&
+         a.tensor.strides() == b.tensor.strides();
+}
+
+void note_written(const ShardedArgument& written, bool bumps_version = true) {
+  if (bumps_version && !written.tensor.is_inference()) {
+    written.tensor.unsafeGetTensorImpl()->bump_version();
+  }
+  const Shard& shard = *written.shard;
+  if (shard.owner != nullptr) shard.owner->written(shard.unit);
+}
 
 // One operator call; its arguments are on top of the stack.
 class Call {
@@ -257,13 +246,17 @@ class Call {
       : op_(op), stack_(stack), num_arguments_(op.schema().arguments().size()) {
     visit([&](const at::Tensor& tensor, size_t argument, size_t index) {
       if (Shard* const shard = shard_of(tensor)) {
-        sharded_.push_back({&tensor, shard, argument, index});
+        sharded_.push_back({tensor, shard, argument, index});
+      } else {
+        has_plain_ |= tensor.defined();
       }
     });
   }
 
-  // In order. REQUIRES: no argument has been replaced.
+  // In order.
   std::span<const ShardedArgument> sharded() const { return sharded_; }
+  // True if there are tensors that are not sharded.
+  bool has_plain() const { return has_plain_; }
 
   const c10::OperatorHandle& op() const { return op_; }
   c10::IValue& argument(size_t index) {
@@ -291,32 +284,31 @@ class Call {
     }
   }
 
-  // Runs below autograd, on `replace(tensor, argument)` for sharded tensors.
+  // Runs below autograd, on `replace(argument)` for each sharded argument.
   template <typename Replace>
-  Replaced run_on(const Replace& replace) {
-    Replaced replaced;
-    const auto replace_sharded = [&](const at::Tensor& tensor,
-                                     size_t argument) {
-      if (shard_of(tensor) == nullptr) return tensor;
-      replaced.push_back({replace(tensor, argument), tensor});
-      return replaced.back().first;
-    };
-    for (size_t i = 0; i < num_arguments_; ++i) {
-      c10::IValue& value = argument(i);
+  void run_on(const Replace& replace) {
+    const c10::IValue* copied = nullptr;
+    for (ShardedArgument& each : sharded_) {
+      each.replacement = replace(each);
+      c10::IValue& value = argument(each.argument);
       if (value.isTensor()) {
-        value = c10::IValue(replace_sharded(value.toTensor(), i));
-      } else if (value.isTensorList()) {
-        c10::List<at::Tensor> list;
-        list.reserve(value.toListRef().size());
-        for (const c10::IValue& element : value.toListRef()) {
-          list.push_back(replace_sharded(element.toTensor(), i));
-        }
-        value = std::move(list);
+        value = each.replacement;
+        continue;
       }
+      if (copied != &value) value = value.toList().copy();
+      copied = &value;
+      value.toList().set(each.index, each.replacement);
     }
     const at::AutoDispatchBelowADInplaceOrView below;
     run();
-    return replaced;
+  }
+
+  // Returns the sharded argument whose replacement is `result`, or null.
+  const at::Tensor* original_of(const at::Tensor& result) const {
+    for (const ShardedArgument& each : sharded_) {
+      if (result.is_same(each.replacement)) return &each.tensor;
+    }
+    return nullptr;
   }
 
   void run() { op_.callBoxed(stack_); }
@@ -350,6 +342,7 @@ class Call {
   torch::jit::Stack& stack_;
   const size_t num_arguments_;
   c10::SmallVector<ShardedArgument, 4> sharded_;
+  bool has_plain_ = false;
 };
 
 // ---- Elementwise operators.
@@ -363,11 +356,13 @@ class LocalCall {
   // Throws if the arguments don't match, before any is written.
   void check() {
     check_sharded();
-    call_.visit([&](const at::Tensor& tensor, size_t argument, size_t index) {
-      if (tensor.defined() && shard_of(tensor) == nullptr) {
-        check_plain(tensor, argument, index);
-      }
-    });
+    if (call_.has_plain()) {
+      call_.visit([&](const at::Tensor& tensor, size_t argument, size_t index) {
+        if (tensor.defined() && shard_of(tensor) == nullptr) {
+          check_plain(tensor, argument, index);
+        }
+      });
+    }
     if (facts_.memory_format) check_memory_format();
   }
 
@@ -375,22 +370,21 @@ class LocalCall {
   void check_sharded() {
     for (const ShardedArgument& each : call_.sharded()) {
       if (each.index >= references_.size()) references_.resize(each.index + 1);
-      at::Tensor& reference = references_[each.index];
-      if (!reference.defined()) {
-        reference = *each.tensor;
-      } else if (!are_cut_identically(reference, *each.tensor)) {
-        refuse_mismatch(reference, *each.tensor);
+      const ShardedArgument*& reference = references_[each.index];
+      if (reference == nullptr) {
+        reference = &each;
+      } else if (!are_cut_identically(*reference, each)) {
+        refuse_mismatch(reference->tensor, each.tensor);
       }
     }
   }
 
   void run() {
-    replaced_ = call_.run_on([this](const at::Tensor& tensor, size_t argument) {
-      return local_of(tensor, argument);
-    });
+    call_.run_on(
+        [this](const ShardedArgument& each) { return local_of(each); });
     for (c10::IValue& value : call_.results()) {
       if (value.isTensor()) {
-        value = wrap(value.toTensor(), references_[0]);
+        value = wrap(value.toTensor(), *references_[0]);
       } else if (value.isTensorList()) {
         value = wrap(value.toTensorVector());
       }
@@ -402,8 +396,8 @@ class LocalCall {
     // An element of a list goes with the same index, a single tensor with all.
     const bool is_in_list = call_.argument(argument).isList();
     for (size_t k = 0; k < references_.size(); ++k) {
-      const at::Tensor& whole = references_[k];
-      if (!whole.defined() || (is_in_list && k != index)) continue;
+      if (references_[k] == nullptr || (is_in_list && k != index)) continue;
+      const at::Tensor& whole = references_[k]->tensor;
       if (tensor.dim() > 0) {
         call_.refuse(c10::str("mixes a plain tensor of sizes ", tensor.sizes(),
                               " with ", name_of(whole),
@@ -440,7 +434,7 @@ class LocalCall {
     c10::IValue& value = call_.argument(*facts_.memory_format);
     if (value.isNone()) return;
     const auto format = value.toMemoryFormat();
-    const at::Tensor& whole = references_[0];
+    const at::Tensor& whole = references_[0]->tensor;
     if (format != at::MemoryFormat::Preserve &&
         !(format == at::MemoryFormat::Contiguous && whole.is_contiguous())) {
       call_.refuse("expected the memory format of " + name_of(whole) +
@@ -458,21 +452,22 @@ class LocalCall {
            });
   }
 
-  at::Tensor local_of(const at::Tensor& tensor, size_t argument) {
-    const at::Tensor& piece = shard_of(tensor)->local;
-    if (facts_.writes[argument] != 0) note_written(tensor);
+  at::Tensor local_of(const ShardedArgument& each) {
+    const at::Tensor& piece = each.shard->local;
+    if (facts_.writes[each.argument] != 0) note_written(each);
     // Type promotion treats 0-dimensional tensors differently.
-    const bool is_scalar = tensor.dim() == 0 && piece.numel() == 1;
+    const bool is_scalar = each.tensor.dim() == 0 && piece.numel() == 1;
     return is_scalar ? piece.view(at::IntArrayRef()) : piece;
   }
 
-  at::Tensor wrap(const at::Tensor& result, const at::Tensor& whole) {
-    if (const auto* original = original_of(result, replaced_)) return *original;
+  at::Tensor wrap(const at::Tensor& result, const ShardedArgument& reference) {
+    if (const auto* original = call_.original_of(result)) return *original;
+    const at::Tensor& whole = reference.tensor;
     const at::Tensor local =
         whole.dim() == 0 && result.dim() == 0 ? result.reshape({1}) : result;
-    if (local.sizes() != shard_of(whole)->local.sizes()) {
+    if (local.sizes() != reference.shard->local.sizes()) {
       call_.refuse(c10::str("expected a local result of sizes ",
-                            shard_of(whole)->local.sizes(), ", found ",
+                            reference.shard->local.sizes(), ", found ",
                             result.sizes(), "."));
     }
     return make_sharded_like(whole, local);
@@ -480,8 +475,8 @@ class LocalCall {
 
   std::vector<at::Tensor> wrap(std::vector<at::Tensor> results) {
     for (size_t k = 0; k < results.size() && k < references_.size(); ++k) {
-      if (references_[k].defined()) {
-        results[k] = wrap(results[k], references_[k]);
+      if (references_[k] != nullptr) {
+        results[k] = wrap(results[k], *references_[k]);
       }
     }
     return results;
@@ -489,25 +484,24 @@ class LocalCall {
 
   Call& call_;
   const OperatorFacts& facts_;
-  // By index in a list, or 0: the first sharded argument; perhaps undefined.
-  c10::SmallVector<at::Tensor, 1> references_;
-  Replaced replaced_;
+  // By index in a list, or 0: the first sharded argument; perhaps null.
+  c10::SmallVector<const ShardedArgument*, 4> references_;
 };
 
 // ---- Random fills.
 
 void draw(Call& call) {
-  const at::Tensor sharded = call.argument(0).toTensor();
-  const Shard& shard = *shard_of(sharded);
+  const ShardedArgument& self = call.sharded()[0];
+  const at::Tensor& local = self.shard->local;
   const at::NoGradGuard no_grad;
-  const at::Tensor whole = at::empty_strided(sharded.sizes(), sharded.strides(),
-                                             shard.local.options());
+  const at::Tensor whole = at::empty_strided(
+      self.tensor.sizes(), self.tensor.strides(), local.options());
   call.argument(0) = whole;
   call.run();
-  shard.local.copy_(whole.as_strided({whole.numel()}, {1})
-                        .narrow(0, shard.offset, shard.local.numel()));
-  call.results()[0] = sharded;
-  note_written(sharded);
+  local.copy_(whole.as_strided({whole.numel()}, {1})
+                  .narrow(0, self.shard->offset, local.numel()));
+  call.results()[0] = self.tensor;
+  note_written(self);
 }
 
 // ---- Operators on unsharded tensors.
@@ -516,18 +510,17 @@ void draw(Call& call) {
 // (collective). Results are plain.
 void run_on_wholes(Call& call) {
   const auto& arguments = call.op().schema().arguments();
-  const Replaced replaced =
-      call.run_on([&](const at::Tensor& tensor, size_t argument) {
-        const Shard& shard = *shard_of(tensor);
-        if (!shard.is_whole) return gather_whole(tensor);
-        // Results may be views, through which the caller writes later.
-        note_written(tensor, writes(arguments[argument]));
-        return shard.local.as_strided(tensor.sizes(), tensor.strides(),
-                                      shard.local.storage_offset());
-      });
+  call.run_on([&](const ShardedArgument& each) {
+    const auto& [tensor, shard, argument, index, replacement] = each;
+    if (!shard->is_whole) return gather_whole(tensor);
+    // Results may be views, through which the caller writes later.
+    note_written(each, writes(arguments[argument]));
+    return shard->local.as_strided(tensor.sizes(), tensor.strides(),
+                                   shard->local.storage_offset());
+  });
   for (c10::IValue& result : call.results()) {
     if (!result.isTensor()) continue;
-    if (const auto* original = original_of(result.toTensor(), replaced)) {
+    if (const auto* original = call.original_of(result.toTensor())) {
       result = *original;
     }
   }
@@ -626,7 +619,7 @@ void reduce(Call& call, const OperatorFacts& facts) {
   const c10::IValue dims = call.argument("dim");
   bool is_total = true;
   for (const ShardedArgument& each : call.sharded()) {
-    is_total = is_total && covers_all_dims(dims, each.tensor->dim());
+    is_total = is_total && covers_all_dims(dims, each.tensor.dim());
     group_of(*each.shard).require_all_ranks();
   }
   if (name.starts_with("_amp_foreach_")) return unscale(call, facts);
@@ -642,10 +635,8 @@ void reduce(Call& call, const OperatorFacts& facts) {
   run_on_wholes(call);
 }
 
-void check_grad_mode(Call& call, const OperatorFacts& facts) {
-  if (!at::GradMode::is_enabled() || !facts.is_recorded || facts.is_cast) {
-    return;
-  }
+// REQUIRES: grad mode.
+void check_requires_no_grad(Call& call) {
   call.visit([&](const at::Tensor& tensor, size_t, size_t) {
     TORCH_CHECK(!tensor.requires_grad(), toString(call.op().operator_name()),
                 " of ",
@@ -661,18 +652,20 @@ void check_grad_mode(Call& call, const OperatorFacts& facts) {
 // ---- The fallback.
 
 bool is_transformed_or_traced() {
-  return c10::impl::tls_is_dispatch_key_included(
-             c10::DispatchKey::FuncTorchDynamicLayerFrontMode) ||
-         at::tracer::impl::is_dispatch_enabled() ||
-         c10::impl::TorchDispatchModeTLS::get_mode(
-             c10::impl::TorchDispatchModeKey::PROXY) ||
-         c10::impl::TorchDispatchModeTLS::get_mode(
-             c10::impl::TorchDispatchModeKey::FUNCTIONAL);
+  using Modes = c10::impl::TorchDispatchModeTLS;
+  const auto keys = c10::impl::tls_local_dispatch_key_set();
+  if (keys.included_.has(c10::DispatchKey::Python) &&
+      (Modes::get_mode(c10::impl::TorchDispatchModeKey::PROXY) ||
+       Modes::get_mode(c10::impl::TorchDispatchModeKey::FUNCTIONAL))) {
+    return true;
+  }
+  return keys.included_.has(c10::DispatchKey::FuncTorchDynamicLayerFrontMode) ||
+         (keys.included_ - keys.excluded_).has(c10::DispatchKey::Tracer);
 }
 
 void refuse_views(Call& call) {
   for (const ShardedArgument& each : call.sharded()) {
-    const at::Tensor& tensor = *each.tensor;
+    const at::Tensor& tensor = each.tensor;
     if (tensor.nbytes() == tensor.storage().nbytes() &&
         tensor.is_non_overlapping_and_dense()) {
       continue;
@@ -715,8 +708,8 @@ std::optional<ParameterState> use_parameters(Call& call) {
 
 // Runs the call on unsharded parameters if autograd can record it on them;
 // returns false otherwise.
+// REQUIRES: grad mode.
 bool run_after_forward(Call& call, const OperatorFacts& facts) {
-  if (!at::GradMode::is_enabled() || !facts.is_recorded) return false;
   const bool are_parameters =
       std::ranges::all_of(call.sharded(), [&](const ShardedArgument& each) {
         return each.shard->owner != nullptr && facts.writes[each.argument] == 0;
@@ -742,15 +735,15 @@ bool run_after_forward(Call& call, const OperatorFacts& facts) {
 
 void check_use_of_unsharded(Call& call, ParameterState state) {
   const auto& arguments = call.op().schema().arguments();
-  for (const auto& [tensor, shard, argument, index] : call.sharded()) {
+  for (const auto& [tensor, shard, argument, index, _] : call.sharded()) {
     if (shard->owner == nullptr) {
-      call.refuse(name_of(*tensor) +
+      call.refuse(name_of(tensor) +
                   " in a forward, backward or unsharded(): it belongs to no "
                   "unit. Use a copy of its full tensor instead; call an "
                   "optimizer's step() outside.");
     }
     if (state == ParameterState::kUnsharded && writes(arguments[argument])) {
-      call.refuse("writes to " + name_of(*tensor) +
+      call.refuse("writes to " + name_of(tensor) +
                   " in a forward or backward, where it would be lost. Write "
                   "outside of them.");
     }
@@ -760,7 +753,7 @@ void check_use_of_unsharded(Call& call, ParameterState state) {
 [[noreturn]] void refuse_sharded(Call& call) {
   at::Tensor named;  // a parameter, if there is one
   for (const ShardedArgument& each : call.sharded()) {
-    if (!named.defined() || !each.shard->name.empty()) named = *each.tensor;
+    if (!named.defined() || !each.shard->name.empty()) named = each.tensor;
   }
   const Shard& shard = *shard_of(named);
   if (!shard.name.empty() && shard.group != nullptr && shard.owner == nullptr) {
@@ -802,12 +795,13 @@ void on_sharded(const c10::OperatorHandle& op, c10::DispatchKeySet keys,
             c10::DispatchKeySet(c10::DispatchKeySet::FULL_AFTER, kShardedKey),
         stack);
   }
-  if (run_after_forward(call, facts)) return;
+  const bool is_recorded = facts.is_recorded && at::GradMode::is_enabled();
+  if (is_recorded && run_after_forward(call, facts)) return;
   refuse_views(call);
   if (facts.rule == Rule::kRefused && !call.are_whole()) {
     refuse_sharded(call);
   }
-  check_grad_mode(call, facts);
+  if (is_recorded && !facts.is_cast) check_requires_no_grad(call);
   switch (facts.rule) {
     case Rule::kLocal: {
       LocalCall local(call, facts);
@@ -817,7 +811,7 @@ void on_sharded(const c10::OperatorHandle& op, c10::DispatchKeySet keys,
         if (!call.are_whole()) throw;
         return run_on_wholes(call);
       }
-      const bool is_cast = facts.is_cast && at::GradMode::is_enabled() &&
+      const bool is_cast = facts.is_cast && is_recorded &&
                            call.argument(0).toTensor().requires_grad();
       local.run();
       if (!is_cast) return;
