@@ -6,7 +6,7 @@ Each class trains with four bucket caps; "alone" trains without DDP. The contend
 random order. A step is forward and backward, timed on rank 0 after a barrier. Prints medians with
 quartiles in ms, and paired ratios:
 
-    default cap   brigade with its default cap over torch with its fastest cap
+    25 MiB cap    brigade with one cap of 25 MiB over torch with its fastest cap
     fastest cap   brigade with its fastest cap over torch with its fastest cap
     reproducible  brigade with reproducible=True over its default
 
@@ -127,7 +127,7 @@ def measure(name: str, rounds: int) -> Rows:
         )
         for kind in CLASSES
     }
-    default = ("default cap", seconds["brigade", DEFAULT_CAP_MIB])
+    default = ("25 MiB cap", seconds["brigade", DEFAULT_CAP_MIB])
     theirs = ("torch, fastest cap", best["torch"])
     rows = [
         compare(name, default, theirs),

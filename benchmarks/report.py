@@ -33,7 +33,7 @@ PROGRAMS |= {name: f"{SWEEP} benchmarks/bucket_size.py:{name}" for name in SHAPE
 CAPS = ["default", "planned", "each", "1 MiB", "4 MiB", "25 MiB", "100 MiB", "one"]
 # The rows of README's table and of the picture: settings, and their name in the picture.
 MAIN = {
-    ("default cap", "torch, fastest cap"): "",
+    ("25 MiB cap", "torch, fastest cap"): "",
     ("default", "torch, default"): "",
     ("reshard", "torch, reshard"): ", resharded",
     ("keep", "torch, keep"): ", kept unsharded",
