@@ -115,17 +115,13 @@ def peak_mib(maker: Callable[[], nn.Module], tokens: torch.Tensor, casts: bool) 
     return (torch.cuda.max_memory_allocated() - before) / 2**20
 
 
-def tflop_of_a_step(contender: Contender) -> float:
-    with FlopCounterMode(display=False) as counter:
-        contender.step()
-    return 1e-12 * counter.get_total_flops()
-
-
 def measure(
     title: str, makers: Makers, tokens: torch.Tensor, rounds: int, casts: bool
 ) -> dict[str, Contender]:
     peaks = {key: peak_mib(maker, tokens, casts) for key, maker in makers.items()}
-    tflop = tflop_of_a_step(Contender(makers["alone"](), tokens, casts))
+    with FlopCounterMode(display=False) as counter:
+        Contender(makers["alone"](), tokens, casts).step()
+    tflop = 1e-12 * counter.get_total_flops()
     contenders = {key: Contender(maker(), tokens, casts) for key, maker in makers.items()}
     taken = take_turns({key: c.step for key, c in contenders.items()}, rounds, WARM_UP_STEPS)
     if dist.get_rank() != 0:

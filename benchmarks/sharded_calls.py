@@ -30,15 +30,11 @@ from torch import nn
 from turns import SHARDS, paired, quartiles, shard, start, take_turns
 
 
-class Blocks(nn.Sequential):
-    blocks = property(list)  # the units of shard()
-
-
 def trained(width: int) -> dict[str, list[nn.Parameter]]:
     """Returns parameters with gradients, by contender."""
     parameters = {}
     for name, fully_shard in SHARDS.items():
-        model = Blocks(*(nn.Linear(width, width, bias=i > 0) for i in range(26)))
+        model = nn.Sequential(*(nn.Linear(width, width, bias=i > 0) for i in range(26)))
         shard(model, fully_shard)(torch.ones(2, width)).sum().backward()
         parameters[name] = list(model.parameters())
     parameters["plain"] = [nn.Parameter(p.to_local().clone()) for p in parameters["brigade"]]
@@ -67,7 +63,7 @@ def grown(name: str, reshards: bool) -> float:
     store = dist.PrefixStore(f"call {store.add(f'calls of {rank}', 1)}", store)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=size)
     layers = [[nn.Linear(512, 2048), nn.GELU(), nn.Linear(2048, 512)] for _ in range(6)]
-    model = Blocks(*(nn.Sequential(*each) for each in layers))
+    model = nn.Sequential(*(nn.Sequential(*each) for each in layers))
     shard(model, SHARDS[name], reshard_after_forward=reshards)
     optimizer = torch.optim.SGD(model.parameters(), 0.01)
     pathlib.Path("/proc/self/clear_refs").write_text("5")  # resets VmHWM

@@ -35,12 +35,11 @@ Key = TypeVar("Key")
 Value = TypeVar("Value")
 
 
-def start(backend: str = "gloo", **group: Any) -> bool:
+def start(backend: str = "gloo") -> bool:
     """Joins torchrun's group, or makes one of world size 1. Returns True on rank 0."""
     torch.set_num_threads(1)
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    if "RANK" not in os.environ and not group:
-        group = {"store": dist.HashStore(), "rank": 0, "world_size": 1}
+    group = {} if "RANK" in os.environ else {"store": dist.HashStore(), "rank": 0, "world_size": 1}
     dist.init_process_group(backend, **group)
     is_first = dist.get_rank() == 0
     if is_first:
@@ -52,8 +51,8 @@ def start(backend: str = "gloo", **group: Any) -> bool:
 
 
 def shard(model: nn.Module, fully_shard: Callable, **arguments: object) -> nn.Module:
-    """Makes each of `model.blocks` an FSDP unit, and the remaining parameters another."""
-    for block in model.blocks:
+    """Makes each of `model.blocks`, or of a Sequential, an FSDP unit, and the rest another."""
+    for block in getattr(model, "blocks", model):
         fully_shard(block, **arguments)
     return fully_shard(model, **arguments)
 
@@ -110,11 +109,6 @@ def shown(taken: Mapping[str, float], digits: int = 1) -> str:
 def paired(ours: Sequence[float], theirs: Sequence[float]) -> list[float]:
     """Returns the ratio of each round."""
     return [a / b for a, b in zip(ours, theirs, strict=True)]
-
-
-def over(ours: Sequence[float], theirs: Sequence[float]) -> list[float]:
-    """Returns the difference of each round."""
-    return [a - b for a, b in zip(ours, theirs, strict=True)]
 
 
 def compare(
