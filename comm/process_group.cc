@@ -161,7 +161,16 @@ c10::intrusive_ptr<ProcessGroup> connect_process_group(
   }
   // Its constructor may wait for peers, all of which are running now.
   if (options.make_backend) {
-    on_device = make_device_backend(options.make_backend, place);
+    on_device = options.make_backend(place);
+    TORCH_CHECK_VALUE(
+        on_device && on_device->getRank() == rank &&
+            on_device->getSize() == world_size,
+        "ProcessGroupOptions::make_backend: expected a backend for rank ", rank,
+        " of ", world_size, ", found ",
+        on_device ? c10::str("one for rank ", on_device->getRank(), " of ",
+                             on_device->getSize())
+                  : std::string("none"),
+        ".\nConstruct it from the BackendPlace argument.");
   }
 
   auto group = c10::make_intrusive<ProcessGroup>(group_store, rank, world_size);

@@ -24,6 +24,7 @@ using torch::autograd::FunctionPreHook;
 using torch::autograd::Node;
 using torch::autograd::SavedVariableHooks;
 using torch::autograd::variable_list;
+using torch::autograd::impl::try_get_grad_accumulator;
 
 constexpr size_t kCacheLineBytes = 64;
 
@@ -38,21 +39,17 @@ void prefetch(const T* object) {
 
 }  // namespace
 
-void refuse_compiled_autograd() {
-  TORCH_CHECK(
-      false,
-      "brigade: compiled autograd can't trace a backward whose gradients a "
-      "reducer reduces.\nSet torch._dynamo.config.optimize_ddp = "
-      "\"python_reducer\" before wrapping the model, or leave compiled "
-      "autograd off.");
-}
-
 // Base of hooks that compiled autograd can't trace. `Hook`: of torch.
 template <typename Hook>
 class UntracedHook : public Hook {
   void compiled_args(
       torch::dynamo::autograd::CompiledNodeArgs&) const override {
-    refuse_compiled_autograd();
+    TORCH_CHECK(
+        false,
+        "brigade: compiled autograd can't trace a backward whose gradients a "
+        "reducer reduces.\nSet torch._dynamo.config.optimize_ddp = "
+        "\"python_reducer\" before wrapping the model, or leave compiled "
+        "autograd off.");
   }
 };
 
@@ -126,10 +123,6 @@ class SinkHook final : public UntracedHook<FunctionPreHook> {
  private:
   ReadyHook& ready_;
 };
-
-bool is_gradient_hook(const torch::autograd::FunctionPostHook& hook) {
-  return dynamic_cast<const ReadyHook*>(&hook) != nullptr;
-}
 
 GradientHooks::GradientHooks(std::span<const std::vector<at::Tensor>> replicas,
                              Listener listener, Sink sink)
@@ -312,10 +305,8 @@ void end_segments(int backward, bool is_abandoned) {
 
 ErrorTaker take_error = nullptr;
 
-// Returns the tensor's accumulator if it exists. Torch's optimizers in backward
-// register hooks there.
-auto accumulator_of(const at::Tensor& tensor) {
-  return torch::autograd::impl::try_get_grad_accumulator(tensor);
+bool is_gradient_hook(const torch::autograd::FunctionPostHook& hook) {
+  return dynamic_cast<const ReadyHook*>(&hook) != nullptr;
 }
 
 void call_hooks(const std::vector<at::Tensor>& tensors) {
@@ -331,7 +322,8 @@ void call_hooks(const std::vector<at::Tensor>& tensors) {
   for (const at::Tensor& tensor : tensors) {
     const auto& hooks = torch::autograd::impl::post_acc_grad_hooks(tensor);
     if (hooks != nullptr) attempt([&] { (*hooks)(tensor); });
-    const auto accumulator = accumulator_of(tensor);
+    // Torch's optimizers in backward register hooks on the accumulator.
+    const auto accumulator = try_get_grad_accumulator(tensor);
     if (!accumulator) continue;
     for (const auto& hook : accumulator->post_hooks()) {
       if (is_gradient_hook(*hook)) continue;  // brigade's own
@@ -414,7 +406,7 @@ bool has_post_accumulate_hooks(const at::Tensor& tensor) {
   if (torch::autograd::impl::post_acc_grad_hooks(tensor) != nullptr) {
     return true;
   }
-  const auto accumulator = accumulator_of(tensor);
+  const auto accumulator = try_get_grad_accumulator(tensor);
   return accumulator &&
          std::ranges::any_of(accumulator->post_hooks(), [](const auto& hook) {
            return !is_gradient_hook(*hook);

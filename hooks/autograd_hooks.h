@@ -44,12 +44,6 @@ bool points_to(const Weak& weak, const Strong& node) {
   }
 }
 
-// Throws RuntimeError: compiled autograd can't trace hooks written in C++.
-[[noreturn]] void refuse_compiled_autograd();
-
-// Returns whether GradientHooks added `hook`.
-bool is_gradient_hook(const torch::autograd::FunctionPostHook& hook);
-
 // Hooks of gradient accumulators: call a listener after `.grad` holds a
 // parameter's gradient of this backward, or after a sink has taken it.
 //

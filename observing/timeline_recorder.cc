@@ -51,19 +51,9 @@ class DeviceClocks {
 
 }  // namespace
 
-void DeviceTimes::record(size_t unit, Step step, c10::Device device) noexcept {
-  if (device.is_cpu()) return;
-  const std::lock_guard<std::mutex> lock(mutex_);
-  record(by_unit_[unit][step], device);
-}
-
-void DeviceTimes::record(Mark mark, c10::Device device) noexcept {
-  if (device.is_cpu()) return;
-  const std::lock_guard<std::mutex> lock(mutex_);
-  record(marks_[mark], device);
-}
-
 void DeviceTimes::record(Event& event, c10::Device device) noexcept {
+  if (device.is_cpu()) return;
+  const std::lock_guard<std::mutex> lock(mutex_);
   try {
     event.emplace(device.type(), c10::EventFlag::BACKEND_DEFAULT);
     event->record(current_stream(device));

@@ -43,8 +43,12 @@ class DeviceTimes {
 
   // Records an event on this thread's current stream of `device`. Does nothing
   // for the CPU, or if the device reports an error.
-  void record(size_t unit, Step step, c10::Device device) noexcept;
-  void record(Mark mark, c10::Device device) noexcept;
+  void record(size_t unit, Step step, c10::Device device) noexcept {
+    record(by_unit_[unit][step], device);
+  }
+  void record(Mark mark, c10::Device device) noexcept {
+    record(marks_[mark], device);
+  }
 
   // Waits for the events, and replaces the host's times of these steps by the
   // device's, mapped to the steady clock.

@@ -14,14 +14,6 @@
 namespace brigade {
 namespace {
 
-std::vector<at::Tensor> select(const ParameterTable& table,
-                               std::span<const size_t> indices) {
-  std::vector<at::Tensor> tensors;
-  tensors.reserve(indices.size());
-  for (size_t i : indices) tensors.push_back(table[i]);
-  return tensors;
-}
-
 std::vector<c10::Device> devices_of(const ParameterTable& table,
                                     size_t parameter) {
   std::vector<c10::Device> devices;
@@ -103,9 +95,12 @@ void Bucket::make_grad_bucket() {
     sizes.push_back(is_complex ? shapes_of_reals_[slot]
                                : table_.shape(members_[slot]));
   }
+  std::vector<at::Tensor> parameters;
+  parameters.reserve(members_.size());
+  for (const size_t member : members_) parameters.push_back(table_[member]);
   grad_bucket_.emplace(index_, num_buckets_, at::Tensor(), std::move(offsets),
                        std::move(lengths), std::move(sizes),
-                       select(table_, members_), std::nullopt);
+                       std::move(parameters), std::nullopt);
 }
 
 int64_t Bucket::buffer_bytes() const {
@@ -235,19 +230,15 @@ void Bucket::deliver(const at::Tensor& result) {
     }
     return;
   }
-  if (!result.defined()) {
-    for (const std::unique_ptr<BucketReplica>& replica : replicas_) {
-      replica->deliver_nothing(globally_unused);
-    }
-    return;
-  }
   replicas_.front()->deliver(result, globally_unused);
   for (size_t replica = 1; replica < replicas_.size(); ++replica) {
     const c10::DeviceGuard on_device(device_of(replica));
     // A sparse result becomes the gradient itself, so each replica gets a copy.
     replicas_[replica]->deliver(
-        result.to(result.options().device(device_of(replica)),
-                  /*non_blocking=*/true, /*copy=*/sparse_),
+        result.defined()
+            ? result.to(result.options().device(device_of(replica)),
+                        /*non_blocking=*/true, /*copy=*/sparse_)
+            : result,
         globally_unused);
   }
 }

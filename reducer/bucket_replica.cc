@@ -357,6 +357,7 @@ void DenseReplica::check_result(const at::Tensor& result,
 void DenseReplica::deliver(const at::Tensor& result,
                            std::span<const size_t> globally_unused_slots) {
   const at::NoGradGuard no_grad;
+  if (!result.defined()) return restore_gradients(globally_unused_slots);
   memory_.use_on_current_stream();
   memory_.forget_zero_fill();
   if (packed_on_) delivered_on_ = current_stream(memory_.flat().device());
@@ -384,12 +385,6 @@ void DenseReplica::deliver_views(
       install_view(slot, gradient);  // the user may have reassigned `.grad`
     }
   }
-}
-
-void DenseReplica::deliver_nothing(
-    std::span<const size_t> globally_unused_slots) {
-  const at::NoGradGuard no_grad;
-  restore_gradients(globally_unused_slots);
 }
 
 void DenseReplica::deliver_copies(
@@ -492,7 +487,7 @@ void SparseReplica::check_result(const at::Tensor& result,
 
 void SparseReplica::deliver(const at::Tensor& result,
                             std::span<const size_t> globally_unused_slots) {
-  if (!globally_unused_slots.empty()) return;
+  if (!result.defined() || !globally_unused_slots.empty()) return;
   const at::NoGradGuard no_grad;
   const at::Tensor& parameter = table_[variable_];
   parameter.mutable_grad() = result.to(parameter.scalar_type());

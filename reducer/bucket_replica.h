@@ -235,17 +235,13 @@ class BucketReplica {
                             const std::string& rule) const = 0;
 
   // Writes the reduced values to the gradients. `result` may be buffer() or
-  // another tensor on the same device. `globally_unused_slots`, a subset of
+  // another tensor on the same device; undefined if the comm hook has set the
+  // gradients itself. `globally_unused_slots`, a subset of
   // pack()'s `unused_slots`, keep the gradients that they had before pack().
   //
   // REQUIRES: check_result() accepts `result`.
   virtual void deliver(const at::Tensor& result,
                        std::span<const size_t> globally_unused_slots) = 0;
-
-  // Ends an iteration whose comm hook has set the gradients itself, in place of
-  // deliver().
-  virtual void deliver_nothing(
-      std::span<const size_t> /*globally_unused_slots*/) {}
 
   // Moves defined gradients into the bucket, if gradients are views.
   virtual void adopt_gradients() {}
@@ -290,7 +286,6 @@ class DenseReplica final : public BucketReplica {
                     const std::string& rule) const override;
   void deliver(const at::Tensor& result,
                std::span<const size_t> globally_unused_slots) override;
-  void deliver_nothing(std::span<const size_t> globally_unused_slots) override;
   void adopt_gradients() override;
   at::Tensor zeros() const override;
   at::Tensor views() const override {

@@ -8,6 +8,7 @@
 #include <torch/csrc/distributed/autograd/context/context.h>
 
 #include <algorithm>
+#include <ranges>
 #include <tuple>
 #include <utility>
 
@@ -231,12 +232,8 @@ bool DataParallelPolicy::skips_unused_buckets() const {
 
 // A discriminator is frozen while its generator is trained.
 bool DataParallelPolicy::expects_gradients() const {
-  for (const std::vector<at::Tensor>& replica : table_.replicas()) {
-    for (const at::Tensor& parameter : replica) {
-      if (parameter.requires_grad()) return true;
-    }
-  }
-  return false;
+  return std::ranges::any_of(table_.replicas() | std::views::join,
+                             &at::Tensor::requires_grad);
 }
 
 bool DataParallelPolicy::replan() {
@@ -247,8 +244,7 @@ bool DataParallelPolicy::replan() {
 bool DataParallelPolicy::set_plan(std::vector<std::vector<size_t>> buckets) {
   BucketPlan plan =
       value_or_throw(BucketPlan::create(std::move(buckets), table_.size()));
-  const absl::Status status = check_bucket_kinds(plan, table_.specs());
-  TORCH_CHECK_VALUE(status.ok(), std::string(status.message()));
+  throw_if_error(check_bucket_kinds(plan, table_.specs()));
   return take(std::move(plan));
 }
 
@@ -299,15 +295,11 @@ void DataParallelPolicy::keep_out_of_buckets(VariableIndex variable) const {
   if (memory_.contains(gradient)) gradient = gradient.clone();
 }
 
-void DataParallelPolicy::on_prepared(std::span<const at::Tensor> outputs) {
-  predict_unused(outputs);
-  if (hook_counts_) hook_counts_->restart();
-}
-
 // Searches the graph of every forward. To skip searches while all parameters
 // are used would make the time of a launch depend on earlier iterations: a rank
 // with a newly unused parameter would launch later than its peers.
-void DataParallelPolicy::predict_unused(std::span<const at::Tensor> outputs) {
+void DataParallelPolicy::on_prepared(std::span<const at::Tensor> outputs) {
+  if (hook_counts_) hook_counts_->restart();
   if (unused_search_) {
     // Torch's name, which tools search for.
     RECORD_FUNCTION("torch.distributed.ddp.reducer::search_unused_parameters",
@@ -342,10 +334,8 @@ void DataParallelPolicy::mark_used_at_begin(bool is_shadow) {
   if (is_shadow) {
     if (used_) used_->clear_marks();
   } else if (skips_unused_buckets()) {
-    std::vector<bool> reached(table_.num_variables(), true);
-    for (const size_t variable : unused_) reached[variable] = false;
-    for (size_t i = 0; i < reached.size(); ++i) {
-      if (reached[i]) used_->mark(i);
+    for (size_t i = 0; i < table_.num_variables(); ++i) {
+      if (!std::ranges::binary_search(unused_, i)) used_->mark(i);
     }
   }
 }
@@ -508,7 +498,7 @@ void DataParallelPolicy::refuse(VariableIndex variable, IterationId id) const {
   }
   TORCH_CHECK(false,
               std::ranges::binary_search(unused_, number)
-                  ? describe_gradient_of_unused(table_, parameter, id, options_)
+                  ? describe_gradient_of_unused(table_, parameter, id)
                   : describe_second_gradient(table_, parameter, id, options_));
 }
 

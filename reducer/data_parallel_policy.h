@@ -354,7 +354,6 @@ class DataParallelPolicy {
   void adopt(BoundPlan bound);
   std::shared_ptr<void> keep(BoundPlan bound);
   void keep_out_of_buckets(VariableIndex variable) const;
-  void predict_unused(std::span<const at::Tensor> outputs);
   Slot ready_slot(VariableIndex variable, size_t number);
   void mark_unused(Mark mark, std::span<const size_t> variables);
   bool has_gradient(size_t number) const {

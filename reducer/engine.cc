@@ -39,6 +39,12 @@ Engine::Engine(ReducerSetup setup)
   policy_.set_hooks(*hooks_);
   end_.adopt_sequence(nullptr);
   peers_.compare_others(!policy_.hook_traits().fails_by_network_only);
+  if (!policy_.options().verify_across_ranks) return;  // ranks connect later
+  const std::lock_guard<std::mutex> lock(mutex_);
+  connect_ranks();
+  // Ranks have compared parameters and options, which determine the plan.
+  peers_.set_agreed(policy_.fingerprint());
+  policy_.connect_on_host();
 }
 
 Engine::~Engine() {
@@ -80,15 +86,6 @@ void Engine::confirm_at_destruction() noexcept {
   }
 }
 
-// Ranks have compared parameters and options, which determine the plan.
-void Engine::connect() {
-  const std::lock_guard<std::mutex> lock(mutex_);
-  if (!policy_.options().verify_across_ranks) return;  // ranks connect later
-  connect_ranks();
-  peers_.set_agreed(policy_.fingerprint());
-  policy_.connect_on_host();
-}
-
 void Engine::connect_ranks() {
   peers_.connect();
   stall_watch_ = StallWatch::start(
@@ -101,20 +98,6 @@ void Engine::connect_ranks() {
   if (!stall_watch_) return;
   if (stall_report_after_) stall_watch_->set_report_after(*stall_report_after_);
   stall_watch_->set_handler(std::exchange(stall_handler_, nullptr));
-}
-
-void Engine::set_stall_report_after(std::chrono::milliseconds time) {
-  stall_report_after_ = time;
-  if (stall_watch_) stall_watch_->set_report_after(time);
-}
-
-void Engine::set_stall_handler(
-    std::function<void(const std::string& report)> handler) {
-  if (stall_watch_) {
-    stall_watch_->set_handler(std::move(handler));
-  } else {
-    stall_handler_ = std::move(handler);
-  }
 }
 
 void Engine::note_error() {
@@ -148,15 +131,6 @@ void Engine::ending_iterations(const std::function<void()>& work) {
   if (error) std::rethrow_exception(error);
 }
 
-void Engine::call_after_iterations(std::function<void()> function) {
-  locked([&] { after_iteration_ = std::move(function); });
-}
-
-std::optional<ReductionError> Engine::last_error() const {
-  const std::lock_guard<std::mutex> lock(error_mutex_);
-  return last_error_;
-}
-
 // ---- An iteration
 
 void Engine::prepare(std::span<const at::Tensor> outputs) {
@@ -164,7 +138,7 @@ void Engine::prepare(std::span<const at::Tensor> outputs) {
     require_no_running_backward();
     end_unfinished_iteration();
     if (!policy_.expects_gradients()) {
-      take_iteration();
+      iteration_ = nullptr;
       return;
     }
     start_iteration();
@@ -178,7 +152,7 @@ void Engine::prepare(std::span<const at::Tensor> outputs) {
 }
 
 void Engine::start_iteration() {
-  take_iteration();
+  iteration_ = nullptr;
   peers_.require_open();
   end_.confirm_due_ends();
   policy_.check_variables();
@@ -285,7 +259,7 @@ void Engine::finalize() {
 }
 
 void Engine::finish() {
-  const std::shared_ptr<Iteration> iteration = take_iteration();
+  const auto iteration = std::exchange(iteration_, nullptr);
   membership_.mark_finished(iteration->preparation, iteration->creates_graph);
   // A later backward may run through the graph of this one.
   has_forward_ = iteration->creates_graph;
@@ -293,7 +267,7 @@ void Engine::finish() {
 }
 
 void Engine::abort_iteration() {
-  const std::shared_ptr<Iteration> iteration = take_iteration();
+  const auto iteration = std::exchange(iteration_, nullptr);
   membership_.mark_finished(iteration->preparation,
                             /*may_be_repeated=*/false);
   end_.abort(*iteration);
@@ -304,10 +278,6 @@ std::shared_ptr<Iteration> Engine::make_iteration(int64_t number) const {
       Preparation{.number = observations_.counts.prepared, .iteration = number},
       policy_.group()->getRank(), policy_.sequence(),
       policy_.table().num_variables());
-}
-
-std::shared_ptr<Iteration> Engine::take_iteration() {
-  return std::exchange(iteration_, nullptr);
 }
 
 std::string Engine::describe_missing(const Iteration& iteration) const {
@@ -578,7 +548,7 @@ void Engine::agree(Iteration& iteration, const RankStatus& own) {
   try {
     end_.agree(iteration, own);
   } catch (...) {
-    take_iteration();
+    iteration_ = nullptr;
     throw;
   }
 }
@@ -635,14 +605,6 @@ void Engine::set_hook(std::shared_ptr<c10d::CommHookInterface> hook) {
     peers_.compare_others(!policy_.hook_traits().fails_by_network_only);
     watches_continuations_until_ =
         observations_.counts.begun + kWatchedIterations;
-    return has_changed;
-  });
-}
-
-void Engine::set_plan(std::vector<std::vector<size_t>> buckets) {
-  change_sequence("Reducer::set_bucket_plan", [&] {
-    const bool has_changed = policy_.set_plan(std::move(buckets));
-    peers_.set_agreed(0);  // compare also if it is the same
     return has_changed;
   });
 }

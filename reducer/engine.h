@@ -38,6 +38,8 @@ namespace brigade {
 
 class Engine {
  public:
+  // Collective: connects the ranks for statuses. Without verify_across_ranks
+  // the first prepare() connects them.
   explicit Engine(ReducerSetup setup);
 
   // Awaits unconfirmed ends for 5 s at most, and prints a failure to stderr.
@@ -47,10 +49,6 @@ class Engine {
 
   Engine(const Engine&) = delete;
   Engine& operator=(const Engine&) = delete;
-
-  // Connects the ranks for statuses. Called once, after construction.
-  // Collective. Without verify_across_ranks the first prepare() connects.
-  void connect();
 
   // Implement Reducer's methods, with the same contracts and errors.
   void prepare(std::span<const at::Tensor> outputs);
@@ -62,12 +60,6 @@ class Engine {
   void finalize();
   bool replan();
   void set_hook(std::shared_ptr<c10d::CommHookInterface> hook);
-  void set_plan(std::vector<std::vector<size_t>> buckets);
-  void call_after_iterations(std::function<void()> function);
-  std::optional<ReductionError> last_error() const;
-  void set_stall_report_after(std::chrono::milliseconds time);
-  void set_stall_handler(
-      std::function<void(const std::string& report)> handler);
 
  private:
   friend class Reducer;  // implements its shorter methods on these members
@@ -139,8 +131,6 @@ class Engine {
   void agree_on_sequence(Iteration& iteration);
 
   std::shared_ptr<Iteration> make_iteration(int64_t number) const;
-  // Clears iteration_, and returns it; null if there was none.
-  std::shared_ptr<Iteration> take_iteration();
   IterationId iteration_id(int64_t iteration) const;
   std::string describe_missing(const Iteration& iteration) const;
   // Returns a report, once per iteration, of the parameters without gradients

@@ -90,8 +90,7 @@ std::string describe_second_gradient(const ParameterTable& table,
 }
 
 std::string describe_gradient_of_unused(const ParameterTable& table,
-                                        size_t parameter, IterationId id,
-                                        const ReducerOptions& options) {
+                                        size_t parameter, IterationId id) {
   return absl::StrCat(
       torch_text_of_second(parameter, table), "Reducer: backward reached ",
       table.name_of(parameter), " in ", describe(id),

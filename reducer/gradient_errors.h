@@ -25,8 +25,7 @@ std::string describe_second_gradient(const ParameterTable& table,
 // Of a parameter that find_unused_parameters found unused. For example, the
 // backward is of an earlier forward than the last.
 std::string describe_gradient_of_unused(const ParameterTable& table,
-                                        size_t parameter, IterationId id,
-                                        const ReducerOptions& options);
+                                        size_t parameter, IterationId id);
 // Of a parameter that the first iteration of a static graph did not use.
 std::string describe_unexpected_gradient(const ParameterTable& table,
                                          size_t parameter, IterationId id);

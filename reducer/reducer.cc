@@ -4,6 +4,7 @@
 #include <c10/util/Type.h>
 
 #include <exception>
+#include <mutex>
 #include <set>
 #include <stdexcept>
 #include <typeinfo>
@@ -202,9 +203,7 @@ Reducer::Reducer(std::vector<std::vector<at::Tensor>> replicas,
                  const std::vector<std::vector<size_t>>& first_buckets)
     : engine_(std::make_unique<Engine>(
           checked_setup(std::move(replicas), std::move(group),
-                        std::move(options), first_buckets))) {
-  engine_->connect();
-}
+                        std::move(options), first_buckets))) {}
 
 Reducer::~Reducer() = default;
 
@@ -259,7 +258,7 @@ void Reducer::end_iteration() {
 }
 
 void Reducer::call_after_iterations(std::function<void()> function) {
-  engine_->call_after_iterations(std::move(function));
+  engine_->locked([&] { engine_->after_iteration_ = std::move(function); });
 }
 
 bool Reducer::rebuild_buckets() { return engine_->replan(); }
@@ -284,7 +283,11 @@ bool Reducer::hook_steps_parameters() const {
 }
 
 void Reducer::set_bucket_plan(std::vector<std::vector<size_t>> buckets) {
-  engine_->set_plan(std::move(buckets));
+  engine_->change_sequence("Reducer::set_bucket_plan", [&] {
+    const bool has_changed = engine_->policy_.set_plan(std::move(buckets));
+    engine_->peers_.set_agreed(0);  // compare also if it is the same
+    return has_changed;
+  });
 }
 
 BucketPlan Reducer::plan() const {
@@ -345,7 +348,8 @@ void Reducer::abort_group() {
 }
 
 std::optional<ReductionError> Reducer::last_error() const {
-  return engine_->last_error();
+  const std::lock_guard<std::mutex> lock(engine_->error_mutex_);
+  return engine_->last_error_;
 }
 
 std::vector<size_t> Reducer::missing_gradients() const {
@@ -390,12 +394,17 @@ void Reducer::set_stall_report_after(std::chrono::milliseconds time) {
       "Reducer::set_stall_report_after: expected at least 0, got ",
       time.count(),
       " ms.\nPass the time after which a stall is reported, or 0 for never.");
-  engine_->set_stall_report_after(time);
+  engine_->stall_report_after_ = time;
+  if (engine_->stall_watch_) engine_->stall_watch_->set_report_after(time);
 }
 
 void Reducer::set_stall_handler(
     std::function<void(const std::string& report)> handler) {
-  engine_->set_stall_handler(std::move(handler));
+  if (engine_->stall_watch_) {
+    engine_->stall_watch_->set_handler(std::move(handler));
+  } else {
+    engine_->stall_handler_ = std::move(handler);
+  }
 }
 
 at::Tensor Reducer::used_parameter_counts() {

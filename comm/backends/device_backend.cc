@@ -33,21 +33,6 @@ void select_device(c10::DeviceType type, int local_rank) {
   devices.setDevice({type, static_cast<c10::DeviceIndex>(local_rank)});
 }
 
-c10::intrusive_ptr<c10d::Backend> make_device_backend(
-    const MakeBackend& make, const BackendPlace& place) {
-  auto backend = make(place);
-  TORCH_CHECK_VALUE(
-      backend && backend->getRank() == place.rank &&
-          backend->getSize() == place.world_size,
-      "ProcessGroupOptions::make_backend: expected a backend for rank ",
-      place.rank, " of ", place.world_size, ", found ",
-      backend ? c10::str("one for rank ", backend->getRank(), " of ",
-                         backend->getSize())
-              : std::string("none"),
-      ".\nConstruct it from the BackendPlace argument.");
-  return backend;
-}
-
 void remember_make_backend(const c10::intrusive_ptr<c10d::ProcessGroup>& group,
                            c10::DeviceType type, const MakeBackend& make) {
   if (make) {

@@ -33,11 +33,6 @@ using MakeBackend =
 void select_device(c10::DeviceType type, int local_rank);
 void select_cuda_device(int local_rank);
 
-// Calls `make`. Errors: ValueError if its backend has another rank or world
-// size; exceptions of `make`.
-c10::intrusive_ptr<c10d::Backend> make_device_backend(
-    const MakeBackend& make, const BackendPlace& place);
-
 // Makes the backend that torch's Python calls "nccl": from torch 2.15 on the
 // newer one, which serves only the current device, unless
 // TORCH_DIST_USE_NCCL2=0. Communicators are made at the first collective.

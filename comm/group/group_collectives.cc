@@ -5,6 +5,8 @@
 #include <ATen/ops/view_as_real.h>
 #include <c10/core/GradMode.h>
 
+#include <algorithm>
+#include <array>
 #include <atomic>
 #include <cstddef>
 #include <exception>
@@ -20,20 +22,10 @@ namespace brigade {
 namespace {
 
 bool is_sent_by_all_backends(at::ScalarType dtype) {
-  switch (dtype) {
-    case at::kFloat:
-    case at::kDouble:
-    case at::kHalf:
-    case at::kBFloat16:
-    case at::kByte:
-    case at::kChar:
-    case at::kInt:
-    case at::kLong:
-    case at::kBool:
-      return true;
-    default:
-      return false;
-  }
+  constexpr std::array kDtypes = {at::kFloat,    at::kDouble, at::kHalf,
+                                  at::kBFloat16, at::kByte,   at::kChar,
+                                  at::kInt,      at::kLong,   at::kBool};
+  return std::ranges::find(kDtypes, dtype) != kDtypes.end();
 }
 
 }  // namespace

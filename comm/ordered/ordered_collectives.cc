@@ -23,6 +23,7 @@
 #include "brigade/comm/errors/error_texts.h"
 #include "brigade/comm/errors/peer_error.h"
 #include "brigade/comm/group/group_collectives.h"
+#include "brigade/comm/streams/streams.h"
 
 namespace brigade {
 namespace {
@@ -85,27 +86,14 @@ c10::intrusive_ptr<Future> make_future() {
       c10::ListType::create(c10::TensorType::get()));
 }
 
-void complete(Future& future, const at::Tensor& result) {
-  future.markCompleted(c10::IValue(std::vector<at::Tensor>{result}));
-}
-
 // For a world of 1.
 void finish_alone(const OrderedCall& call) {
   if (call.kind == OrderedKind::kAllGather) return;
   ordered_sum({{call.input}}, call.scale, call.output);
 }
 
-const char* name_of(OrderedKind kind) {
-  switch (kind) {
-    case OrderedKind::kAllReduce:
-      return "all-reduce";
-    case OrderedKind::kReduceScatter:
-      return "reduce-scatter";
-    case OrderedKind::kAllGather:
-      return "all-gather";
-  }
-  return "";
-}
+// By OrderedKind.
+constexpr std::array kNames = {"all-reduce", "reduce-scatter", "all-gather"};
 
 c10::intrusive_ptr<c10d::Backend> make_backend(
     const c10::intrusive_ptr<c10d::ProcessGroup>& group) {
@@ -292,16 +280,12 @@ OrderedCollectives::FuturePtr OrderedCollectives::all_gather(
 
 OrderedCollectives::FuturePtr OrderedCollectives::launch(
     OrderedCall call, const at::Tensor& result) {
+  if (call.input.numel() == 0) return completed_future({result});
   const FuturePtr future = make_future();
-  if (call.input.numel() == 0) {
-    complete(*future, result);
-    return future;
-  }
   if (!transport_) {
     if (!call.after) {
       finish_alone(call);
-      complete(*future, result);
-      return future;
+      return completed_future({result});
     }
     return call.after->then(
         [call, result](Future& done) {
@@ -371,7 +355,8 @@ void OrderedCollectives::finish(InFlight launched) {
   if (error) {
     future->setError(error);
   } else {
-    complete(*future, std::move(launched.result));
+    future->markCompleted(
+        c10::IValue(std::vector<at::Tensor>{std::move(launched.result)}));
   }
 }
 
@@ -426,8 +411,8 @@ std::string OrderedCollectives::describe(const InFlight& launched) const {
   const OrderedCall& call = launched.call;
   const int awaited = launched.operation ? launched.operation->awaited() : -1;
   return c10::str(
-      name_of(call.kind), ' ', launched.number, " of ", call.input.numel(), ' ',
-      c10::toString(call.input.scalar_type()),
+      kNames[static_cast<size_t>(call.kind)], ' ', launched.number, " of ",
+      call.input.numel(), ' ', c10::toString(call.input.scalar_type()),
       awaited < 0 ? ""
                   : c10::str(", waiting for rank ", ranks_.names[awaited]));
 }
