@@ -12,7 +12,6 @@
 #include <filesystem>
 #include <nlohmann/json.hpp>
 #include <random>
-#include <set>
 #include <system_error>
 #include <utility>
 
@@ -126,10 +125,9 @@ std::string make_head(const std::string& path,
   json header;
   header[kMetadata] = metadata;
   header[kMetadata][kChecksum] = kNoChecksum;
-  std::set<std::string_view> names = {kMetadata};
   int64_t begin = 0;
   for (const SafetensorsEntry& entry : entries) {
-    TORCH_CHECK_VALUE(names.insert(entry.name).second, path, ": the name ",
+    TORCH_CHECK_VALUE(!header.contains(entry.name), path, ": the name ",
                       shown_name(entry.name), " is used twice or reserved");
     header[entry.name] = {{"dtype", safetensors_dtype_name(entry.dtype)},
                           {"shape", entry.shape},

@@ -12,7 +12,6 @@
 #include <exception>
 #include <filesystem>
 #include <map>
-#include <memory>
 #include <nlohmann/json.hpp>
 #include <optional>
 #include <random>
@@ -330,14 +329,14 @@ class StoredFiles {
  public:
   explicit StoredFiles(const std::string& path) : path_(path) {
     const bool is_folder = fs::is_directory(path);
-    auto first = std::make_unique<SafetensorsReader>(
+    SafetensorsReader first(
         is_folder ? (fs::path(path) / "index.safetensors").string() : path);
-    metadata_ = first->metadata();
-    checksum_ = first->header_checksum();
+    contents_.metadata = first.metadata();
+    checksum_ = first.header_checksum();
     if (is_folder) {
-      read_index(first->path());
+      read_index(first.path());
     } else {
-      for (const auto& [name, entry] : first->entries()) {
+      for (const auto& [name, entry] : first.entries()) {
         stored_.tensors.push_back(
             {.name = name,
              .dtype = safetensors_dtype_name(entry.dtype),
@@ -346,21 +345,16 @@ class StoredFiles {
              .ranks = {},
              .chunks = one_chunk(0, 0, c10::multiply_integers(entry.shape))});
       }
-      readers_[0] = std::move(first);
+      readers_.emplace(0, std::move(first));
     }
     for (const StoredTensor& tensor : stored_.tensors) {
       by_name_.emplace(tensor.name, &tensor);
+      contents_.names.insert(tensor.name);
     }
   }
 
   const std::string& checksum() const { return checksum_; }
-  const CheckpointMetadata& metadata() const { return metadata_; }
-
-  CheckpointContents contents() const {
-    CheckpointContents contents = {.names = {}, .metadata = metadata_};
-    for (const auto& [name, tensor] : by_name_) contents.names.emplace(name);
-    return contents;
-  }
+  const CheckpointContents& contents() const { return contents_; }
 
   // Opens and verifies the files with this rank's elements. Throws unless the
   // checkpoint has the tensor with this dtype and shape.
@@ -373,10 +367,8 @@ class StoredFiles {
     TORCH_CHECK_VALUE(found == expected, "'", path_, "': tensor '", tensor.name,
                       "' is ", found, ", expected ", expected, kAnotherModel);
     for_each_piece(tensor, [&](const Chunk& chunk, int64_t, int64_t) {
-      std::unique_ptr<SafetensorsReader>& reader = readers_[chunk.file];
-      if (reader == nullptr) {
-        reader = std::make_unique<SafetensorsReader>(
-            stored_.shard_path(path_, chunk.file));
+      if (!readers_.contains(chunk.file)) {
+        readers_.emplace(chunk.file, stored_.shard_path(path_, chunk.file));
       }
     });
   }
@@ -396,9 +388,9 @@ class StoredFiles {
     for_each_piece(tensor,
                    [&](const Chunk& chunk, int64_t first, int64_t last) {
                      readers_.at(chunk.file)
-                         ->read(tensor.name, (first - chunk.begin) * element,
-                                bytes.subspan((first - begin) * element,
-                                              (last - first) * element));
+                         .read(tensor.name, (first - chunk.begin) * element,
+                               bytes.subspan((first - begin) * element,
+                                             (last - first) * element));
                    });
     if (!is_ordered) {
       const at::Tensor ordered = at::empty_strided(
@@ -413,14 +405,14 @@ class StoredFiles {
  private:
   void read_index(const std::string& path) {
     try {
-      Json::parse(metadata_.at(kIndexKey)).get_to(stored_);
+      Json::parse(contents_.metadata.at(kIndexKey)).get_to(stored_);
       std::ranges::for_each(stored_.tensors, check_chunks);
     } catch (const std::exception&) {
       TORCH_CHECK_VALUE(false, path, ": is not an index of shards: ",
                         message_of(std::current_exception()),
                         "\nUse a folder written by save_checkpoint().");
     }
-    metadata_.erase(kIndexKey);
+    contents_.metadata.erase(kIndexKey);
   }
 
   bool has_order_of(const CheckpointTensor& tensor) const {
@@ -445,10 +437,10 @@ class StoredFiles {
 
   const std::string path_;
   std::string checksum_;  // identifies the content
-  CheckpointMetadata metadata_;
+  CheckpointContents contents_;
   StoredTensors stored_;
   std::map<std::string_view, const StoredTensor*> by_name_;
-  std::map<int64_t, std::unique_ptr<SafetensorsReader>> readers_;  // by file
+  std::map<int64_t, SafetensorsReader> readers_;  // by file
 };
 
 }  // namespace
@@ -521,7 +513,7 @@ CheckpointMetadata load_tensors(
                         "before any other use.");
     }
   });
-  return files->metadata();
+  return files->contents().metadata;
 }
 
 }  // namespace brigade

@@ -1,6 +1,7 @@
 #include "brigade/fsdp/flat_shard.h"
 
 #include <ATen/ATen.h>
+#include <ATen/ceil_div.h>
 #include <ATen/core/grad_mode.h>
 
 #include <algorithm>
@@ -16,10 +17,6 @@ namespace brigade {
 namespace {
 
 // ---- Layout.
-
-int64_t ceil_div(int64_t numerator, int64_t denominator) {
-  return numerator / denominator + (numerator % denominator != 0);
-}
 
 // Returns the least offset of `parameter` from `begin` on; nullopt if its
 // blocks do not fit into shards of this length.
@@ -56,7 +53,7 @@ std::optional<std::vector<int64_t>> place_parameters(
     offsets.push_back(*offset);
     end = *offset + parameter.numel;
   }
-  if (ceil_div(end, shard_numel) > num_ranks) return std::nullopt;
+  if (at::ceil_div(end, shard_numel) > num_ranks) return std::nullopt;
   return offsets;
 }
 
@@ -71,8 +68,8 @@ int64_t total_numel(std::span<const ShardSpec> parameters) {
 int64_t least_multiple(std::span<const ShardSpec> parameters, int64_t num_ranks,
                        int64_t multiple) {
   const int64_t total = std::max<int64_t>(total_numel(parameters), 1);
-  int64_t low = ceil_div(ceil_div(total, num_ranks), multiple);
-  int64_t high = ceil_div(total, multiple);  // all on one rank
+  int64_t low = at::ceil_div(at::ceil_div<int64_t>(total, num_ranks), multiple);
+  int64_t high = at::ceil_div(total, multiple);  // all on one rank
   while (low < high) {
     const int64_t middle = low + (high - low) / 2;
     if (place_parameters(parameters, num_ranks, middle * multiple)) {
@@ -110,10 +107,6 @@ int64_t choose_shard_numel(std::span<const ShardSpec> parameters,
 constexpr int64_t kAlignment = 64;
 // Up to this size memcpy() is faster than a call of torch's dispatcher.
 constexpr size_t kMaxMemcpyBytes = 32768;
-
-int64_t aligned(int64_t bytes) {
-  return (bytes + kAlignment - 1) / kAlignment * kAlignment;
-}
 
 ShardLayout layout_of(const std::vector<UnitParameter>& parameters,
                       int num_ranks) {
@@ -201,7 +194,7 @@ FlatShard::FlatShard(std::vector<UnitParameter> parameters, Context context)
 }
 
 FlatShard::~FlatShard() {
-  if (is_bound_) unbind();
+  if (whole_.defined()) unbind();
   shard_uses_.record_on(shard_);
   for (const UnitParameter& parameter : parameters_) {
     Shard* const shard = shard_of(parameter.tensor);
@@ -272,7 +265,7 @@ void FlatShard::show_compute_dtype(bool value) {
 }
 
 void FlatShard::unbind(const UnitParameter& parameter) const {
-  if (is_bound_ || shard_of(parameter.tensor) == nullptr) return;
+  if (whole_.defined() || shard_of(parameter.tensor) == nullptr) return;
   unbind_memory(parameter.tensor,
                 shows_compute_dtype_
                     ? c10::scalarTypeToTypeMeta(context_.compute_dtype)
@@ -298,7 +291,7 @@ void FlatShard::refuse_exchanged() {
     }
     names.push_back(absl::StrCat("'", parameters_[i].name, "'"));
     replace_shard(tensor, make_piece(i));
-    if (is_bound_) bind_parameter(i);
+    if (whole_.defined()) bind_parameter(i);
     unbind(parameters_[i]);
   }
   TORCH_CHECK(names.empty(), "fully_shard: ", absl::StrJoin(names, ", "),
@@ -368,13 +361,17 @@ bool FlatShard::adopt_pieces() {
 
 int64_t FlatShard::whole_bytes() const {
   if (is_whole_here()) return 0;
-  return aligned(layout_.whole_numel() * static_cast<int64_t>(c10::elementSize(
-                                             context_.compute_dtype)));
+  return at::round_up(
+      layout_.whole_numel() *
+          static_cast<int64_t>(c10::elementSize(context_.compute_dtype)),
+      kAlignment);
 }
 
 int64_t FlatShard::gradient_bytes() const {
-  return aligned(layout_.whole_numel() *
-                 static_cast<int64_t>(c10::elementSize(context_.reduce_dtype)));
+  return at::round_up(
+      layout_.whole_numel() *
+          static_cast<int64_t>(c10::elementSize(context_.reduce_dtype)),
+      kAlignment);
 }
 
 at::Tensor FlatShard::whole_in(const at::Tensor& bytes) const {
@@ -391,7 +388,6 @@ void FlatShard::write_own_slice(const at::Tensor& whole) {
 
 void FlatShard::bind(const at::Tensor& whole) {
   whole_ = whole;
-  is_bound_ = true;
   for (size_t i = 0; i < parameters_.size(); ++i) bind_parameter(i);
 }
 
@@ -405,7 +401,6 @@ void FlatShard::bind_parameter(size_t parameter) const {
 
 void FlatShard::unbind() {
   whole_.reset();
-  is_bound_ = false;
   for (const UnitParameter& parameter : parameters_) unbind(parameter);
 }
 
@@ -416,23 +411,20 @@ bool FlatShard::fits(size_t parameter) const {
          tensor.is_non_overlapping_and_dense();
 }
 
-void FlatShard::take_plain(size_t parameter) {
-  const at::Tensor& tensor = parameters_[parameter].tensor;
-  TORCH_CHECK_VALUE(
-      fits(parameter), "fully_shard: parameter '", parameters_[parameter].name,
-      "' was given a tensor of sizes ", tensor.sizes(), ", ",
-      tensor.scalar_type(), " on ", tensor.device(),
-      ".\nAssign a dense one of ", layout_.parameters()[parameter].numel,
-      " elements, ", dtype(), " on ", device(), ".");
-  slot_of(whole_, parameter).copy_(tensor.detach());
-  shard_in_place(tensor, make_piece(parameter));
-}
-
 void FlatShard::read_own_slice() {
   refuse_exchanged();
   const at::NoGradGuard no_grad;
   for (size_t i = 0; i < parameters_.size(); ++i) {
-    if (shard_of(parameters_[i].tensor) == nullptr) take_plain(i);
+    const at::Tensor& tensor = parameters_[i].tensor;
+    if (shard_of(tensor) != nullptr) continue;
+    TORCH_CHECK_VALUE(fits(i), "fully_shard: parameter '", parameters_[i].name,
+                      "' was given a tensor of sizes ", tensor.sizes(), ", ",
+                      tensor.scalar_type(), " on ", tensor.device(),
+                      ".\nAssign a dense one of ",
+                      layout_.parameters()[i].numel, " elements, ", dtype(),
+                      " on ", device(), ".");
+    slot_of(whole_, i).copy_(tensor.detach());
+    shard_in_place(tensor, make_piece(i));
   }
   if (is_whole_here()) return;
   const at::Tensor own =

@@ -196,7 +196,6 @@ class FlatShard {
   at::Tensor slot_of(const at::Tensor& whole, size_t parameter) const;
   Shard make_piece(size_t parameter) const;
   bool fits(size_t parameter) const;
-  void take_plain(size_t parameter);
   void begin_write();
   bool is_own(const Shard& shard) const;
   void refuse_exchanged();
@@ -208,7 +207,6 @@ class FlatShard {
   const ShardLayout layout_;
   at::Tensor shard_;  // [S]; the parameters' local tensors are views into it
   StreamUses shard_uses_;
-  bool is_bound_ = false;
   bool shows_compute_dtype_ = false;
   bool has_warned_ = false;  // of writes in the compute dtype
   at::Tensor whole_;         // while bound

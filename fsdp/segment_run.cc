@@ -177,17 +177,6 @@ void SegmentRun::wait_for(size_t number) {
   unit.bind();
 }
 
-void SegmentRun::keep_slices(ShardedUnit& unit) {
-  const int num_ranks = *unit.settings.reshard_to;
-  const int slice = unit.transport->shard_rank() % num_ranks;
-  const at::NoGradGuard no_grad;
-  unit.slices.clear();
-  for (const at::Tensor& whole : unit.gathered->wholes) {
-    const int64_t size = whole.numel() / num_ranks;
-    unit.slices.push_back(whole.narrow(0, slice * size, size).clone());
-  }
-}
-
 void SegmentRun::release(size_t number) {
   ShardedUnit& unit = model_.units[number];
   if (!unit.gathered || unit.is_by_hand) return;
@@ -201,7 +190,16 @@ void SegmentRun::release(size_t number) {
       wait(future, unit);
       is_broken_ |= future->hasError();
     }
-    if (keeps) keep_slices(unit);
+    if (keeps) {
+      const int num_ranks = *unit.settings.reshard_to;
+      const int slice = unit.transport->shard_rank() % num_ranks;
+      const at::NoGradGuard no_grad;
+      unit.slices.clear();
+      for (const at::Tensor& whole : unit.gathered->wholes) {
+        const int64_t size = whole.numel() / num_ranks;
+        unit.slices.push_back(whole.narrow(0, slice * size, size).clone());
+      }
+    }
     unit.uses->add_current();
   }
   const StreamPoint last_use = unit.uses->end();
@@ -355,8 +353,19 @@ ShardedUnit::FuturePtr SegmentRun::launch_reduction(
 void SegmentRun::finish_oldest_reduction() {
   UnitReduction oldest = std::move(reducing_.front());
   reducing_.pop_front();
+  const ShardedUnit& unit = model_.units[oldest.unit];
   for (const FlatReduction& reduction : oldest.flats) {
-    wait_for_reduction(model_.units[oldest.unit], reduction);
+    if (!reduction.future->completed()) wait(reduction.future, unit);
+    if (!reduction.future->hasError()) continue;
+    is_broken_ |= !unit.comm_hook || unit.comm_hook->fails_by_network_only();
+    try {
+      throw_failure_of_peers();
+      std::rethrow_exception(reduction.future->exception_ptr());
+    } catch (...) {
+      record_error(unit.comm_hook ? ""
+                                  : absl::StrCat("the reduction of ",
+                                                 describe_unit(unit.name)));
+    }
   }
   const auto on_reductions = model_.meshes.streams().for_reductions();
   for (FlatReduction& reduction : oldest.flats) {
@@ -365,21 +374,6 @@ void SegmentRun::finish_oldest_reduction() {
   }
   model_.memory.release(std::move(oldest.gradients),
                         StreamPoint::now(device()));
-}
-
-void SegmentRun::wait_for_reduction(const ShardedUnit& unit,
-                                    const FlatReduction& reduction) {
-  if (!reduction.future->completed()) wait(reduction.future, unit);
-  if (!reduction.future->hasError()) return;
-  is_broken_ |= !unit.comm_hook || unit.comm_hook->fails_by_network_only();
-  try {
-    throw_failure_of_peers();
-    std::rethrow_exception(reduction.future->exception_ptr());
-  } catch (...) {
-    record_error(unit.comm_hook ? ""
-                                : absl::StrCat("the reduction of ",
-                                               describe_unit(unit.name)));
-  }
 }
 
 void SegmentRun::wait_for_reductions() {

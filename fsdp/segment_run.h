@@ -123,8 +123,6 @@ class SegmentRun {
   ShardedUnit::Gathered gather_into(size_t unit, Lease lease);
   void reduce(size_t unit);
   FlatReduction reduce_flat(const ShardedUnit& unit, FlatShard& flat);
-  void wait_for_reduction(const ShardedUnit& unit,
-                          const FlatReduction& reduction);
   // Sets `launched` when the reduction is launched.
   ShardedUnit::FuturePtr launch_reduction(
       const ShardedUnit& unit, FlatShard& flat, const at::Tensor& gradients,
@@ -136,7 +134,6 @@ class SegmentRun {
   Lease acquire(int64_t bytes);
   void throw_failure_of_peers();
   void finish_all_gathers();
-  void keep_slices(ShardedUnit& unit);
 
   Model model_;
   Plan plan_;

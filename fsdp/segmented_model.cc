@@ -254,19 +254,15 @@ ParameterState SegmentedModel::use(std::span<const Shard* const> parameters) {
   const bool is_inside =
       is_open() && (backward >= 0 || (is_in_forward_ && is_forward_thread()));
   if (!is_inside) {
-    const bool are_held = std::ranges::all_of(
-        parameters,
-        [&](const Shard* shard) { return units_[shard->unit].is_by_hand; });
-    if (!are_held) return ParameterState::kSharded;
+    ParameterState state = ParameterState::kWritable;
     for (const Shard* const shard : parameters) {
       ShardedUnit& unit = units_[shard->unit];
+      if (!unit.is_by_hand) return ParameterState::kSharded;
+      if (!unit.may_write) state = ParameterState::kUnsharded;
       if (!unit.uses->add_current()) continue;
       for (const auto& future : unit.gathered->futures) future->wait();
     }
-    const bool may_write = std::ranges::all_of(
-        parameters,
-        [&](const Shard* shard) { return units_[shard->unit].may_write; });
-    return may_write ? ParameterState::kWritable : ParameterState::kUnsharded;
+    return state;
   }
   c10::SmallVector<size_t, 4> units;
   for (const Shard* const shard : parameters) {
@@ -292,10 +288,7 @@ bool SegmentedModel::use_after_forward(
   SegmentRun run(parts(), {});
   for (const Shard* const shard : parameters) {
     run.wait_for(shard->unit);
-    const bool is_new = !std::exchange(last_forward_->used[shard->number], 1);
-    if (is_new && parameters_[shard->number].is_trained()) {
-      ++last_forward_->expected[shard->unit];
-    }
+    last_forward_->used[shard->number] = 1;
   }
   return true;
 }

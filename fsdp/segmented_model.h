@@ -103,9 +103,8 @@ class SegmentedModel final : public ShardedModel, public ParameterOwner {
  private:
   // Gradients that a forward leads to. Lives as long as its outputs' graph.
   struct ForwardRecord {
-    std::vector<char> used;          // by parameter number
-    std::vector<uint32_t> expected;  // by unit: used trained parameters
-    bool is_done = false;            // a backward reached it
+    std::vector<char> used;  // by parameter number
+    bool is_done = false;    // a backward reached it
   };
 
   struct Parameter {

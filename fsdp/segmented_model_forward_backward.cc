@@ -358,13 +358,6 @@ void SegmentedModel::end_forward(const std::vector<at::Tensor>& outputs) {
   if (!has_grad) return;
   auto record = std::make_shared<ForwardRecord>();
   record->used = used_in_forward_;
-  record->expected.assign(units_.size(), 0);
-  for (size_t i = 0; i < parameters_.size(); ++i) {
-    const Parameter& parameter = parameters_[i];
-    if (record->used[i] != 0 && parameter.is_trained()) {
-      ++record->expected[parameter.unit];
-    }
-  }
   forwards_.push_back(record);
   last_forward_ = record;
   watch_outputs(outputs, alive_, [this, record] {
@@ -387,10 +380,12 @@ std::vector<uint32_t> SegmentedModel::expected_gradients(
     const ForwardRecord* reached) const {
   std::vector<uint32_t> expected(units_.size(), 0);
   const auto add = [&](const ForwardRecord& record) {
-    for (size_t i = 0; i < units_.size(); ++i) {
-      if (reduces(units_[i])) {
-        expected[i] = std::max(expected[i], record.expected[i]);
-      }
+    std::vector<uint32_t> used(units_.size(), 0);  // trained parameters
+    for (size_t i = 0; i < parameters_.size(); ++i) {
+      const size_t unit = parameters_[i].unit;
+      if (record.used[i] == 0 || !parameters_[i].is_trained()) continue;
+      if (!reduces(units_[unit])) continue;
+      expected[unit] = std::max(expected[unit], ++used[unit]);
     }
   };
   if (reached != nullptr) add(*reached);
