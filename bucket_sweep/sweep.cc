@@ -67,10 +67,6 @@ class Training {
       same->arms.push_back(arm);
     } else {
       plans.push_back({.arms = {arm}, .buckets = buckets});
-      for (const std::vector<size_t>& bucket : buckets) {
-        plans.back().bucket_bytes.push_back(
-            bytes_of(bucket, samples.model.backward.parameters));
-      }
     }
     drop_gradients();
   }
@@ -193,11 +189,11 @@ class Training {
 
   double all_reduce_alone(const PlanSamples& plan) const {
     std::vector<at::Tensor> buffers;
-    for (size_t b = 0; b < plan.buckets.size(); ++b) {
-      const at::Tensor& like = parameters_[plan.buckets[b].front()];
-      buffers.push_back(at::zeros(
-          {plan.bucket_bytes[b] / static_cast<int64_t>(like.element_size())},
-          like.options()));
+    for (const std::vector<size_t>& bucket : plan.buckets) {
+      int64_t numel = 0;
+      for (const size_t i : bucket) numel += parameters_[i].numel();
+      buffers.push_back(
+          at::zeros({numel}, parameters_[bucket.front()].options()));
     }
     return 1e3 * profiler_->all_reduce(buffers, /*at_once=*/false);
   }
@@ -265,7 +261,6 @@ ArmSummary summary_of(const PlanSamples& plan, const Rounds& local) {
   };
   return {.label = absl::StrJoin(plan.arms, ", ", append_label),
           .caps_bytes = plan.arms.front().caps_bytes,
-          .bucket_bytes = plan.bucket_bytes,
           .step_ms = quartiles(flat(plan.rounds_ms)),
           .added_ms = quartiles(added(plan.rounds_ms, local)),
           .alone_ms = median(plan.alone_ms)};
@@ -513,8 +508,13 @@ SweepSummary summarize(const SweepSamples& samples) {
       .steps = static_cast<int64_t>(samples.local_ms.front().size()),
       .local_ms = quartiles(flat(samples.local_ms))};
   for (const PlanSamples& plan : samples.plans) {
-    summary.arms.push_back(summary_of(plan, samples.local_ms));
-    summary.arms.back().predicted_ms =
+    ArmSummary& arm =
+        summary.arms.emplace_back(summary_of(plan, samples.local_ms));
+    for (const std::vector<size_t>& bucket : plan.buckets) {
+      arm.bucket_bytes.push_back(
+          bytes_of(bucket, samples.model.backward.parameters));
+    }
+    arm.predicted_ms =
         step_ms(samples, prediction_of(plan, samples.model).end_s());
   }
   summary.bound_ms = step_ms(

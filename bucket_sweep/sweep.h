@@ -160,7 +160,6 @@ BucketArm arm_of(std::string_view size);
 struct PlanSamples {
   std::vector<BucketArm> arms = {};               // all that result in the plan
   std::vector<std::vector<size_t>> buckets = {};  // empty: no communication
-  std::vector<int64_t> bucket_bytes = {};
   std::vector<std::vector<double>> rounds_ms = {};  // by round, then by step
   std::vector<double> alone_ms = {};  // the buckets' all-reduces, by round
 

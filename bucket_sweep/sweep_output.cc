@@ -146,9 +146,9 @@ Json json(const ArmSummary& arm, const PlanSamples& plan,
           {"alone_ms", arm.alone_ms},
           {"alone_rounds_ms", plan.alone_ms},
           {"overlap", overlap ? Json(*overlap) : Json(nullptr)},
-          {"timeline", json(plan.timeline, plan.bucket_bytes)},
+          {"timeline", json(plan.timeline, arm.bucket_bytes)},
           {"predicted_timeline",
-           json(prediction_of(plan, model).buckets, plan.bucket_bytes)}};
+           json(prediction_of(plan, model).buckets, arm.bucket_bytes)}};
 }
 
 Json json_of_ready(const SweepSamples& samples) {
@@ -221,9 +221,6 @@ SweepSamples samples_of(const Json& found) {
     if (!valid.ok()) throw std::invalid_argument(std::string(valid.message()));
     arm.at("rounds_ms").get_to(plan.rounds_ms);
     arm.at("alone_rounds_ms").get_to(plan.alone_ms);
-    for (const std::vector<size_t>& bucket : plan.buckets) {
-      plan.bucket_bytes.push_back(bytes_of(bucket, backward.parameters));
-    }
     for (const Json& bucket : arm.at("timeline")) {
       plan.timeline.push_back(
           {.launched_s = 1e-3 * bucket.at("launched_ms").get<double>(),
@@ -342,7 +339,7 @@ absl::StatusOr<SweepSamples> samples_from_json(std::string_view text) {
         plan.arms, [](const BucketArm& arm) { return arm.caps_bytes.empty(); });
     return !plan.arms.empty() && has_caps && is_full(plan.rounds_ms) &&
            plan.alone_ms.size() == rounds &&
-           plan.timeline.size() <= plan.bucket_bytes.size();
+           plan.timeline.size() <= plan.buckets.size();
   };
   const bool is_whole = rounds > 0 && samples.rounds > 0 &&
                         is_full(samples.local_ms) && !samples.plans.empty() &&

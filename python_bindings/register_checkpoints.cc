@@ -16,7 +16,6 @@
 namespace brigade {
 namespace {
 
-using NoGil = py::call_guard<py::gil_scoped_release>;
 using Group = c10::intrusive_ptr<c10d::ProcessGroup>;
 using NamedTensors = std::vector<std::pair<std::string, at::Tensor>>;
 using Values = std::map<std::string, at::Tensor>;  // by field

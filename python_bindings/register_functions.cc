@@ -127,8 +127,7 @@ std::string sweep_table(const std::string& name, const std::string& figures) {
 void register_functions(py::module_& module) {
   module.def(
       "require_agreement", &require_agreement_in_python, py::arg("group"),
-      py::arg("kind"), py::arg("items"), py::arg("failure") = "",
-      py::call_guard<py::gil_scoped_release>(),
+      py::arg("kind"), py::arg("items"), py::arg("failure") = "", NoGil(),
       "See comm/agreement.h. Raises RuntimeError; `failure`: an error's text.");
   module.def("suggest_control_device", &suggest_control_device,
              "See comm/group/group_info.h.");
@@ -168,7 +167,7 @@ void register_functions(py::module_& module) {
             return std::make_shared<torch::jit::PythonFutureWrapper>(
                 self.run(tensor, /*scale=*/1));
           },
-          py::call_guard<py::gil_scoped_release>(),
+          NoGil(),
           "Collective. Replaces the tensor by its sum over ranks; returns a "
           "future.");
   module.def("sweep", &sweep_in_python, py::arg("name"), py::arg("parameters"),
@@ -177,7 +176,7 @@ void register_functions(py::module_& module) {
              py::arg("steps"), py::arg("find_unused_parameters") = false,
              py::arg("static_graph") = false,
              py::arg("gradient_as_bucket_view") = false, py::arg("after_round"),
-             py::arg("resumed") = "", py::call_guard<py::gil_scoped_release>(),
+             py::arg("resumed") = "", NoGil(),
              "Collective. Returns all figures as JSON; see "
              "bucket_sweep/sweep.h. `after_round` receives those so far, "
              "`resumed` are those of an interrupted sweep.");
@@ -186,7 +185,7 @@ void register_functions(py::module_& module) {
       [](const std::string& request) {
         return value_or_throw(simulate_json(request));
       },
-      py::call_guard<py::gil_scoped_release>(),
+      NoGil(),
       "Returns the simulated step of a request; both are JSON. See "
       "simulation/simulation_json.h.");
   module.def("sweep_table", &sweep_table,

@@ -27,7 +27,6 @@ namespace brigade {
 namespace {
 
 using FuturePtr = std::shared_ptr<torch::jit::PythonFutureWrapper>;
-using NoGil = py::call_guard<py::gil_scoped_release>;
 using NamesByIndex = std::unordered_map<size_t, std::string>;
 
 // Returns the names by index, without torch's leading dot for parameters of the
@@ -42,12 +41,6 @@ std::vector<std::string> names_of(const NamesByIndex& by_index, size_t count) {
     names[index] = name.starts_with('.') ? name.substr(1) : name;
   }
   return names;
-}
-
-// The destructor waits for callbacks that may acquire the GIL.
-void destroy_without_gil(TorchReducer* reducer) {
-  const py::gil_scoped_release no_gil;
-  delete reducer;
 }
 
 c10::intrusive_ptr<c10d::ProcessGroup> owned(c10d::ProcessGroup& group) {
@@ -103,7 +96,7 @@ std::shared_ptr<TorchReducer> make_reducer(
       std::move(params), owned(process_group), std::move(options),
       std::move(bucket_indices));
   if (use_python_reducer) reducer->remove_hooks();
-  return {reducer.release(), destroy_without_gil};
+  return destroyed_without_gil(std::move(reducer));
 }
 
 void register_comm_hook(TorchReducer& reducer, py::object state,

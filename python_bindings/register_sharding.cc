@@ -24,8 +24,6 @@
 namespace brigade {
 namespace {
 
-using NoGil = py::call_guard<py::gil_scoped_release>;
-
 // Hides a function's operators from dispatch modes, as those of selective
 // activation checkpoints, which count the operators of forward.
 struct HiddenFromModes {
@@ -81,12 +79,6 @@ using ParentAndMesh =
     std::pair<std::optional<size_t>,
               std::optional<std::tuple<std::vector<int>, int, std::string>>>;
 
-// The destructor waits for callbacks that may acquire the GIL.
-void destroy_without_gil(SegmentedModel* model) {
-  const py::gil_scoped_release no_gil;
-  delete model;
-}
-
 std::shared_ptr<SegmentedModel> make_model(
     const std::vector<ShardedUnitPtr>& pending, const Group& group,
     const FullyShardOptions& options,
@@ -107,9 +99,8 @@ std::shared_ptr<SegmentedModel> make_model(
     unit.mesh_hash = std::hash<std::string>{}(name);
   }
   try {
-    return {std::make_unique<SegmentedModel>(std::move(units), group, options)
-                .release(),
-            destroy_without_gil};
+    return destroyed_without_gil(
+        std::make_unique<SegmentedModel>(std::move(units), group, options));
   } catch (...) {  // the caller keeps the units
     for (size_t i = 0; i < units.size(); ++i) *pending[i] = std::move(units[i]);
     throw;

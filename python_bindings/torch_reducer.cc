@@ -104,7 +104,6 @@ TorchReducer::TorchReducer(std::vector<at::Tensor> parameters,
                            ReducerOptions options,
                            std::vector<std::vector<size_t>> first_buckets)
     : parameters_(std::move(parameters)),
-      names_(std::exchange(options.parameter_names, {})),
       first_buckets_(std::move(first_buckets)),
       group_(std::move(group)),
       options_(std::move(options)) {
@@ -131,7 +130,6 @@ void TorchReducer::make() {
   failures_dropped_ = 0;
   ReducerOptions options = options_;
   options.comm_hook = with_steps(std::move(options.comm_hook));
-  options.parameter_names = names_;
   try {
     reducer_ = std::make_unique<Reducer>(parameters_, group_,
                                          std::move(options), first_buckets_);
@@ -274,18 +272,19 @@ void TorchReducer::check_last_backward() {
   } catch (const c10::DistBackendError&) {
     throw;
   } catch (const c10::Error& error) {
-    TORCH_CHECK(false, error.what_without_backtrace(),
-                how_to_set_unused(options_),
-                describe_missing(missing, names_, group_->getRank()));
+    TORCH_CHECK(
+        false, error.what_without_backtrace(), how_to_set_unused(options_),
+        describe_missing(missing, options_.parameter_names, group_->getRank()));
   }
 }
 
 void TorchReducer::check_finalized() const {
   const std::vector<size_t> missing = missing_gradients();
-  TORCH_CHECK(missing.empty(), "Reducer: the last backward left ",
-              missing.size(), " of ", parameters_.size(),
-              " parameters without gradients; its reduction is not finished.",
-              describe_missing(missing, names_, group_->getRank()));
+  TORCH_CHECK(
+      missing.empty(), "Reducer: the last backward left ", missing.size(),
+      " of ", parameters_.size(),
+      " parameters without gradients; its reduction is not finished.",
+      describe_missing(missing, options_.parameter_names, group_->getRank()));
 }
 
 void TorchReducer::register_comm_hook(

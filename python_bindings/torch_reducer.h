@@ -146,7 +146,9 @@ class TorchReducer {
   }
   std::vector<std::vector<size_t>> buckets() const;
 
-  const std::vector<std::string>& parameter_names() const { return names_; }
+  const std::vector<std::string>& parameter_names() const {
+    return options_.parameter_names;
+  }
   const c10::intrusive_ptr<c10d::ProcessGroup>& group() const { return group_; }
 
  private:
@@ -161,10 +163,9 @@ class TorchReducer {
   void check_last_backward();
 
   const std::vector<at::Tensor> parameters_;
-  const std::vector<std::string> names_;  // by parameter, or empty
   const std::vector<std::vector<size_t>> first_buckets_;  // see Reducer
   c10::intrusive_ptr<c10d::ProcessGroup> group_;
-  ReducerOptions options_;  // without names
+  ReducerOptions options_;
   int64_t logging_sample_rate_ = 100;
   std::optional<std::chrono::milliseconds> stall_report_after_;  // else default
   bool watches_gradients_ = true;

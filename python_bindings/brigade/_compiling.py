@@ -26,15 +26,10 @@ def reduce_in_compiled_backward(bucket_cap_mb: int) -> None:
     rules = torch._dynamo.trace_rules
     rules.LEGACY_MOD_INLINELIST.add("torch.nn.parallel.distributed")
     rules.get_legacy_mod_inlinelist.cache_clear()
-    rules.get_torch_obj_rule_map()[_apply_hook] = torch._dynamo.variables.UserFunctionVariable
+    rules.get_torch_obj_rule_map()[apply_hook] = torch._dynamo.variables.UserFunctionVariable
 
 
-def for_compiled_backward(hook: Callable[..., Any]) -> Callable[..., None]:
-    """Returns a comm hook for torch's wrapper, which calls it per gradient and drops its result."""
-    return functools.partial(_apply_hook, hook)
-
-
-def _apply_hook(
+def apply_hook(
     hook: Callable[..., Any], state: object, pair: tuple[torch.Tensor, torch.Tensor]
 ) -> None:
     """Replaces a gradient by the hook's result, and waits for it. The compiler traces this."""

@@ -5,7 +5,6 @@ A unit's ranks are its `group`; each `num_shards` consecutive ranks of it hold o
 
 from __future__ import annotations
 
-import inspect
 import math
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -70,19 +69,16 @@ def _names(dims: str | Iterable[str] | None) -> tuple[str, ...]:
 
 def _from_ranks(ranks: torch.Tensor, mesh: Any) -> _GroupAndShards:
     flat = ranks.flatten().tolist()
-    if flat != sorted(flat) and not (_KEEPS_ORDER and flat[0] == min(flat)):
+    if flat[0] != min(flat):
         raise NotImplementedError(
-            f"fully_shard: expected ascending ranks along (replicas, shards), found {flat} of "
-            f"{mesh}.\nMake replicas an outer and shards an inner dimension of the mesh. With a "
-            "torch whose new_group() has sort_ranks, the lowest rank must only come first."
+            f"fully_shard: expected a mesh that begins with its lowest rank, found {flat} of "
+            f"{mesh}.\nPut the lowest rank first."
         )
     if flat == list(range(dist.get_world_size())):
         return dist.group.WORLD, ranks.size(1)
     return _group_of_ranks(tuple(flat)), ranks.size(1)
 
 
-# Newer torch can make groups whose ranks are not sorted.
-_KEEPS_ORDER = "sort_ranks" in inspect.signature(dist.new_group).parameters
 _groups: dict[tuple[int, ...], dist.ProcessGroup] = {}
 
 
@@ -90,9 +86,8 @@ def _group_of_ranks(ranks: tuple[int, ...]) -> dist.ProcessGroup:
     """Returns the same group for all meshes of these ranks."""
     group = _groups.get(ranks)
     if group is None or group not in dist.distributed_c10d._world.pg_map:  # destroyed since
-        order = {"sort_ranks": False} if _KEEPS_ORDER else {}
         group = _groups[ranks] = dist.new_group(
-            list(ranks), use_local_synchronization=True, **order
+            list(ranks), use_local_synchronization=True, sort_ranks=False
         )
     return group
 

@@ -142,7 +142,6 @@ class Unit:
         self.creation_index = next(_creation_order)
         self.path = ""  # of the modules in the outermost one
         self.max_input_buffers: int | None = None  # the root uses the minimum of all units
-        self.manual_finalization = False  # the root uses the outermost unit's
         self.post_optim_event: torch.Event | None = None  # the root uses the outermost unit's
         self.was_on_meta = False
         self._parent: weakref.ref[Unit] | None = None
@@ -593,9 +592,8 @@ class Root:
             _parents_and_meshes(outermost, units),
         )
         self.device = next(p.device for unit in units for p in unit.parameters)
-        self.is_unsharded = self.keeps_writes = False
+        self.is_unsharded = self.keeps_writes = self.manual_finalization = False
         self.manually_unsharded: set[Unit] = set()
-        self.native.set_synchronizes(not outermost.manual_finalization)
         for index, unit in enumerate(units):
             unit.index = index
         self.apply_max_input_buffers()
@@ -611,7 +609,7 @@ class Root:
     def finalize(self) -> None:
         """Collective: reduces accumulated gradients of the units that synchronize."""
         is_due = any(unit.settings().synchronizes for unit in self.units)
-        if self.outermost.manual_finalization and is_due:
+        if self.manual_finalization and is_due:
             self.native.set_synchronizes(True)
             try:
                 self.native.reduce()

@@ -8,6 +8,7 @@ parameters without its reducer; ours takes 9.9 ms).
 
 from __future__ import annotations
 
+import functools
 import os
 import sys
 import warnings
@@ -899,7 +900,7 @@ class DistributedDataParallel(_TorchDistributedDataParallel):
             _checks.require_comm_hook(hook)
             if self._use_python_reducer:
                 self._require_per_gradient(hook)
-                self._comm_hooks.append((_compiling.for_compiled_backward(hook), state))
+                self._comm_hooks.append((functools.partial(_compiling.apply_hook, hook), state))
             else:
                 self.reducer._register_comm_hook(state, hook)
                 self._comm_hooks.append((hook, state))

@@ -231,7 +231,7 @@ class FSDPModule(_TorchFSDPModule):
         """
         self._require_outermost("set_manual_backward_finalization")
         root = self._root()
-        root.outermost.manual_finalization = enabled
+        root.manual_finalization = enabled
         root.native.set_synchronizes(not enabled)
 
     def _require_outermost(self, name: str) -> None:

@@ -15,6 +15,7 @@ namespace {
 
 using ::testing::ElementsAre;
 using ::testing::HasSubstr;
+using ::testing::SizeIs;
 using Group = c10::intrusive_ptr<c10d::ProcessGroup>;
 
 // Two weights of 0.5 MiB and integer gradients.
@@ -66,8 +67,8 @@ TEST(SweepTest, TimesEachPlanOnceAndKeepsTheParameters) {
   EXPECT_TRUE(check_backward(samples.model.backward).ok());
   EXPECT_GT(samples.model.cost.seconds(1 << 20), 0);
   EXPECT_EQ(samples.plans[0].arms[1].label, "100 MiB");
-  EXPECT_THAT(samples.plans[0].bucket_bytes, ElementsAre(1 << 20));
-  EXPECT_THAT(samples.plans[1].bucket_bytes, ElementsAre(1 << 19, 1 << 19));
+  EXPECT_THAT(samples.plans[0].buckets, ElementsAre(SizeIs(2)));
+  EXPECT_THAT(samples.plans[1].buckets, ElementsAre(SizeIs(1), SizeIs(1)));
   EXPECT_EQ(samples.local_ms.size(), 2U);
   for (size_t i = 0; i < samples.plans.size(); ++i) {
     const PlanSamples& plan = samples.plans[i];

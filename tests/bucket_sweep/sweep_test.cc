@@ -40,13 +40,11 @@ SweepSamples samples_of(const std::vector<double>& default_ms,
           .local_ms = one_step_each(std::vector<double>(default_ms.size(), 10)),
           .plans = {{.arms = {default_arm()},
                      .buckets = {{2}, {1, 0}},
-                     .bucket_bytes = {1'000'000, 2'000'000},
                      .rounds_ms = one_step_each(default_ms),
                      .alone_ms = std::vector<double>(default_ms.size(), 4),
                      .timeline = {{0.001, 0.002}, {0.002, 0.005}}},
                     {.arms = {arm_of("4"), arm_of("one")},
                      .buckets = {{2, 1, 0}},
-                     .bucket_bytes = {3'000'000},
                      .rounds_ms = one_step_each(other_ms),
                      .alone_ms = std::vector<double>(other_ms.size(), 8)}}};
 }

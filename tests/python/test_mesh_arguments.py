@@ -1,7 +1,5 @@
 """Meshes and placements that torch's fully_shard accepts."""
 
-import inspect
-
 import pytest
 import torch
 import torch.distributed as dist
@@ -15,8 +13,8 @@ import brigade
 from ranks import on_ranks
 from sharded_training import batch_of, expect_equal, make_net, shard_blocks
 
-_Dims = getattr(fsdp, "DataParallelMeshDims", None)  # of torch 2.15
-_Result = getattr(common, "ShardPlacementResult", None)
+_Dims = fsdp.DataParallelMeshDims
+_Result = common.ShardPlacementResult
 
 
 def _gradient(model, rank):
@@ -24,7 +22,6 @@ def _gradient(model, rank):
     return [p.grad.to_local().clone() for p in model.parameters()]
 
 
-@pytest.mark.skipif(_Dims is None, reason="torch has no DataParallelMeshDims")
 @pytest.mark.parametrize(
     ("shard", "replicate", "bits", "num_shards"),
     [
@@ -56,7 +53,6 @@ def test_another_object_than_a_mesh_is_an_error(rank):
         brigade.fully_shard(nn.Linear(2, 2), mesh="x")
 
 
-@pytest.mark.skipif(_Dims is None, reason="torch has no DataParallelMeshDims")
 @on_ranks()
 def test_dimensions_outside_the_mesh_are_errors(rank):
     mesh = dist.init_device_mesh("cpu", (2, 1), mesh_dim_names=("data", "model"))
@@ -77,11 +73,6 @@ def _drawn(rank, step):
     return torch.randn(3, 5, generator=torch.Generator().manual_seed(10 * step + rank))
 
 
-@pytest.mark.skipif(_Dims is None, reason="torch has no DataParallelMeshDims")
-@pytest.mark.skipif(
-    "sort_ranks" not in inspect.signature(dist.new_group).parameters,
-    reason="torch's new_group() sorts ranks",
-)
 @on_ranks(4)
 def test_replicas_may_be_the_inner_dimension(rank):
     mesh = dist.init_device_mesh("cpu", (2, 2), mesh_dim_names=("shards", "copies"))
@@ -156,7 +147,6 @@ def test_placements(rank):
     _gradient(model, rank)
 
 
-@pytest.mark.skipif(_Result is None, reason="torch has no ShardPlacementResult")
 @on_ranks(4)
 def test_a_placement_may_name_the_units_mesh(rank):
     everyone = dist.init_device_mesh("cpu", (4,))
