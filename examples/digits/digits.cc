@@ -21,33 +21,24 @@
 namespace brigade::digits {
 namespace {
 
-// Convolutional network for 8 x 8 pixels. It has no batch normalization, so
-// that gradients depend only on images and weights.
-class DigitsNetImpl : public torch::nn::Module {
- public:
-  DigitsNetImpl() {
-    register_module("conv1", conv1_);
-    register_module("conv2", conv2_);
-    register_module("hidden", hidden_);
-    register_module("head", head_);
-  }
+// Convolutional network for 8 x 8 pixels: from float32, [n, 1, 8, 8], to a
+// score per digit, [n, 10]. It has no batch normalization, so that gradients
+// depend only on images and weights.
+using DigitsNet = torch::nn::Sequential;
 
-  // x: float32, [n, 1, 8, 8].  Returns a score per digit, [n, 10].
-  at::Tensor forward(at::Tensor x) {
-    x = torch::relu(conv1_(x));                            // [n, 32, 8, 8]
-    x = torch::relu(conv2_(x));                            // [n, 64, 8, 8]
-    x = torch::max_pool2d(x, /*kernel_size=*/2);           // [n, 64, 4, 4]
-    x = torch::relu(hidden_(x.flatten(/*start_dim=*/1)));  // [n, 64]
-    return head_(x);
-  }
-
- private:
-  torch::nn::Conv2d conv1_{torch::nn::Conv2dOptions(1, 32, 3).padding(1)};
-  torch::nn::Conv2d conv2_{torch::nn::Conv2dOptions(32, 64, 3).padding(1)};
-  torch::nn::Linear hidden_{64 * 4 * 4, 64};
-  torch::nn::Linear head_{64, kNumClasses};
-};
-TORCH_MODULE(DigitsNet);
+// Braces draw the weights in this order.
+DigitsNet make_net() {
+  return DigitsNet{
+      torch::nn::Conv2d(torch::nn::Conv2dOptions(1, 32, 3).padding(1)),
+      torch::nn::ReLU(),
+      torch::nn::Conv2d(torch::nn::Conv2dOptions(32, 64, 3).padding(1)),
+      torch::nn::ReLU(),
+      torch::nn::MaxPool2d(2),
+      torch::nn::Flatten(),
+      torch::nn::Linear(64 * 4 * 4, 64),
+      torch::nn::ReLU(),
+      torch::nn::Linear(64, kNumClasses)};
+}
 
 constexpr int64_t kNumTestImages = 360;  // of 1,797
 constexpr uint64_t kSeed = 1;          // for the split, the order, the weights
@@ -84,7 +75,7 @@ DigitsNet train_on_all_ranks(
   const int rank = group->getRank();
   // Ranks draw different weights; the wrapper broadcasts rank 0's.
   torch::manual_seed(kSeed + rank);
-  DigitsNet net;
+  DigitsNet net = make_net();
   DistributedDataParallel model(net, group,
                                 {.reducer = {.reproducible = true}});
   const auto start = std::chrono::steady_clock::now();
@@ -111,7 +102,7 @@ DigitsNet train_on_all_ranks(
 // divides the sums.
 DigitsNet train_alone(const Batches& batches, const Options& options) {
   torch::manual_seed(kSeed);
-  DigitsNet net;
+  DigitsNet net = make_net();
   train(net, options.epochs * batches.steps_per_epoch(), [&](int64_t step) {
     for (int rank = 0; rank < batches.num_ranks(); ++rank) {
       const DigitImages batch = batches.batch(step, rank);
