@@ -70,7 +70,6 @@ reach() {
 row measure "$(git describe --always --dirty)"
 row ---- ----
 row "product / test lines" "$(lines "${code[@]}" ':!tests') / $(lines "${under_tests[@]}")"
-row "C++ test lines" "$(lines 'tests/*.h' 'tests/*.cc' 'tests/*.cu')"
 row "C++ files outside tests" "$(git ls-files -- '*.h' '*.cc' '*.cu' ':!tests' | wc -l)"
 row "public headers" "$(PYTHONPATH=scripts .venv/bin/python -c \
   'import site_hooks; print(len(site_hooks.public_headers()))')"

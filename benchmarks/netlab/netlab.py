@@ -2,7 +2,6 @@
 
     PYTHONPATH=build/release/python .venv/bin/python benchmarks/netlab/netlab.py run FILE
     ... netlab.py report FILE [--write]     prints tables, or writes docs' tables and picture
-    ... netlab.py compare FILE              compares the simulator with the measured steps
 
 `run` takes 70 minutes; nothing else should run. FILE stores each complete cell: a second run
 measures only the missing ones. --cells TEXT chooses those whose name has TEXT.
@@ -245,12 +244,12 @@ def report(data: Cell, writes: bool) -> None:
     rows = [row_of(name, cell) for name, cell in unsharded.items()]
     table = [cells_of(row) for row in rows]
     mean = statistics.geometric_mean([row["over_best"]["median"] for row in rows] or [1])
-    lines = errors_of(simulations(unsharded))
     sharded = sharded_rows(cells)
-    summary = [f"auto / best cap: geometric mean {mean:.3f} of {len(rows)} cells", *lines[-3:]]
+    summary = errors_of(simulations(unsharded))[-3:]
+    summary.insert(0, f"auto / best cap: geometric mean {mean:.3f} of {len(rows)} cells")
     if not writes:
         rows_of_text = [" | ".join(texts) for texts in (HEADER, *table, SHARDED, *sharded)]
-        return print("\n".join([*rows_of_text, *lines[:-3], *summary]))
+        return print("\n".join([*rows_of_text, *errors_of(simulations(cells)), *summary]))
     figures = {"set_up": data["set_up"], "rows": rows, "sharded": sharded, "summary": summary}
     (documents.STORE / "netlab.json").write_text(json.dumps(figures, indent=1) + "\n")
     documents.write_table("netlab", HEADER, table)
@@ -261,7 +260,7 @@ def report(data: Cell, writes: bool) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("action", choices=["run", "report", "compare"])
+    parser.add_argument("action", choices=["run", "report"])
     parser.add_argument("file", type=pathlib.Path)
     parser.add_argument("--cells", default="", metavar="TEXT")
     parser.add_argument("--seconds", type=float, default=170, help="of a cell's rounds")
@@ -269,10 +268,7 @@ def main() -> None:
     given = parser.parse_args()
     if given.action == "run":
         return run(given.file, given.cells, given.seconds)
-    data = json.loads(given.file.read_text())
-    if given.action == "report":
-        return report(data, given.write)
-    print("\n".join(errors_of(simulations(data["cells"]))))
+    report(json.loads(given.file.read_text()), given.write)
 
 
 if __name__ == "__main__":
