@@ -2,9 +2,8 @@
 
     PYTHONPATH=build/release/python .venv/bin/python benchmarks/compare_builds.py OTHER/python
 
-OTHER/python is the Python package of another build, such as one of an older commit. Each build has
-two processes that train the same models over Gloo, and waits while the other one runs. Prints
-medians and quartiles in ms, and paired ratios of this build to the other.
+OTHER/python is the package of another build. Each build has two processes, which train over Gloo
+in turns with the other's. Prints quartiles in ms, and of the paired ratios of this to the other.
 """
 
 from __future__ import annotations
