@@ -288,7 +288,8 @@ bool SegmentedModel::use_after_forward(
   SegmentRun run(parts(), {});
   for (const Shard* const shard : parameters) {
     run.wait_for(shard->unit);
-    last_forward_->used[shard->number] = 1;
+    const bool is_trained = parameters_[shard->number].is_trained();
+    last_forward_->used[shard->number] = is_trained ? 1 : 0;
   }
   return true;
 }

@@ -103,7 +103,7 @@ class SegmentedModel final : public ShardedModel, public ParameterOwner {
  private:
   // Gradients that a forward leads to. Lives as long as its outputs' graph.
   struct ForwardRecord {
-    std::vector<char> used;  // by parameter number
+    std::vector<char> used;  // by parameter number, if trained then
     bool is_done = false;    // a backward reached it
   };
 

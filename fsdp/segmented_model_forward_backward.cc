@@ -358,6 +358,9 @@ void SegmentedModel::end_forward(const std::vector<at::Tensor>& outputs) {
   if (!has_grad) return;
   auto record = std::make_shared<ForwardRecord>();
   record->used = used_in_forward_;
+  for (size_t i = 0; i < parameters_.size(); ++i) {
+    record->used[i] &= parameters_[i].is_trained() ? 1 : 0;
+  }
   forwards_.push_back(record);
   last_forward_ = record;
   watch_outputs(outputs, alive_, [this, record] {
