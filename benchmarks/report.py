@@ -2,7 +2,7 @@
 
     PYTHONPATH=build/release/python .venv/bin/python benchmarks/report.py
 
-Needs less than 8 minutes on an idle machine. Stores the figures in docs/benchmarks/*.json,
+Needs less than 10 minutes on an idle machine. Stores the figures in docs/benchmarks/*.json,
 draws docs/pictures/against_torch.svg and bucket_sizes.svg, and writes the tables: in README.md, and
 docs/benchmarks/*.csv, which docs/benchmarks.md shows. --draw uses the stored figures.
 """
@@ -27,8 +27,9 @@ ROOT = pathlib.Path(__file__).resolve().parents[1]
 STORE = ROOT / "docs/benchmarks"
 SHAPES = {"resnet50": "ResNet-50", "bert_base": "BERT-base", "gpt2": "GPT-2 small"}
 SWEEP = "-m brigade bench --caps each,1,4,25,100,one --rounds 4 --steps 2"
+NAMES = "real_steps", "fsdp_against_torch", "sharded_calls"
 # Name of the JSON file, and arguments of torchrun.
-PROGRAMS = {name: f"benchmarks/{name}.py" for name in ("real_steps", "fsdp_against_torch")}
+PROGRAMS = {name: f"benchmarks/{name}.py" for name in NAMES}
 PROGRAMS |= {name: f"{SWEEP} benchmarks/bucket_size.py:{name}" for name in SHAPES}
 CAPS = ["default", "planned", "each", "1 MiB", "4 MiB", "25 MiB", "100 MiB", "one"]
 # The rows of README's table and of the picture: settings, and their name in the picture.
@@ -168,6 +169,8 @@ def main() -> None:
     rewrite_readme(header, [c for c, r in zip(cells, rows, strict=True) if r in main_rows])
     table = [[cap, *(shown(added_ms(m, cap)) for m in models.values())] for cap in CAPS]
     write_table("bucket_sizes", ["bucket cap", *models], table)
+    calls = found["sharded_calls"]["table"]
+    write_table("sharded_calls", calls[0], calls[1:])
     write_table("machine", ["condition", "value"], list(found["real_steps"]["machine"].items()))
 
 

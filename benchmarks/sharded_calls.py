@@ -5,14 +5,15 @@
 
 Each of 26 linear layers is an FSDP unit: 51 parameters. Calls are timed on rank 0 after a barrier.
 `plain` are tensors of the shards' sizes. Memory is the growth of the resident memory over four
-steps of an MLP, in new processes. Contenders take turns. Prints medians and paired ratios as CSV,
-the form of docs/benchmarks/sharded_calls.csv.
+steps of an MLP, in new processes. Contenders take turns. Prints medians and paired ratios as CSV.
+--json FILE stores them.
 """
 
 from __future__ import annotations
 
 import argparse
 import csv
+import json
 import multiprocessing
 import os
 import pathlib
@@ -81,7 +82,9 @@ def grown(name: str, reshards: bool) -> float:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rounds", type=int, default=100)
-    rounds, rows = parser.parse_args().rounds, []
+    parser.add_argument("--json", metavar="FILE")
+    given = parser.parse_args()
+    rounds, rows = given.rounds, []
     with multiprocessing.get_context("fork").Pool(1, maxtasksperchild=1) as forks:
         for setting, reshards in {"reshard": True, "keep": False}.items():
             turns = {name: partial(forks.apply, grown, (name, reshards)) for name in SHARDS}
@@ -105,6 +108,8 @@ def main() -> None:
         table.append([label, theirs, *medians, ratio])
     if is_first:
         csv.writer(sys.stdout, lineterminator="\n").writerows(table)
+        if given.json:
+            pathlib.Path(given.json).write_text(json.dumps({"table": table}))
     dist.destroy_process_group()
 
 
